@@ -1,0 +1,47 @@
+"""What one window of training steps looked like: the unit that is published, stored, learned from and drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["STEP_PARTS", "StepProfile"]
+
+STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
+"""Parts of a step; `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Means over `num_steps` consecutive steps of one worker within one round.
+
+    Published under `profiles/{worker_id}` (the newest window of each worker); rank 0's windows are also kept in the job's
+    events as kind "profile".
+    """
+
+    worker_id: str
+    round_number: int
+    global_rank: int
+    num_workers: int
+    num_nodes: int
+    first_step: int  # optimizer steps done by the job before this window
+    num_steps: int
+    global_batch: int  # samples per step, all workers together
+    local_batch: int  # samples per step on this worker
+    loader_workers: int
+    intra_op_threads: int
+    cores: float  # cores this worker may use
+    device: str  # cpu, or the accelerator's name
+    step_time_s: float
+    data_wait_s: float
+    forward_s: float
+    backward_s: float  # without the communication that is not hidden behind it
+    communication_s: float
+    optimizer_s: float
+    other_s: float
+    samples_per_s: float  # of the whole job
+    memory_bytes: int  # resident set of the worker, its loader workers included
+    cpu_percent: float  # of one core, loader workers included
+    dense_bytes: int = 0  # gradient bytes reduced per step
+    gpu_memory_bytes: int = 0
+    gpu_percent: float = 0.0
+    at: float = 0.0  # seconds since the epoch, end of the window

@@ -1,0 +1,307 @@
+"""What the job writes into etcd: frozen records, their keys and their JSON form.
+
+Records are data only; who may write which one is decided in `rounds.py` and `membership.py`. Whatever comes back from etcd is
+untrusted input: `decode` either returns a valid record or raises `RecordError` naming the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "FORMAT_VERSION",
+    "AgentRecord",
+    "CheckpointRecord",
+    "ControllerRecord",
+    "DrainRecord",
+    "EventRecord",
+    "JobRecord",
+    "Keys",
+    "PlanRecord",
+    "RecordError",
+    "RoundRecord",
+    "WorkerRecord",
+    "decode",
+    "encode",
+]
+
+FORMAT_VERSION = 1
+"""Written into every record; a reader refuses any other number."""
+
+MAX_RECORD_BYTES = 1 << 20
+
+DEFAULT_PREFIX = "/dlrover"
+
+
+class RecordError(ValueError):
+    """A value in etcd that is not the record its key says it is."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Every key of one job."""
+
+    run_id: str
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        if not self.run_id or "/" in self.run_id or self.run_id != self.run_id.strip():
+            raise ValueError(
+                f"run id {self.run_id!r} cannot be used: it names a folder of keys in etcd, so it must not be empty, "
+                "hold a '/' or start or end with a space; choose another --rdzv-id"
+            )
+
+    @property
+    def root(self) -> str:
+        return f"{self.prefix.rstrip('/')}/{self.run_id}/"
+
+    @property
+    def job(self) -> str:
+        return self.root + "job"
+
+    @property
+    def round(self) -> str:
+        return self.root + "round"
+
+    @property
+    def plan(self) -> str:
+        return self.root + "plan"
+
+    @property
+    def convener(self) -> str:
+        """Election key: its create revision is the fence for every write of a round."""
+        return self.root + "convener"
+
+    @property
+    def controller(self) -> str:
+        return self.root + "controller"
+
+    @property
+    def checkpoint(self) -> str:
+        return self.root + "checkpoint"
+
+    @property
+    def agents(self) -> str:
+        return self.root + "agents/"
+
+    @property
+    def workers(self) -> str:
+        return self.root + "workers/"
+
+    @property
+    def drains(self) -> str:
+        return self.root + "drains/"
+
+    @property
+    def events(self) -> str:
+        return self.root + "events/"
+
+    @property
+    def profiles(self) -> str:
+        return self.root + "profiles/"
+
+    @property
+    def store(self) -> str:
+        """Keys of the c10d store that the elastic agents share, one sub-folder per agent round."""
+        return self.root + "store/"
+
+    @property
+    def agent_round(self) -> str:
+        return self.root + "agent_round"
+
+
+WorkerState = Literal["starting", "standby", "ready", "active", "reforming"]
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """One elastic agent (one node). Key `agents/{agent_id}`, bound to the agent's lease."""
+
+    agent_id: str
+    host: str
+    pid: int
+    num_workers: int  # workers this agent starts
+    state: Literal["waiting", "running"]  # running: its workers were started or are about to be
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One training process. Key `workers/{worker_id}`, bound to the worker's own lease; only the worker writes it.
+
+    starting: waits for the first round. standby: builds model and data while others train. ready: stands at the training
+    loop's entrance. active: member of round `round_number`. reforming: its collectives of `round_number` failed.
+    """
+
+    worker_id: str
+    agent_id: str
+    host: str
+    pid: int
+    local_rank: int
+    address: str  # where `port` can be reached by the other workers
+    port: int  # this worker's TCPStore, used when it is rank 0; refuses connections once the process is dead
+    state: WorkerState
+    round_number: int = 0
+    fingerprint: str = ""  # of the model's parameter names and shapes; empty until the model is built
+    version: str = ""  # of lightning_dlrover
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The current round. Key `round`, written by the convener only, fenced on its election key."""
+
+    number: int
+    members: list[str]  # worker ids; the index is the global rank
+    reason: str  # one sentence for people
+    kind: Literal["start", "grow", "shrink", "replace", "loss", "retry", "stop"]
+    planned: bool  # False: the step in flight cannot complete, members leave it at once
+    store_address: str = ""  # TCPStore of rank 0
+    store_port: int = 0
+    convener: str = ""
+    created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What all workers must agree on. Key `job`; created once, `phase` is moved on by rank 0."""
+
+    phase: Literal["starting", "training", "finished", "failed"]
+    live: bool  # True once workers that can be re-formed in process have registered
+    min_workers: int
+    max_workers: int
+    version: str  # of lightning_dlrover
+    fingerprint: str = ""
+    global_batch_size: int = 0  # 0 until the first round knows it
+    created_at: float = 0.0
+    message: str = ""  # why it failed
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What the job should become. Key `plan`; compare-and-swap by planner, command line or user."""
+
+    num_workers: int
+    source: Literal["planner", "user", "initial"]
+    reason: str
+    binding: bool  # False: a recommendation only, nobody is there to carry it out
+    decision_id: int = 0
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class DrainRecord:
+    """Request that one worker leaves. Key `drains/{worker_id}`; written by anyone, deleted with the worker."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ControllerRecord:
+    """The process that adds and drains nodes. Key `controller`, bound to its lease: at most one acts."""
+
+    host: str
+    pid: int
+    target: str  # local, slurm, kubernetes
+    apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
+    run_dir: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """Newest checkpoint on disk, used when no living worker has the state. Key `checkpoint`."""
+
+    path: str
+    global_step: int
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of the bounded job history. Key `events/{time_ns:020d}-{writer}`."""
+
+    kind: str  # round, stall, loss, decision, scale, checkpoint, error, ...
+    at: float  # seconds since the epoch
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+T = TypeVar("T")
+
+
+def encode(record: Any) -> bytes:
+    """JSON of a record with its format version.
+
+    Raises:
+        ValueError: larger than etcd's limit for one value.
+    """
+    payload = json.dumps({"v": FORMAT_VERSION, **dataclasses.asdict(record)}, separators=(",", ":")).encode()
+    if len(payload) > MAX_RECORD_BYTES:
+        raise ValueError(f"a {type(record).__name__} of {len(payload)} bytes exceeds {MAX_RECORD_BYTES} bytes")
+    return payload
+
+
+def decode(record_type: type[T], raw: bytes, key: str) -> T:
+    """The record that `raw` holds.
+
+    Raises:
+        RecordError: `raw` is not JSON, has another format version, or a field is missing or has another type.
+    """
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(
+            f"key {key!r} holds {len(raw)} bytes that are not a {record_type.__name__}; "
+            "another program may use the same prefix: choose another key_prefix in --rdzv-conf, or delete the key"
+        ) from error
+    if not isinstance(document, dict):
+        raise RecordError(f"key {key!r} holds JSON of type {type(document).__name__}, not a {record_type.__name__}")
+    version = document.pop("v", None)
+    if version != FORMAT_VERSION:
+        raise RecordError(
+            f"key {key!r} has format version {version!r}, this program writes {FORMAT_VERSION}: "
+            "all workers of a job must run the same release of lightning-dlrover"
+        )
+    hints = get_type_hints(record_type)
+    fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, f in fields.items():
+        if name not in document:
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise RecordError(f"key {key!r}: field {name!r} of {record_type.__name__} is missing")
+            continue
+        value = document[name]
+        if not _has_type(value, hints[name]):
+            raise RecordError(f"key {key!r}: field {name!r} of {record_type.__name__} is {value!r:.80}, not {hints[name]}")
+        values[name] = float(value) if hints[name] is float else value
+    unknown = sorted(set(document) - set(fields))
+    if unknown:
+        raise RecordError(f"key {key!r}: unknown fields {unknown} in {record_type.__name__}")
+    try:
+        return record_type(**values)
+    except ValueError as error:
+        raise RecordError(f"key {key!r}: {error}") from error
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(value == allowed and type(value) is type(allowed) for allowed in get_args(hint))
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, option) for option in get_args(hint))
+    if origin is list:
+        return isinstance(value, list) and all(_has_type(item, get_args(hint)[0]) for item in value)
+    if origin is dict:
+        _, item_hint = get_args(hint)
+        return isinstance(value, dict) and all(_has_type(item, item_hint) for item in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint is type(value) or (isinstance(hint, type) and isinstance(value, hint))
