@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 __all__ = [
     "FORMAT_VERSION",
     "AgentRecord",
+    "AgentRound",
     "CheckpointRecord",
     "ControllerRecord",
     "DrainRecord",
@@ -61,41 +62,46 @@ class Keys:
         return f"{self.prefix.rstrip('/')}/{self.run_id}/"
 
     @property
+    def live(self) -> str:
+        """Folder of what workers and controllers watch; the rest of the job's keys changes too often for that."""
+        return self.root + "live/"
+
+    @property
     def job(self) -> str:
-        return self.root + "job"
+        return self.live + "job"
 
     @property
     def round(self) -> str:
-        return self.root + "round"
+        return self.live + "round"
 
     @property
     def plan(self) -> str:
-        return self.root + "plan"
+        return self.live + "plan"
 
     @property
     def convener(self) -> str:
         """Election key: its create revision is the fence for every write of a round."""
-        return self.root + "convener"
+        return self.live + "convener"
 
     @property
     def controller(self) -> str:
-        return self.root + "controller"
+        return self.live + "controller"
 
     @property
     def checkpoint(self) -> str:
-        return self.root + "checkpoint"
+        return self.live + "checkpoint"
 
     @property
     def agents(self) -> str:
-        return self.root + "agents/"
+        return self.live + "agents/"
 
     @property
     def workers(self) -> str:
-        return self.root + "workers/"
+        return self.live + "workers/"
 
     @property
     def drains(self) -> str:
-        return self.root + "drains/"
+        return self.live + "drains/"
 
     @property
     def events(self) -> str:
@@ -112,7 +118,7 @@ class Keys:
 
     @property
     def agent_round(self) -> str:
-        return self.root + "agent_round"
+        return self.live + "agent_round"
 
 
 WorkerState = Literal["starting", "standby", "ready", "active", "reforming"]
@@ -128,6 +134,21 @@ class AgentRecord:
     num_workers: int  # workers this agent starts
     state: Literal["waiting", "running"]  # running: its workers were started or are about to be
     labels: dict[str, str] = field(default_factory=dict)
+    round_number: int = 0  # running: agent round it takes part in; waiting: it joins only a later one than this
+    address: str = ""  # of this host, for other nodes
+    port: int = 0  # running: free port for the workers' MASTER_PORT, should this agent be node rank 0
+
+
+@dataclass(frozen=True)
+class AgentRound:
+    """The current rendezvous of the elastic agents. Key `agent_round`; compare-and-swap by any waiting agent."""
+
+    number: int
+    agents: list[str]  # agent ids; the index is the node rank
+    state: Literal["complete", "closed"]  # closed: no further round will be formed under this run id
+    written_by: str = ""  # agent id
+    reason: str = ""  # one sentence for people
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,7 +197,8 @@ class JobRecord:
     max_workers: int
     version: str  # of lightning_dlrover
     fingerprint: str = ""
-    global_batch_size: int = 0  # 0 until the first round knows it
+    global_batch_size: int = 0  # samples per step; 0 until the first round knows it
+    start_workers: int = 0  # what a DataLoader's batch_size is multiplied by to give its global batch
     created_at: float = 0.0
     message: str = ""  # why it failed
 

@@ -1,0 +1,15 @@
+"""Fits and predicts step time. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
+
+from lightning_dlrover.perf.model import Prediction, StepTimeModel
+from lightning_dlrover.perf.prior import Configuration, PhysicalPrior, configuration_of
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+
+__all__ = [
+    "STEP_PARTS",
+    "Configuration",
+    "PhysicalPrior",
+    "Prediction",
+    "StepProfile",
+    "StepTimeModel",
+    "configuration_of",
+]

@@ -1,0 +1,376 @@
+"""Show a live elastic job from start to finish, on this machine: what `make run` executes.
+
+It starts `dlrover run --workers 1:2 examples/train_ctr.py`, and then only watches and disturbs: waits until
+the planner has grown the job to two workers, kills one with SIGKILL, waits for its replacement, asks for one
+worker, waits for the shrink, and lets the job finish. Every wait has a deadline; the exit code is 0 only if
+every stage happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError
+from lightning_dlrover.rdzv.records import (
+    EventRecord,
+    Keys,
+    PlanRecord,
+    RecordError,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+)
+from lightning_dlrover.report import summary_text
+
+T = TypeVar("T")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = REPOSITORY / "examples" / "train_ctr.py"
+POLL_S = 0.1
+STEADY_S = 8.0  # trained between two changes, so that the pictures show each size
+
+
+class DemoError(RuntimeError):
+    """A stage that did not happen; the message says what was awaited and what to look at."""
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """What `dlrover run` writes into `runs/<id>/job.json`, as far as the demo needs it."""
+
+    endpoint: str
+    prefix: str
+
+
+def start(run_id: str, run_dir: Path, script_arguments: list[str]) -> Demo:
+    """Start `dlrover run` on the example; its output goes to a file beside the run's folder."""
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "1:2"]
+    command += ["--rdzv-id", run_id, "--run-dir", str(run_dir), str(SCRIPT), *script_arguments]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log = run_dir / f"{run_id}.log"
+    with log.open("wb") as output:
+        # Its own session: Ctrl-C reaches it once, from `Demo.stop`, and not a second time from the terminal.
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Demo(run_id, run_dir / run_id, log, process)
+
+
+class Demo:
+    """One job under observation."""
+
+    def __init__(self, run_id: str, folder: Path, log: Path, process: subprocess.Popen[bytes]) -> None:
+        self.run_id = run_id
+        self.folder = folder
+        self.log = log
+        self.process = process
+        self.started_at = time.monotonic()
+        self._client: EtcdClient | None = None
+        self._keys = Keys(run_id)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.started_at:6.1f} s] {text}", flush=True)
+
+    def connect(self) -> None:
+        job = self.wait("dlrover run to start etcd and write job.json", self._job_file, timeout_s=60)
+        self._client = EtcdClient(EtcdConfig(job.endpoint))
+        self._keys = Keys(self.run_id, job.prefix)
+
+    def wait(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
+        """What `look` finds, asked again until it finds something.
+
+        Raises:
+            DemoError: the job ended, or nothing was found within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                found = look()
+            except (EtcdError, RecordError) as error:
+                raise DemoError(f"while waiting for {what}: {error}") from error
+            if found is not None:
+                return found
+            if self.process.poll() is not None:
+                hint = (
+                    "it trained too quickly: raise --epochs"
+                    if self.process.returncode == 0
+                    else "see its output below"
+                )
+                raise DemoError(
+                    f"the job ended (exit code {self.process.returncode}) while waiting for {what}; {hint}"
+                )
+            if time.monotonic() > deadline:
+                raise DemoError(
+                    f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}"
+                )
+            time.sleep(POLL_S)
+
+    def round_of(
+        self, num_workers: int, after: int = 0, without: str = ""
+    ) -> Callable[[], RoundRecord | None]:
+        """A look for a round of this size that is newer than round `after` and lacks the worker `without`."""
+
+        def look() -> RoundRecord | None:
+            found = self.round()
+            if (
+                found is None
+                or found.number <= after
+                or len(found.members) != num_workers
+                or without in found.members
+            ):
+                return None
+            return found
+
+        return look
+
+    def round_without(self, worker_id: str, after: int) -> Callable[[], RoundRecord | None]:
+        """A look for a round newer than `after` in which `worker_id` is no member, of any size."""
+
+        def look() -> RoundRecord | None:
+            found = self.round()
+            return (
+                found
+                if found is not None and found.number > after and worker_id not in found.members
+                else None
+            )
+
+        return look
+
+    def round(self) -> RoundRecord | None:
+        return self._read(RoundRecord, self._keys.round)
+
+    def plan(self) -> PlanRecord | None:
+        return self._read(PlanRecord, self._keys.plan)
+
+    def train_steadily(self) -> None:
+        begun = time.monotonic()
+        self.wait(
+            "steady training", lambda: True if time.monotonic() - begun > STEADY_S else None, STEADY_S + 5
+        )
+
+    def kill(self, worker_id: str) -> None:
+        """SIGKILL to one worker of this job and to nothing else.
+
+        Raises:
+            DemoError: its record or its process is not what we started.
+        """
+        worker = self._read(WorkerRecord, self._keys.workers + worker_id)
+        if worker is None:
+            raise DemoError(f"worker {worker_id} has no record in etcd, so its process is unknown")
+        # Process ids are reused and etcd may be shared: both must say that it is ours.
+        command = _command_line(worker.pid)
+        if worker.host not in (os.uname().nodename, "localhost") or str(SCRIPT) not in command:
+            raise DemoError(
+                f"process {worker.pid} of {worker.host} is not a worker of this demo; nothing was killed"
+            )
+        try:
+            os.kill(worker.pid, signal.SIGKILL)
+        except OSError as error:
+            raise DemoError(
+                f"worker {worker_id}: process {worker.pid} cannot be killed ({error.strerror})"
+            ) from error
+
+    def scale(self, num_workers: int) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_dlrover.cli",
+            "scale",
+            "--run-dir",
+            str(self.folder.parent),
+        ]
+        command += [self.run_id, str(num_workers)]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode != 0:
+            raise DemoError(
+                f"dlrover scale {self.run_id} {num_workers} failed: {(done.stderr or done.stdout).strip()}"
+            )
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the job's end.
+
+        Raises:
+            DemoError: it failed, or did not end in time.
+        """
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(
+                f"waited {timeout_s:.0f} s in vain for the job to finish; its output is in {self.log}"
+            ) from error
+        if code != 0:
+            raise DemoError(f"the job failed with exit code {code}")
+
+    def stop(self) -> None:
+        """End the job if it still runs: first as Ctrl-C would, then harder."""
+        if self._client is not None:
+            self._client.close()
+        for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+            if self.process.poll() is not None:
+                return
+            self.process.send_signal(number)
+            try:
+                self.process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def events(self) -> list[EventRecord]:
+        path = self.folder / "events.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        events = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                events.append(decode(EventRecord, line, f"{path}, line {number}"))
+            except RecordError:
+                continue  # the last line of a job that was stopped may be cut short
+        return events
+
+    def metrics(self) -> dict[str, Any]:
+        """What `train_ctr.py` measured at its end.
+
+        Raises:
+            DemoError: it wrote nothing that can be read.
+        """
+        path = self.folder / "metrics.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DemoError(f"the job finished, but {path} cannot be read: {error}") from error
+        return found
+
+    def _job_file(self) -> JobFile | None:
+        try:
+            found = json.loads((self.folder / "job.json").read_text())
+            return JobFile(str(found["endpoint"]), str(found["prefix"]))
+        except (OSError, ValueError, KeyError):
+            return None  # not there, or not completely
+
+    def _read(self, record_type: type[T], key: str) -> T | None:
+        assert self._client is not None
+        found = self._client.get(key)
+        return None if found is None else decode(record_type, found.value, key)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Grow, kill, replace and shrink a live training job on this machine."
+    )
+    parser.add_argument("--data", type=Path, help="as of train_ctr.py: Adult folder or Criteo-format TSV")
+    parser.add_argument("--rdzv-id", default=time.strftime("demo-%Y%m%d-%H%M%S"), help="name of the job")
+    parser.add_argument("--run-dir", type=Path, default=REPOSITORY / "runs")
+    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    given = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_dir = given.run_dir.resolve()
+    arguments = ["--epochs", str(given.epochs), "--width", str(given.width), "--lr", str(given.lr)]
+    arguments += ["--output", str(run_dir / given.rdzv_id)]
+    if given.data is not None:
+        arguments += ["--data", str(given.data.resolve())]
+    demo = start(given.rdzv_id, run_dir, arguments)
+    try:
+        play(demo)
+    except DemoError as error:
+        demo.stop()
+        print(f"\nlast lines of {demo.log}:\n{_tail(demo.log)}\n\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        demo.say("interrupted: ending the job")
+        return 130
+    finally:
+        demo.stop()
+    return 0
+
+
+def play(demo: Demo) -> None:
+    """All stages, in order.
+
+    Raises:
+        DemoError: a stage did not happen.
+    """
+    demo.say(
+        f"dlrover run --workers 1:2 --rdzv-id {demo.run_id} examples/train_ctr.py; "
+        f"its output goes to {demo.log}"
+    )
+    demo.connect()
+    first = demo.wait("the first round", demo.round_of(1), timeout_s=60)
+    demo.say("1 worker trains; waiting for the planner to want another one")
+    grown = demo.wait(
+        "the planner to grow the job to 2 workers", demo.round_of(2, after=first.number), timeout_s=90
+    )
+    plan = demo.plan()
+    if plan is None or plan.source != "planner":
+        raise DemoError(
+            f"the job grew, but the plan came from {plan.source if plan else 'nobody'}, not from the planner"
+        )
+    demo.say(f"grown to 2 workers while training (round {grown.number}). {plan.reason}")
+    demo.train_steadily()
+
+    victim = grown.members[-1]
+    demo.kill(victim)
+    demo.say(f"killed worker {victim} with SIGKILL")
+    lost = demo.wait(
+        "the survivor to go on alone", demo.round_without(victim, after=grown.number), timeout_s=30
+    )
+    demo.say(f"round {lost.number} goes on with {len(lost.members)} worker(s): {lost.reason}")
+    replaced = demo.wait(
+        "a replacement of the killed worker",
+        demo.round_of(2, after=grown.number, without=victim),
+        timeout_s=60,
+    )
+    demo.say(f"replaced (round {replaced.number})")
+    demo.train_steadily()
+
+    demo.scale(1)
+    demo.say(f"dlrover scale {demo.run_id} 1")
+    shrunk = demo.wait("the job to shrink to 1 worker", demo.round_of(1, after=replaced.number), timeout_s=30)
+    demo.say(f"shrunk (round {shrunk.number}); training to the end")
+    demo.finish(timeout_s=180)
+
+    metrics = demo.metrics()
+    best = "" if metrics.get("best_auc") is None else f" (no model can beat {metrics['best_auc']:.4f})"
+    report = demo.folder / "report.html"
+    print(f"\n{summary_text(demo.run_id, demo.events())}\n", flush=True)
+    print(f"test AUC on {metrics['data']}: {metrics['test_auc']:.4f}{best} after {metrics['steps']} steps")
+    if not report.exists():
+        raise DemoError(f"the job finished, but it wrote no {report}")
+    print(f"report with pictures: {report}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _tail(path: Path, num_lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

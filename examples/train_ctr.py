@@ -1,0 +1,145 @@
+"""Train a wide-and-deep click model: the script to copy. The two lines that make it elastic are marked.
+
+    python examples/train_ctr.py                                      one worker, profiled
+    dlrover run --workers 1:2 examples/train_ctr.py                   live elastic on this machine
+    torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 --nproc-per-node=1 \\
+        examples/train_ctr.py                                         live elastic, run it on every machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import torch
+from ctr_data import DataError, collate, load
+from ctr_model import WideAndDeep, measure_auc
+from torch.utils.data import DataLoader
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+
+
+@dataclass(frozen=True)
+class Options:
+    data: Path | None
+    rows: int
+    epochs: int
+    max_steps: int
+    batch_size: int
+    loader_workers: int
+    learning_rate: float
+    width: int
+    threads: int
+    accelerator: str
+    seed: int
+    output: Path | None
+
+
+def main() -> int:
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    L.seed_everything(options.seed, workers=True, verbose=False)
+    try:
+        data = load(options.data, options.seed, options.rows)
+    except DataError as error:
+        print(f"train_ctr: {error}", file=sys.stderr)
+        return 2
+
+    model = WideAndDeep(
+        data.cardinalities, data.num_numbers, width=options.width, learning_rate=options.learning_rate
+    )
+    loader_workers = options.loader_workers
+    train_loader = DataLoader(
+        data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers
+    )
+    val_loader = DataLoader(data.val, options.batch_size, collate_fn=collate)
+
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),  # workers may join and leave while it trains
+        callbacks=[DLRoverCallback()],  # profiles every step and asks for the size that pays
+        accelerator=options.accelerator,
+        max_epochs=options.epochs,
+        max_steps=options.max_steps,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=sys.stderr.isatty(),
+    )
+    if trainer.is_global_zero:
+        print(data.about, flush=True)
+    trainer.fit(model, train_loader, val_loader)
+
+    if trainer.is_global_zero:
+        result = {
+            "test_auc": measure_auc(model, data.test),
+            "best_auc": data.best_auc,
+            "data": data.name,
+            "rows": len(data.test),
+            "steps": trainer.global_step,
+        }
+        text = json.dumps(result)
+        print(text, flush=True)
+        if options.output is not None:
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / "metrics.json").write_text(text + "\n")
+    return 0
+
+
+def parse_options() -> Options:
+    parser = argparse.ArgumentParser(description="Train a wide-and-deep click model, elastically.")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with the Adult files, or a Criteo-format TSV file (default: ../shared/data/adult "
+        "beside the repository where it exists, else generated rows)",
+    )
+    parser.add_argument(
+        "--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV"
+    )
+    parser.add_argument("--epochs", type=_positive, default=8)
+    parser.add_argument(
+        "--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)"
+    )
+    parser.add_argument(
+        "--batch-size", type=_positive, default=1024, help="samples per step, all workers together"
+    )
+    parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument(
+        "--width", type=_positive, default=1024, help="hidden units; a step's cost grows with the square"
+    )
+    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads per worker")
+    parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="folder for metrics.json")
+    given = parser.parse_args()
+    return Options(
+        data=given.data,
+        rows=given.rows,
+        epochs=given.epochs,
+        max_steps=given.max_steps,
+        batch_size=given.batch_size,
+        loader_workers=given.loader_workers,
+        learning_rate=given.lr,
+        width=given.width,
+        threads=given.threads,
+        accelerator=given.accelerator,
+        seed=given.seed,
+        output=given.output,
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Lightning's view of where a worker stands in the job: ranks that change from round to round."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+__all__ = ["DLRoverEnvironment"]
+
+
+class DLRoverEnvironment(ClusterEnvironment):
+    """Cluster environment of a job whose workers join and leave; the strategy sets ranks and size at every round.
+
+    Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__()
+        self._local_rank = int(environ.get("LOCAL_RANK", "0"))
+        self._node_rank = int(environ.get("GROUP_RANK", "0"))
+        self._global_rank = int(environ.get("RANK", "0"))
+        self._world_size = int(environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # never used: every round has a store of its own
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return "DLROVER_RUN_ID" in os.environ
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        self._world_size = size
+
+    def global_rank(self) -> int:
+        return self._global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        self._global_rank = rank
+
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        return self._node_rank

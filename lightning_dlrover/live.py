@@ -1,0 +1,803 @@
+"""Carry a Lightning training loop from one round of the job to the next.
+
+`LiveTraining` decides, at the few places where the world may change, what this worker has to do: admit a joiner, switch, redo a
+step after a loss, or take over a result that only others received. `strategy.py` calls it from Lightning's hooks; the process
+groups themselves are formed by `rdzv/world.py`.
+
+Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within one
+optimizer update and a few small collectives of each other, so after a loss the survivors compare positions and
+  - whoever lacks the last update takes weights and optimizer state from one that has it,
+  - whoever stands inside a step without having lost an update does the step again, with its new share of the same batch,
+  - whoever lacks the result of a collective outside of a step takes it from one that has it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import logging
+import random
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_dlrover import transfer
+from lightning_dlrover.rdzv.client import EtcdError
+from lightning_dlrover.rdzv.membership import MembershipError
+from lightning_dlrover.rdzv.records import CheckpointRecord
+from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError, is_group_failure
+from lightning_dlrover.sampler import ElasticLoader, LoaderState
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    from lightning_dlrover.strategy import DLRoverStrategy
+
+__all__ = ["LiveTraining", "Position", "model_fingerprint"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_ATTEMPTS = 8
+"""Recoveries of one place in the program before its error is taken for the user's own."""
+
+EXIT_ALL_DRAINED = 143
+"""As a process ended by SIGTERM: the job stopped before it was done."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a worker stands in the training program; said to the others on entering a round."""
+
+    updates: int  # optimizer updates done (gradient accumulation: windows)
+    batch: int  # global batches handed out over all epochs
+    in_step: bool
+    collective: int  # collectives outside of steps since that batch was handed out
+    validation: int  # number of the validation run it is in, 0 outside
+    at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
+
+    def encode(self) -> bytes:
+        return json.dumps(self.__dict__).encode()
+
+    @staticmethod
+    def decode(hello: bytes) -> Position | None:
+        """None for a joiner, who has no position yet."""
+        return Position(**json.loads(hello)) if hello else None
+
+
+@dataclass
+class _State:
+    """All that a joiner needs: Lightning's own checkpoint and what Lightning does not keep in it."""
+
+    checkpoint: dict[str, Any]
+    loaders: list[LoaderState]
+    updates: int
+    validations: int
+    torch_seed: int
+    python_random: object
+    numpy_random: object
+    logger_versions: list[Any]
+
+
+@dataclass
+class _Update:
+    """What one optimizer update changed; sent to a survivor that missed it."""
+
+    model: dict[str, torch.Tensor]
+    optimizers: list[dict[str, Any]]
+    manual_steps: dict[str, Any]
+
+
+class _StepBack(Exception):
+    """A round with joiners formed while survivors stand inside a step: it has to be formed again without the joiners."""
+
+
+class _RepeatValidation(Exception):
+    """All survivors stand inside one validation run: it starts over with the samples split anew."""
+
+
+class LiveTraining:
+    """One worker's part in a live job, from `Trainer.fit`'s entrance to its end.
+
+    Args:
+        formation: the first round, or None on a worker that joins later.
+        check_interval_s: about how often the workers agree on whether to switch.
+    """
+
+    def __init__(
+        self,
+        strategy: DLRoverStrategy,
+        trainer: L.Trainer,
+        world: World,
+        formation: Formation | None,
+        check_interval_s: float,
+    ) -> None:
+        self.world = world
+        self.formation = formation
+        self.is_standby = formation is None
+        self.left = False
+        self._strategy = strategy
+        self._trainer = trainer
+        self._check_interval_s = check_interval_s
+        self._updates = 0
+        self._batch = 0
+        self._in_step = False
+        self._collective = 0
+        self._validation = 0
+        self._num_validations = 0
+        self._entered = False  # the training loop was reached: from here on losses are survived
+        self._results: dict[tuple[int, int], Any] = {}
+        self._missed: dict[tuple[int, int], Any] = {}
+        self._next_vote = 0
+        self._pending: int | None = None
+        self._weighed: int | None = None  # batch whose gradients are computed, if not the last one handed out
+        self._attempts: tuple[Position | None, int] = (None, 0)
+        self._step_time_s = 0.0
+        self._step_end = 0.0
+        self._at_boundary = False
+        self._stall_from: tuple[float, int] | None = (
+            None  # end of the last step before a switch, workers then
+        )
+        self._undo: _Update | None = None
+        self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
+        self._manual_steps = 0
+
+    # --- the switch point ----------------------------------------------------------------------------------------------
+
+    def boundary(self, loader: ElasticLoader) -> None:
+        """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
+        if loader is not self._loaders[0]:
+            return
+        self._note_step_end()
+        self._at_boundary = True
+        if not self._entered:
+            self._enter(loader)
+        elif loader.cursor < len(loader):
+            while self._attempt(self._maybe_switch) is None:
+                self._recover()
+                self._redo_window()
+        self._at_boundary = False
+        if loader.cursor < len(loader):
+            self._batch = self._batch_number + 1
+            self._collective = 0
+            self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
+
+    def _note_step_end(self) -> None:
+        now = time.perf_counter()
+        if self._stall_from is not None:
+            self._report_stall(now)
+        elif self._step_end:
+            took = now - self._step_end
+            self._step_time_s = took if not self._step_time_s else 0.8 * self._step_time_s + 0.2 * took
+        self._step_end = now
+
+    def _enter(self, loader: ElasticLoader) -> None:
+        fingerprint = model_fingerprint(self._trainer.lightning_module)
+        if self.formation is not None:
+            self._entered = True
+            progress = self._epoch_loop.batch_progress.current.ready
+            for each in self._loaders:
+                each.cursor = progress  # not 0 when a checkpoint from inside an epoch was resumed
+            self._epoch_loop_fetcher().fetched = progress
+            self._updates = self._trainer.global_step
+            if self.formation.rank == 0:
+                self._announce(fingerprint, loader)
+            self._batch = self._batch_number
+            while self._attempt(self._resume_newest_checkpoint) is None:
+                self._recover()
+        else:
+            self._admit(fingerprint, loader)
+        self._next_vote = self._batch_number + 1
+
+    def _announce(self, fingerprint: str, loader: ElasticLoader) -> None:
+        batch = loader.global_batch_size
+        self.world.membership.update_job(
+            lambda job: dataclasses.replace(
+                job, phase="training", fingerprint=fingerprint, global_batch_size=batch
+            )
+        )
+
+    def _admit(self, fingerprint: str, loader: ElasticLoader) -> None:
+        membership = self.world.membership
+        job = membership.view.job
+        if job is not None and job.fingerprint and job.fingerprint != fingerprint:
+            raise MembershipError(
+                f"run {self.world.config.run_id!r}: this worker's model has other parameter names or shapes than the job's "
+                f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
+                "The job goes on without it"
+            )
+        loader.warm_up()
+        # Imported by the first optimizer step otherwise, while all the others wait for this worker's gradients.
+
+        formation = self._admission(fingerprint)
+        while True:
+            try:
+                settled = self._attempt(lambda formation=formation: self._settle(formation, None))
+            except _StepBack:
+                formation = self._admission(fingerprint)
+                continue
+            if settled is not None:
+                break
+            formation = self._recover_formation(b"")
+        self._entered = True
+        self.is_standby = False
+
+    def _admission(self, fingerprint: str) -> Formation:
+        try:
+            return self.world.admit(b"", fingerprint)
+        except LeftOutError as left_out:
+            self._leave(left_out)
+
+    def _maybe_switch(self) -> None:
+        if self.world.broken:
+            raise WorldError("the round has ended")
+        if self._in_window:
+            return  # gradients of earlier micro-batches belong to the current split
+        if self.world.is_voting:
+            self._pending, check_every = self.world.agreed()
+            self._next_vote = self._batch_number + check_every
+        if self._pending is not None:
+            self._switch(self._pending)
+        elif self._batch_number >= self._next_vote:
+            self.world.propose(self._check_every())
+
+    def _switch(self, number: int) -> None:
+        assert self.formation is not None
+        self._pending = None
+        self._stall_from = (self._step_end, self.formation.size)
+        position = self._position
+        try:
+            formation = self.world.switch(number, position.encode())
+        except LeftOutError as left_out:
+            self._leave(left_out)
+        self._settle(formation, position)
+
+    def _check_every(self) -> int:
+        # The vote overlaps with a step, so it costs little; still not more often than anyone could react.
+        return (
+            min(1000, max(1, round(self._check_interval_s / self._step_time_s))) if self._step_time_s else 1
+        )
+
+    # --- training steps ------------------------------------------------------------------------------------------------
+
+    def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        """Lightning's automatic optimization of one batch, done again as often as its collectives fail."""
+        progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
+        closes_window = not self._trainer.fit_loop._should_accumulate()
+        while True:
+            self._in_step = True
+            before = copy.deepcopy(progress.state_dict())
+            if (done := self._attempt(lambda kwargs=kwargs: run(optimizer, batch_idx, kwargs))) is not None:
+                result = done[0]
+                break
+            skip = self._recover()
+            progress.load_state_dict(before)
+            if skip:
+                progress.step.increment_ready()
+                progress.step.increment_completed()
+                result = {}
+                break
+            kwargs = self._redo_window(inside=True)
+        self._in_step = False
+        if closes_window:
+            self._updates += 1
+        return result
+
+    def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
+        """The user's own optimization of one batch, taken back and done again as often as its collectives fail."""
+        progress = self._epoch_loop.manual_optimization.optim_step_progress
+        while True:
+            self._in_step = True
+            self._manual_steps, self._undo = 0, None
+            before = copy.deepcopy(progress.state_dict())
+            if (done := self._attempt(lambda kwargs=kwargs: run(kwargs))) is not None:
+                result = done[0]
+                break
+            skip = self._recover()
+            if skip:
+                result = {}
+                break
+            if self._manual_steps:
+                if self._undo is None:
+                    raise WorldError(
+                        "a worker was lost after this batch's only optimizer step but before the end of training_step; "
+                        "the step cannot be taken back: this worker has to start again"
+                    )
+                self._apply(self._undo)
+            progress.load_state_dict(before)
+            kwargs = self._fetch_again(1)[0]
+        self._in_step = False
+        self._updates += 1
+        self._max_manual_steps = (
+            self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
+        )
+        self._undo = None
+        return result
+
+    def loss_weight(self) -> float:
+        """Weight of this worker's mean loss in the batch that is being computed; 1 when all shares are equal."""
+        if not self._trainer.training or self._size == 1:
+            return 1.0
+        loader = self._loaders[0]
+        return loader.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
+
+    def before_optimizer_step(self) -> None:
+        """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
+        if not self._in_step or self._trainer.lightning_module.automatic_optimization:
+            return
+        if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1:
+            self._undo = copy.deepcopy(self._capture())
+        self._manual_steps += 1
+
+    def _attempt(self, run: Callable[[], T]) -> tuple[T] | None:
+        # The caller recovers outside of the `except` block: a living traceback would keep the old group alive.
+        try:
+            return (run(),)
+        except Exception as error:
+            if not self._is_failure(error):
+                raise
+            log.info(
+                "worker %s: a collective failed: %s", self.world.worker_id, str(error).splitlines()[0][:200]
+            )
+        return None
+
+    def _redo_window(self, inside: bool = False) -> Any:
+        """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
+
+        Args:
+            inside: the last batch handed out is still to be done.
+
+        Returns:
+            The arguments of the training step for that batch; None if not `inside`.
+        """
+        handed_out = self._epoch_loop.batch_progress.current.ready
+        earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
+        if earlier == 0 and not inside:
+            return None
+        optimizer = self._trainer.optimizers[0]
+        optimizer.zero_grad()
+        steps = self._fetch_again(earlier + inside)
+        for i, kwargs in enumerate(steps[:earlier]):
+            self._weighed = self._loaders[0].cursor - inside - earlier + i
+            with self._strategy.block_backward_sync():
+                self._epoch_loop.automatic_optimization._make_closure(
+                    kwargs, optimizer, handed_out - inside - earlier + i
+                )()
+        self._weighed = None
+        return steps[-1] if inside else None
+
+    def _fetch_again(self, num_batches: int) -> list[Any]:
+        """The last batches handed out, split for the current world, as arguments of the training step."""
+        trainer = self._trainer
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        loaders = self._loaders
+        for loader in loaders:
+            if loader.cursor < num_batches:
+                raise WorldError("a loader that was cycled cannot be rewound: this worker has to start again")
+            loader.reshard(self._rank, self._size, rewind=num_batches)
+        steps = []
+        for i in range(num_batches):
+            parts = [loader.refetch() for loader in loaders]
+            batch = torch.utils._pytree.tree_unflatten(parts, combined._spec)
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
+            batch_idx = self._epoch_loop.batch_progress.current.ready - num_batches + i
+            steps.append(self._epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
+        return steps
+
+    # --- outside of steps ------------------------------------------------------------------------------------------------
+
+    def collective(self, run: Callable[[], T]) -> T:
+        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them."""
+        if not self._entered or self._in_step:
+            return run()
+        self._collective += 1
+        key = (self._batch, self._collective)
+        while True:
+            if key in self._missed:
+                result: T = self._missed.pop(key)
+                break
+            if (done := self._attempt(run)) is not None:
+                result = done[0]
+                break
+            self._recover()
+        self._results[key] = result
+        return result
+
+    def run_validation(self, run: Callable[[], T]) -> T:
+        """A validation run, started over when a worker is lost while all are in it."""
+        if not self._entered:
+            return run()
+        self._num_validations += 1
+        collective = self._collective
+        while True:
+            self._validation, self._collective = self._num_validations, collective
+            try:
+                result = self._attempt(run)
+                if result is None:
+                    self._recover()
+            except _RepeatValidation:
+                continue
+            if result is None:
+                raise WorldError(
+                    "a collective inside validation failed while other workers are past this validation run: "
+                    "this worker has to start again"
+                )
+            self._validation = 0
+            return result[0]
+
+    # --- recovering --------------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> bool:
+        """Form the next round with the survivors. Returns whether this step's update was taken over from another worker."""
+        position = self._position
+        if self._attempts[0] != position:
+            self._attempts = (position, 0)
+        self._attempts = (position, self._attempts[1] + 1)
+        if self._attempts[1] > MAX_ATTEMPTS:
+            raise WorldError(
+                f"collectives failed {MAX_ATTEMPTS} times in a row at batch {position.batch}; giving up"
+            )
+        if self._stall_from is None:
+            self._stall_from = (self._step_end, self._size)
+        while True:
+            formation = self._recover_formation(position.encode())
+            try:
+                settled = self._attempt(lambda formation=formation: self._settle(formation, position))
+            except _StepBack:
+                continue
+            if settled is not None:
+                return settled[0]
+
+    def _recover_formation(self, hello: bytes) -> Formation:
+        self._pending = None
+        try:
+            return self.world.recover(hello)
+        except LeftOutError as left_out:
+            self._leave(left_out)
+
+    def _settle(self, formation: Formation, own: Position | None) -> bool:
+        """Bring everyone in a new round to a common state; returns whether this worker took over a missed update."""
+        positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
+        standing = {w: p for w, p in positions.items() if p is not None}
+        joiners = [w for w in formation.round.members if w not in standing]
+        if (
+            joiners
+            and standing
+            and not all(
+                p.at_boundary and p.batch == next(iter(standing.values())).batch for p in standing.values()
+            )
+        ):
+            raise _StepBack
+        self.formation = formation
+        strategy = self._strategy
+        strategy.enter_round(formation.rank, formation.size)
+        for loader in self._loaders:
+            loader.reshard(formation.rank, formation.size)
+        me = self.world.worker_id
+        if standing:
+            newest = max(p.updates for p in standing.values())
+            source = next(
+                w for w in formation.round.members if w in standing and standing[w].updates == newest
+            )
+            behind = [w for w in standing if standing[w].updates < newest]
+        else:
+            source, behind = formation.round.members[0], []
+            joiners = joiners[1:]
+            if me == source:
+                self._load_newest_checkpoint()
+        for worker in behind:
+            if me == source:
+                transfer.send(self._capture(), formation.rank_of(worker))
+            elif me == worker:
+                if standing[me].updates != newest - 1 or not standing[me].in_step:
+                    raise WorldError(
+                        f"this worker missed {newest - standing[me].updates} updates and has to start again"
+                    )
+                update = transfer.receive(formation.rank_of(source))
+                self._apply(update)
+        if len(standing) > 1:
+            self._share_results(formation, standing)
+        if joiners:
+            senders = [w for w in formation.round.members if w in standing] or [source]
+            state = self._dump() if me in senders[: len(joiners)] else None
+            for i, worker in enumerate(joiners):
+                sender = senders[i % len(senders)]
+                if me == sender:
+                    transfer.send(state, formation.rank_of(worker))
+                elif me == worker:
+                    self._restore(transfer.receive(formation.rank_of(sender)))
+        strategy.wrap_model()
+        if formation.rank == 0:
+            self._take_over_rank_zero()
+        last = max((p.batch for p in standing.values()), default=0)
+        self._next_vote = last + 1
+        validations = {p.validation for p in standing.values()}
+        if own is not None and own.validation and validations == {own.validation}:
+            raise _RepeatValidation
+        return me in behind
+
+    def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
+        """Give results of collectives outside of steps to those who lack them."""
+        places = {w: (p.batch, p.collective) for w, p in standing.items()}
+        furthest = max(places.values())
+        if all(place == furthest for place in places.values()):
+            return
+        source = next(w for w in formation.round.members if places.get(w) == furthest)
+        payload = [self._results if self.world.worker_id == source else None]
+        dist.broadcast_object_list(payload, src=formation.rank_of(source))
+        assert payload[0] is not None
+        self._missed.update({key: value for key, value in payload[0].items() if key not in self._results})
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def _capture(self) -> _Update:
+        module = self._trainer.lightning_module
+        return _Update(
+            model={name: value.detach() for name, value in module.state_dict().items()},
+            optimizers=[optimizer.state_dict()["state"] for optimizer in self._trainer.optimizers],
+            manual_steps=self._epoch_loop.manual_optimization.optim_step_progress.state_dict(),
+        )
+
+    def _apply(self, update: _Update) -> None:
+        with torch.no_grad():
+            for name, value in self._trainer.lightning_module.state_dict().items():
+                value.copy_(update.model[name])
+        for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
+            # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
+            optimizer.load_state_dict(
+                {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+            )
+        self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
+
+    def _dump(self) -> _State:
+        return _State(
+            checkpoint=self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False),
+            loaders=[loader.state() for loader in self._loaders],
+            updates=self._updates,
+            validations=self._num_validations,
+            torch_seed=torch.initial_seed(),
+            python_random=random.getstate(),
+            numpy_random=np.random.get_state(),
+            logger_versions=[logger.version for logger in self._trainer.loggers],
+        )
+
+    def _restore(self, state: _State) -> None:
+        trainer = self._trainer
+        for loader, loader_state in zip(self._loaders, state.loaders, strict=True):
+            loader.load_state(loader_state)
+        self._restore_checkpoint(state.checkpoint)
+        self._epoch_loop_fetcher().fetched = self._loaders[0].cursor
+        self._updates = state.updates
+        self._num_validations = state.validations
+        self._batch = self._batch_number
+        random.setstate(state.python_random)  # type: ignore[arg-type]
+        np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
+        # Not the sender's own torch state: two workers must not draw the same dropout masks.
+        digest = hashlib.sha256(f"{state.torch_seed}/{self._batch}/{self._rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        for logger, version in zip(trainer.loggers, state.logger_versions, strict=True):
+            if hasattr(logger, "_version"):
+                logger._version = version
+
+    def _restore_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        connector.restore_datamodule()
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_training_state()
+        connector._loaded_checkpoint = {}
+        fit_loop, epoch_loop = self._trainer.fit_loop, self._epoch_loop
+        for loop in (
+            fit_loop,
+            epoch_loop,
+            epoch_loop.val_loop,
+            epoch_loop.automatic_optimization,
+            epoch_loop.manual_optimization,
+        ):
+            # The loop goes on where the others are; Lightning's own restart would run hooks and validation again.
+            loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+    def _resume_newest_checkpoint(self) -> None:
+        """First round: go on from the job's newest checkpoint if an earlier life of the job has left one."""
+        assert self.formation is not None
+        formation = self.formation
+        found = [self._load_newest_checkpoint() if formation.rank == 0 else False]
+        if formation.size > 1:
+            dist.broadcast_object_list(found, src=0)
+        if not found[0]:
+            return
+        for rank in range(1, formation.size):
+            if formation.rank == 0:
+                transfer.send(self._dump(), rank)
+            elif formation.rank == rank:
+                self._restore(transfer.receive(0))
+
+    def _load_newest_checkpoint(self) -> bool:
+        record = self.world.membership.newest_checkpoint()
+        if record is None or record.global_step <= self._trainer.global_step:
+            return False
+        log.warning(
+            "run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path
+        )
+        checkpoint = self._strategy.load_checkpoint(record.path)
+        self._restore_checkpoint(checkpoint)
+        progress = self._epoch_loop.batch_progress.current.ready
+        for loader in self._loaders:
+            loader.set_epoch(self._trainer.current_epoch)
+            loader.cursor = progress
+        self._epoch_loop_fetcher().fetched = progress
+        self._updates = self._trainer.global_step
+        self._batch = self._batch_number
+        self.world.membership.event(
+            "resume",
+            f"went on from {record.path} at step {record.global_step}",
+            {"global_step": record.global_step},
+        )
+        return True
+
+    def saved_checkpoint(self, path: str) -> None:
+        """Rank 0: remember a checkpoint for the case that no living worker is left."""
+        if self._rank == 0 and self._entered:
+            self.world.membership.put_checkpoint(
+                CheckpointRecord(path=path, global_step=self._trainer.global_step)
+            )
+
+    # --- leaving -----------------------------------------------------------------------------------------------------------
+
+    def _leave(self, left_out: LeftOutError) -> NoReturn:
+        """End this process: the others go on without it. None of the user's code after `fit` runs."""
+        for logger in self._trainer.loggers:
+            logger.save()
+        self._entered = False
+        self.left = True
+        log.info("worker %s leaves: %s", self.world.worker_id, left_out)
+        raise SystemExit(EXIT_ALL_DRAINED if left_out.round.kind == "stop" and left_out.round.number else 0)
+
+    def request_drain(self) -> None:
+        """Ask to leave: at one of the next switch points this worker's process ends."""
+        self.world.membership.drain("the worker received SIGTERM")
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell the job why this worker is about to fail."""
+        get_error_handler().record_exception(error)
+        text = "".join(traceback.format_exception(error))
+        with suppress(EtcdError):
+            self.world.membership.event(
+                "error",
+                f"worker {self.world.worker_id}: {type(error).__name__}: {error}"[:500],
+                {
+                    "worker_id": self.world.worker_id,
+                    "rank": self._rank,
+                    "traceback": text[-20000:],
+                    "at": time.time(),
+                },
+            )
+            self.world.membership.flush()
+
+    def finish(self) -> None:
+        """The training loop has ended on all workers: from here on the job does not change any more."""
+        if self._entered and self._rank == 0:
+            step = self._trainer.global_step
+            self.world.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+            self.world.membership.event("finished", f"finished after {step} steps", {"global_step": step})
+        self._entered = False
+
+    def _take_over_rank_zero(self) -> None:
+        """Loggers and progress bars live on rank 0 only; make them live here."""
+        for logger in self._trainer.loggers:
+            if isinstance(logger, CSVLogger) and logger._experiment is None:
+                _adopt_csv_log(logger)
+        for bar in [c for c in self._trainer.callbacks if isinstance(c, ProgressBar)]:
+            if getattr(bar, "is_disabled", False):
+                bar.enable()
+                bar.on_train_start(self._trainer, self._trainer.lightning_module)
+                bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
+    def _report_stall(self, now: float) -> None:
+        assert self._stall_from is not None
+        started, workers = self._stall_from
+        self._stall_from = None
+        if self.formation is not None and self.formation.rank == 0:
+            seconds = max(0.0, now - started - self._step_time_s)
+            self.world.membership.event(
+                "stall",
+                f"round {self.formation.round.number}: {seconds:.3f} s between steps",
+                {
+                    "round": self.formation.round.number,
+                    "seconds": seconds,
+                    "kind": self.formation.round.kind,
+                    "workers_before": workers,
+                    "workers_after": self.formation.size,
+                },
+            )
+
+    # --- where things are ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _position(self) -> Position:
+        return Position(
+            self._updates,
+            self._batch,
+            self._in_step,
+            self._collective,
+            self._validation,
+            self._at_boundary and not self._in_window,
+        )
+
+    @property
+    def _epoch_loop(self) -> _TrainingEpochLoop:
+        return self._trainer.fit_loop.epoch_loop
+
+    def _epoch_loop_fetcher(self) -> Any:
+        return self._trainer.fit_loop._data_fetcher
+
+    @property
+    def _loaders(self) -> list[ElasticLoader]:
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        return [loader for loader in combined.flattened if isinstance(loader, ElasticLoader)]
+
+    @property
+    def _batch_number(self) -> int:
+        loader = self._loaders[0]
+        return loader.epoch * len(loader) + loader.cursor
+
+    @property
+    def _in_window(self) -> bool:
+        return self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches != 0
+
+    @property
+    def _rank(self) -> int:
+        return self.formation.rank if self.formation is not None else 0
+
+    @property
+    def _size(self) -> int:
+        return self.formation.size if self.formation is not None else 1
+
+    def _is_failure(self, error: BaseException) -> bool:
+        if not self._entered and self.formation is None:
+            return False
+        if isinstance(error, MembershipError | LeftOutError):
+            return False
+        return is_group_failure(error) or (self.world.broken and isinstance(error, RuntimeError))
+
+
+def model_fingerprint(module: torch.nn.Module) -> str:
+    """A short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
+    lines = sorted(
+        f"{name} {tuple(value.shape)} {value.dtype}" for name, value in module.state_dict().items()
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _adopt_csv_log(logger: CSVLogger) -> None:
+    """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
+    from pathlib import Path
+
+    file = Path(logger.log_dir) / "metrics.csv"
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    writer = logger.experiment
+    file.write_bytes(content)
+    header = content.decode().splitlines()[:1]
+    writer.metrics_keys = header[0].split(",") if header else []

@@ -1,0 +1,382 @@
+"""The Lightning strategy: applies the job's rounds to a running Trainer.
+
+Only Lightning's hooks are here, each a few lines that hand over to `live.py` (when the world changes), `sampler.py` (who gets
+which samples) or Lightning's own DDP strategy (everything else).
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dlrover._version import __version__
+from lightning_dlrover.environment import DLRoverEnvironment
+from lightning_dlrover.live import LiveTraining
+from lightning_dlrover.rdzv.membership import JobClosedError
+from lightning_dlrover.rdzv.world import World, WorldConfig
+from lightning_dlrover.sampler import ElasticLoader
+
+__all__ = ["DLRoverStrategy", "StepTimes"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class StepTimes:
+    """Seconds that the parts of the steps since the last `reset` took, added up."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    run_s: float = 0.0  # forward, backward and the optimizer's step
+    data_wait_s: float = 0.0
+
+
+class DLRoverStrategy(DDPStrategy):
+    """Data-parallel training on workers that may join, leave or be lost while the job runs.
+
+    Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live; started otherwise this is Lightning's
+    own DDP strategy, or plain single-device training for one process.
+
+    Args:
+        global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
+            that the job started with.
+        check_interval_s: about how often the workers agree on whether the world should change.
+        timeout: how long one collective may take.
+        ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
+    """
+
+    strategy_name = "dlrover"
+
+    def __init__(
+        self,
+        global_batch_size: int | None = None,
+        check_interval_s: float = 0.1,
+        timeout: timedelta = timedelta(minutes=30),
+        **ddp_kwargs: Any,
+    ) -> None:
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ValueError(f"global_batch_size is {global_batch_size}, it must be at least 1")
+        if check_interval_s <= 0:
+            raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
+        self._world_config = WorldConfig.from_environment(os.environ, __version__)
+        if self._world_config is not None:
+            ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
+        super().__init__(timeout=timeout, **ddp_kwargs)
+        self.times = StepTimes()
+        self._global_batch_size = global_batch_size
+        self._check_interval_s = check_interval_s
+        self._collective_timeout = timeout
+        self._world: World | None = None
+        self._live: LiveTraining | None = None
+        self._start_workers = 0
+        self._trainer: Any = None
+
+    # --- who we are ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> LiveTraining | None:
+        """The job's rounds as this worker sees them; None when the world cannot change."""
+        return self._live
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    def set_world_ranks(self) -> None:
+        if self._world_config is None:
+            super().set_world_ranks()
+        else:
+            # The environment has the agent's word until the first round, then the round's.
+            self._tell_rank()
+
+    def enter_round(self, global_rank: int, world_size: int) -> None:
+        """Take a place in a new round."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(global_rank)
+        self.cluster_environment.set_world_size(world_size)
+        self._tell_rank()
+
+    def _tell_rank(self) -> None:
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._world_config is None:
+            return super().distributed_sampler_kwargs
+        # Lightning's sampler only carries dataset, shuffle and seed to `process_dataloader`, where the split is made.
+        return {"num_replicas": 1, "rank": 0}
+
+    def _configure_launcher(self) -> None:
+        if self._world_config is None and self._is_single:
+            return
+        if self._world_config is None:
+            super()._configure_launcher()
+
+    @property
+    def _is_single(self) -> bool:
+        """One process that nobody else can join."""
+        return self._world_config is None and self.num_processes * self.num_nodes == 1
+
+    # --- setting up ------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        if self._world_config is None and not self._is_single:
+            super().setup_environment()
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        if self._world_config is None or self._live is not None:
+            return
+        reset_seed()
+        assert self.cluster_environment is not None
+        backend = self._process_group_backend or (
+            "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        )
+        trainer = self._lightning_trainer
+        try:
+            self._world = World(self._world_config, backend)
+            formation = self._world.start()
+        except JobClosedError as error:
+            # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
+            log.warning("%s", error)
+            self._close_world()
+            raise SystemExit(0) from error
+        except BaseException:
+            self._close_world()
+            raise
+        atexit.register(self._close_world)
+        self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
+        if formation is not None:
+            self.enter_round(formation.rank, formation.size)
+        else:
+            # Alone until it is admitted, and never the one that logs.
+            self.enter_round(self._world_config.max_workers, 1)
+
+    @property
+    def _lightning_trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def configure_ddp(self) -> None:
+        if (self._live is None and not self._is_single) or (
+            self._live is not None and self._live.formation is not None and self._live.formation.size > 1
+        ):
+            super().configure_ddp()
+
+    def wrap_model(self) -> None:
+        """Wrap the model for the current round; all workers have equal parameters already."""
+        assert self.lightning_module is not None
+        self.model = self.lightning_module
+        if self.world_size > 1:
+            kwargs = self._ddp_kwargs
+            self._ddp_kwargs = {**kwargs, "init_sync": False}
+            try:
+                self.configure_ddp()
+            finally:
+                self._ddp_kwargs = kwargs
+
+    def process_dataloader(self, dataloader: object) -> object:
+        live = self._live
+        if live is None or not isinstance(dataloader, DataLoader):
+            return dataloader
+        trainer = self._lightning_trainer
+        training = bool(
+            trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train")
+        )
+        workers = self._agree_on_start_workers()
+        batch_size = dataloader.batch_size
+        global_batch = (batch_size or 1) * workers
+        if training and self._global_batch_size is not None:
+            global_batch = self._global_batch_size
+        return ElasticLoader(
+            dataloader,
+            global_batch,
+            training=training,
+            before_next=live.boundary if training else None,
+            place=lambda: (self.global_rank if self.world_size > 1 else 0, self.world_size),
+            sockets=lambda: live.world.owned_sockets,
+            materialise=lambda order: self.broadcast(order, 0),
+        )
+
+    def _agree_on_start_workers(self) -> int:
+        """By how many workers a DataLoader's batch size is multiplied: those of the job's first start."""
+        assert self._live is not None
+        if self._start_workers == 0:
+            membership = self._live.world.membership
+            if self._live.formation is not None:
+                wanted = self._live.formation.size
+                if self._live.formation.rank == 0:
+
+                    def once(job: Any) -> Any:
+                        return job if job.start_workers else dataclasses.replace(job, start_workers=wanted)
+
+                    membership.update_job(once)
+            self._start_workers = membership.wait_for(
+                lambda view: view.job.start_workers if view.job and view.job.start_workers else None,
+                self._live.world.config.wait_timeout_s,
+                "rank 0 to say how many workers the job started with",
+            )
+        return self._start_workers
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._start_workers = checkpoint.get("dlrover", {}).get("start_workers", self._start_workers)
+        return checkpoint
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if self._live is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        checkpoint["dlrover"] = {"start_workers": self._start_workers}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:
+            self._live.saved_checkpoint(os.path.abspath(filepath))
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.times.forward_s += time.perf_counter() - started
+
+    def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        try:
+            weight = self._live.loss_weight() if self._live is not None else 1.0
+            if weight != 1.0:
+                closure_loss = closure_loss * weight
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            self.times.backward_s += time.perf_counter() - started
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        if self._live is not None:
+            self._live.before_optimizer_step()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # --- collectives outside of steps --------------------------------------------------------------------------------------
+
+    def _collective(self, run: Callable[[], T]) -> T:
+        return run() if self._live is None else self._live.collective(run)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
+        if "run-stage" in args and self._lightning_trainer.state.fn == TrainerFn.FITTING:
+            self._attach()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src))
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        # In place otherwise: a failed attempt must leave the input of the next one untouched.
+        return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
+
+    # --- the Trainer's loops ---------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Stand around the places of Lightning's loops that a change of the world must not break."""
+        trainer = self._lightning_trainer
+        epoch_loop = trainer.fit_loop.epoch_loop
+        times = self.times
+
+        def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+            def run_timed(*args: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return run(*args)
+                finally:
+                    times.run_s += time.perf_counter() - started
+
+            return run_timed
+
+        automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+        automatic.__dict__.pop("run", None)
+        manual.__dict__.pop("run", None)
+        run_automatic, run_manual = automatic.run, manual.run
+        live = self._live
+        if live is None:
+            automatic.run, manual.run = timed(run_automatic), timed(run_manual)
+            return
+        automatic.run = timed(lambda *args: live.run_automatic(run_automatic, *args))
+        manual.run = timed(lambda *args: live.run_manual(run_manual, *args))
+        epoch_loop.val_loop.__dict__.pop("run", None)
+        run_validation = epoch_loop.val_loop.run
+        epoch_loop.val_loop.run = lambda: live.run_validation(run_validation)
+        # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
+        if threading.current_thread() is threading.main_thread():
+            self._listen_for_sigterm(live)
+
+    def _listen_for_sigterm(self, live: LiveTraining) -> None:
+        def drain(signum: int, frame: Any) -> None:
+            # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
+            threading.Thread(target=live.request_drain, name="dlrover-drain", daemon=True).start()
+
+        signal.signal(signal.SIGTERM, drain)
+
+    # --- the end -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._live is not None and not isinstance(exception, SystemExit):
+            self._live.report_error(exception)
+
+    def teardown(self) -> None:
+        trainer = self._lightning_trainer if self.lightning_module is not None else None
+        if self._live is not None and trainer is not None:
+            if (
+                trainer.state.fn == TrainerFn.FITTING
+                and not trainer.interrupted
+                and not self._live.is_standby
+            ):
+                self._live.finish()
+            if trainer.interrupted or self._live.left:
+                self._close_world()
+        super().teardown()
+
+    def _close_world(self) -> None:
+        if self._world is not None:
+            with suppress(Exception):
+                self._world.leave()
+        self._world = None
+
+
+if DLRoverStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        DLRoverStrategy.strategy_name,
+        DLRoverStrategy,
+        description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
+    )

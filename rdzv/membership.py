@@ -1,0 +1,585 @@
+"""Run the membership protocol of `rounds.py` against etcd, as one worker of a job.
+
+Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It knows
+nothing of process groups: `world.py` forms them for the rounds that appear here.
+
+One thread per worker (`_run`) does all background work: it decodes what the mirror brings, tells the listener, convenes when it
+holds the election key, and writes queued events. The calling thread writes only the worker's own record, and burials.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning_dlrover.rdzv.client import (
+    Delete,
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    Mirror,
+    Put,
+    absent,
+    created,
+    exists,
+    modified,
+)
+from lightning_dlrover.rdzv.records import (
+    AgentRecord,
+    CheckpointRecord,
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RecordError,
+    RoundRecord,
+    WorkerRecord,
+    WorkerState,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, next_round
+
+__all__ = [
+    "EvictedError",
+    "JobClosedError",
+    "Membership",
+    "MembershipConfig",
+    "MembershipError",
+    "dead_workers",
+    "read_view",
+]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_EVENTS = 4000
+"""Events kept per job; the oldest go first."""
+
+
+class MembershipError(RuntimeError):
+    """The worker cannot take part in the job."""
+
+
+class EvictedError(MembershipError):
+    """The job went on without this worker: its record is gone, or a round left it out."""
+
+
+class JobClosedError(MembershipError):
+    """The job has finished or failed; there is nothing to join."""
+
+
+@dataclass(frozen=True)
+class MembershipConfig:
+    run_id: str
+    prefix: str
+    agent_id: str
+    local_rank: int
+    min_workers: int
+    max_workers: int
+    version: str
+    address: str  # where other workers reach this one
+    port: int  # its TCPStore
+    lease_ttl_s: int = 5
+    patience: Patience = Patience()
+
+
+@dataclass
+class _Decoded:
+    """Cache of decoded records: a record is decoded once per revision."""
+
+    mod_revision: int
+    record: Any
+
+
+def read_view(
+    entries: dict[str, KeyValue],
+    keys: Keys,
+    cache: dict[str, _Decoded],
+    bad: Callable[[str, RecordError], None],
+) -> View:
+    """The view that a snapshot of `keys.live` shows.
+
+    A record that cannot be read is reported to `bad` and its last readable version stays in force, so that garbage under
+    the prefix cannot stop a running job.
+    """
+
+    def load(key: str, record_type: type[R]) -> R | None:
+        entry = entries.get(key)
+        if entry is None:
+            cache.pop(key, None)
+            return None
+        known = cache.get(key)
+        if known is None or known.mod_revision != entry.mod_revision:
+            try:
+                known = _Decoded(entry.mod_revision, decode(record_type, entry.value, key))
+            except RecordError as error:
+                known = _Decoded(entry.mod_revision, known.record if known else None)
+                bad(key, error)
+            cache[key] = known
+        record: R | None = known.record
+        return record
+
+    def folder(prefix: str, record_type: type[R]) -> dict[str, R]:
+        found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
+        loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
+        return {name: record for name, record in loaded.items() if record is not None}
+
+    return View(
+        job=load(keys.job, JobRecord),
+        round=load(keys.round, RoundRecord),
+        plan=load(keys.plan, PlanRecord),
+        workers=folder(keys.workers, WorkerRecord),
+        agents=folder(keys.agents, AgentRecord),
+        drains=frozenset(folder(keys.drains, DrainRecord)),
+    )
+
+
+def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
+    """Ids of the workers whose process is certainly gone: their host refuses connections to their port.
+
+    A worker that does not answer at all (host gone, process stopped) is not in the list: its lease decides.
+    """
+    dead: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        for record in records:
+            try:
+                family, _, _, _, target = socket.getaddrinfo(
+                    record.address, record.port, type=socket.SOCK_STREAM
+                )[0]
+            except OSError:
+                continue
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            code = sock.connect_ex(target)
+            if code == errno.ECONNREFUSED:
+                dead.append(record.worker_id)
+                sock.close()
+            elif code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
+            else:
+                sock.close()
+        deadline = time.monotonic() + timeout_s
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj  # type: ignore[assignment]
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+                    dead.append(key.data)
+                selector.unregister(sock)
+                sock.close()
+        for key in list((selector.get_map() or {}).values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return dead
+
+
+class Membership:
+    """One worker's record, its view of the job, and its turn as convener.
+
+    Args:
+        client: a connected client; closed by its owner, not here.
+        config: who this worker is.
+        on_view: called from the background thread after every change, with the new view. Must return quickly.
+    """
+
+    def __init__(
+        self, client: EtcdClient, config: MembershipConfig, on_view: Callable[[View], None] | None = None
+    ) -> None:
+        self.keys = Keys(config.run_id, config.prefix)
+        self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._config = config
+        self._client = client
+        self._on_view = on_view
+        self._record: WorkerRecord | None = None
+        self._created_revision = 0
+        self._write_lock = threading.Lock()
+        self._cache: dict[str, _Decoded] = {}
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._view = View()
+        self._fence = 0  # create revision of our election key; 0 when another worker convenes
+        self._events: deque[EventRecord] = deque(maxlen=1000)
+        self._num_events_written = 0
+        self._closing = False
+        self._evicted = False
+        self._situation: tuple[object, float] = ((), time.monotonic())
+        self._lease = client.lease(config.lease_ttl_s)
+        self._lease.keep_alive()
+        self._mirror = Mirror(client, self.keys.live, self._on_mirror)
+        self._refresh()
+        self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
+
+    # --- the worker's own record -------------------------------------------------------------------------------------
+
+    def register(self) -> WorkerState:
+        """Enter the job, as `starting` if nobody is past the start yet, else as `standby`.
+
+        Raises:
+            JobClosedError: the job has ended.
+            MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
+        """
+        entry = self._client.get(self.keys.job)
+        if entry is None:
+            job = JobRecord(
+                phase="starting",
+                live=True,
+                min_workers=self._config.min_workers,
+                max_workers=self._config.max_workers,
+                version=self._config.version,
+                created_at=time.time(),
+            )
+            self._client.txn([absent(self.keys.job)], [Put(self.keys.job, encode(job))])
+            entry = self._client.get(self.keys.job)
+        if entry is None:
+            raise MembershipError(
+                f"run {self._config.run_id!r}: {self.keys.job!r} vanished while joining; start the worker again"
+            )
+        try:
+            job = decode(JobRecord, entry.value, self.keys.job)
+            if (round_entry := self._client.get(self.keys.round)) is not None:
+                decode(RoundRecord, round_entry.value, self.keys.round)
+        except RecordError as error:
+            raise MembershipError(f"run {self._config.run_id!r} cannot be joined: {error}") from error
+        if job.phase in ("finished", "failed"):
+            raise JobClosedError(
+                f"run {self._config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
+                "start a new run with another --rdzv-id"
+            )
+        if job.version != self._config.version:
+            raise MembershipError(
+                f"run {self._config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
+                f"{self._config.version}: install the same release on every node"
+            )
+        self._refresh()
+        state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
+        self._record = WorkerRecord(
+            worker_id=self.worker_id,
+            agent_id=self._config.agent_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            local_rank=self._config.local_rank,
+            address=self._config.address,
+            port=self._config.port,
+            state=state,
+            version=self._config.version,
+        )
+        self._created_revision = self._client.put(self._own_key, encode(self._record), self._lease)
+        self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
+        self._thread.start()
+        return state
+
+    def update(self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None) -> None:
+        """Write this worker's state.
+
+        Raises:
+            EvictedError: the record is gone, the job went on without this worker.
+        """
+        with self._write_lock:
+            if self._record is None or self._evicted:
+                raise EvictedError(self._evicted_text())
+            record = dataclasses.replace(self._record, state=state, round_number=round_number)
+            if fingerprint is not None:
+                record = dataclasses.replace(record, fingerprint=fingerprint)
+            written = self._client.txn(
+                [exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)]
+            )
+            if not written.succeeded:
+                self._evicted = True
+                raise EvictedError(self._evicted_text())
+            self._record = record
+
+    def leave(self) -> None:
+        """Remove this worker's records; it is no longer alive for the others."""
+        with self._write_lock:
+            if self._record is not None:
+                self._record = None
+                self._client.txn([], [Delete(self._own_key), Delete(self.keys.drains + self.worker_id)])
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Leave if still registered and end the background thread."""
+        self._closing = True
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        try:
+            self._write_events()
+            self.leave()
+            self._lease.revoke()
+        except EtcdError as error:
+            # The lease ends by itself; failing the worker's exit for it would turn a finished job into a failed one.
+            log.warning("run %s: could not sign off: %s", self._config.run_id, error)
+        self._mirror.close()
+
+    # --- views and waiting ---------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    def wait_for(
+        self,
+        found: Callable[[View], T | None],
+        timeout_s: float,
+        what: str,
+        tick: Callable[[], None] | None = None,
+    ) -> T:
+        """What `found` returns as soon as it is not None.
+
+        Args:
+            tick: called between looks, at least every 50 ms.
+
+        Raises:
+            TimeoutError: naming `what` was awaited and from whom.
+            EvictedError: the job went on without this worker meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if self._evicted:
+                    raise EvictedError(self._evicted_text())
+                result = found(self._view)
+                if result is not None:
+                    return result
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = awaited(self._view)
+                    raise TimeoutError(
+                        f"run {self._config.run_id!r}, worker {self.worker_id}: waited {timeout_s:.0f} s for {what}"
+                        + (f"; missing: {', '.join(missing)}" if missing else "")
+                        + ("" if self._mirror.healthy else "; etcd does not answer")
+                    )
+                self._changed.wait(min(left, 0.05))
+            if tick is not None:
+                tick()
+
+    def bury(self, worker_ids: Sequence[str]) -> None:
+        """Remove the records of workers that are certainly dead, as their leases would do later.
+
+        Safe also when wrong: a living worker that was buried notices that its record is gone and stops taking part.
+        """
+        entries = self._mirror.snapshot()
+        for worker_id in worker_ids:
+            entry = entries.get(self.keys.workers + worker_id)
+            if entry is None:
+                continue
+            log.info(
+                "run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id
+            )
+            self._client.txn(
+                [created(entry.key) == entry.create_revision],
+                [Delete(entry.key), Delete(self.keys.drains + worker_id)],
+            )
+            self.event(
+                "loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": self._round_number()}
+            )
+            convener = entries.get(self.keys.convener)
+            if convener is not None and convener.value == worker_id.encode():
+                self._client.txn([created(convener.key) == convener.create_revision], [Delete(convener.key)])
+
+    def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
+        """Probe workers and bury those whose process is certainly gone."""
+        records = [
+            self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers
+        ]
+        if dead := dead_workers(records):
+            self.bury(dead)
+
+    # --- what workers write for others ----------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave the job: the next planned round is formed without this worker."""
+        self._client.put(
+            self.keys.drains + self.worker_id, encode(DrainRecord(self.worker_id, reason)), self._lease
+        )
+
+    def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+        """Queue one line for the job's history; never blocks."""
+        self._events.append(EventRecord(kind=kind, at=time.time(), text=text, data=data or {}))
+
+    def flush(self) -> None:
+        """Write queued events now."""
+        self._write_events()
+
+    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
+        """Compare-and-swap the job record until `change` of its newest version is stored."""
+        return self._swap(self.keys.job, JobRecord, lambda job: change(job) if job else None)
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
+        """Compare-and-swap the plan; `change` may return None to leave it as it is."""
+        return self._swap(self.keys.plan, PlanRecord, change)
+
+    def put_checkpoint(self, record: CheckpointRecord) -> None:
+        self._client.put(self.keys.checkpoint, encode(record))
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        entry = self._client.get(self.keys.checkpoint)
+        return decode(CheckpointRecord, entry.value, entry.key) if entry else None
+
+    def has_controller(self) -> bool:
+        return self.keys.controller in self._mirror.snapshot()
+
+    def put_profile(self, payload: bytes) -> None:
+        """Publish this worker's newest step profile; it goes with the worker."""
+        self._client.put(self.keys.profiles + self.worker_id, payload, self._lease)
+
+    # --- background ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _own_key(self) -> str:
+        return self.keys.workers + self.worker_id
+
+    def _round_number(self) -> int:
+        return self._view.round.number if self._view.round else 0
+
+    def _evicted_text(self) -> str:
+        return (
+            f"run {self._config.run_id!r}: worker {self.worker_id} is no longer part of the job; its lease ended or it did not "
+            "answer in time (stopped, cut off, or overloaded for longer than the lease?). It has to start again as a new worker"
+        )
+
+    def _someone_is_past_the_start(self) -> bool:
+        view = self._view
+        return bool(view.survivors or view.in_state("standby", "ready"))
+
+    def _on_mirror(self) -> None:
+        with self._changed:
+            self._dirty = True
+            self._changed.notify_all()
+
+    def _refresh(self) -> None:
+        def bad(key: str, error: RecordError) -> None:
+            log.error("run %s: ignored a record: %s", self._config.run_id, error)
+            self.event("error", f"ignored a record: {error}", {"key": key})
+
+        self._dirty = False
+        entries = self._mirror.snapshot()
+        view = read_view(entries, self.keys, self._cache, bad)
+        with self._changed:
+            self._view = view
+            if self._record is not None and (self._own_key not in entries or self._lease.lost.is_set()):
+                # The mirror may be a moment behind our own registration, never behind the loss of our lease.
+                self._evicted = self._evicted or self._client.get(self._own_key) is None
+            self._changed.notify_all()
+        if self._on_view is not None:
+            self._on_view(view)
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._changed:
+                if not self._dirty:
+                    self._changed.wait(0.1)
+            try:
+                # Looked at even when nothing changed: patience runs out without an event.
+                self._refresh()
+                self._convene()
+                self._write_events()
+            except EtcdError as error:
+                log.debug("run %s: etcd is away: %s", self._config.run_id, error)
+            except Exception:
+                # A worker whose membership thread is gone would never notice another round.
+                log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
+
+    @property
+    def evicted(self) -> bool:
+        return self._evicted
+
+    def _convene(self) -> None:
+        entries = self._mirror.snapshot()
+        if self._record is None or self._evicted:
+            return
+        election = entries.get(self.keys.convener)
+        if election is None:
+            won = self._client.txn(
+                [absent(self.keys.convener)],
+                [Put(self.keys.convener, self.worker_id.encode(), self._lease.id)],
+            )
+            if not won.succeeded:
+                return
+            self._fence = won.revision
+        elif election.value == self.worker_id.encode():
+            self._fence = election.create_revision
+        else:
+            self._fence = 0
+            return
+        view = self._view
+        situation = (self._round_number(), tuple(awaited(view)))
+        if situation != self._situation[0]:
+            self._situation = (situation, time.monotonic())
+        proposal = next_round(view, time.monotonic() - self._situation[1], self._config.patience)
+        if proposal is None:
+            return
+        proposal = dataclasses.replace(proposal, convener=self.worker_id, created_at=time.time())
+        current = entries.get(self.keys.round)
+        unchanged = modified(self.keys.round) == current.mod_revision if current else absent(self.keys.round)
+        written = self._client.txn(
+            [created(self.keys.convener) == self._fence, unchanged], [Put(self.keys.round, encode(proposal))]
+        )
+        if written.succeeded:
+            log.info(
+                "run %s: round %d: %s, %d workers",
+                self._config.run_id,
+                proposal.number,
+                proposal.reason,
+                len(proposal.members),
+            )
+            self.event(
+                "round",
+                f"round {proposal.number}: {len(proposal.members)} workers, {proposal.reason}",
+                {
+                    "number": proposal.number,
+                    "members": proposal.members,
+                    "kind": proposal.kind,
+                    "planned": proposal.planned,
+                    "reason": proposal.reason,
+                },
+            )
+            # The next decision must see this round, or it would be made twice.
+            self._mirror.wait_for(
+                lambda e: True if self._revision_of_round(e) >= written.revision else None, 5.0
+            )
+
+    def _revision_of_round(self, entries: dict[str, KeyValue]) -> int:
+        entry = entries.get(self.keys.round)
+        return entry.mod_revision if entry else 0
+
+    def _write_events(self) -> None:
+        while self._events:
+            event = self._events[0]
+            self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(event))
+            self._events.popleft()
+            self._num_events_written += 1
+            if self._num_events_written % 500 == 0:
+                _, entries = self._client.get_prefix(self.keys.events)
+                for entry in sorted(entries, key=lambda e: e.key)[:-MAX_EVENTS]:
+                    self._client.delete(entry.key)
+
+    def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
+        for _ in range(100):
+            entry = self._client.get(key)
+            current = decode(record_type, entry.value, key) if entry else None
+            updated = change(current)
+            if updated is None or updated == current:
+                if current is None:
+                    raise MembershipError(f"run {self._config.run_id!r}: {key!r} does not exist")
+                return current
+            compare = modified(key) == entry.mod_revision if entry else absent(key)
+            if self._client.txn([compare], [Put(key, encode(updated))]).succeeded:
+                return updated
+        raise MembershipError(
+            f"run {self._config.run_id!r}: {key!r} was changed by others 100 times in a row while writing it"
+        )

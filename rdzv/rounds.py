@@ -1,0 +1,225 @@
+"""Decide the next round of a job: the membership protocol as a pure function.
+
+`next_round` looks at everything etcd holds about a job and returns the round that should be written, or None. It is level
+triggered: the same view always gives the same answer, so it does not matter which events led there or who asks. Running it
+against etcd, and the fence that lets only one worker's answer count, are in `membership.py`.
+
+    job      starting -> training -> finished | failed      moved on by rank 0 (failed: by the controller)
+    worker   starting ----------------> active              each worker writes only its own record
+             standby -> ready --------> active
+             active -> reforming -> active
+    round    n -> n + 1                                      written by the convener alone, fenced on its election key
+
+A worker is alive while its record exists; the record goes with the worker's lease, with its agent's word that the process has
+ended, or with the proof that its port refuses connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+
+__all__ = ["Patience", "View", "awaited", "next_round"]
+
+
+@dataclass(frozen=True)
+class View:
+    """What etcd holds about a job at one revision."""
+
+    job: JobRecord | None = None
+    round: RoundRecord | None = None
+    plan: PlanRecord | None = None
+    workers: Mapping[str, WorkerRecord] = field(default_factory=dict)  # the living, oldest first
+    agents: Mapping[str, AgentRecord] = field(default_factory=dict)
+    drains: Set[str] = frozenset()  # worker ids asked to leave
+
+    @property
+    def survivors(self) -> list[str]:
+        """Members of the current round that are alive, in rank order."""
+        return [w for w in self.round.members if w in self.workers] if self.round else []
+
+    @property
+    def lost(self) -> list[str]:
+        """Members of the current round that are gone."""
+        return [w for w in self.round.members if w not in self.workers] if self.round else []
+
+    def in_state(self, *states: str) -> list[str]:
+        """Workers outside the current round that are in one of `states`, oldest first."""
+        members = set(self.round.members) if self.round else set()
+        return [w for w, record in self.workers.items() if record.state in states and w not in members]
+
+    @property
+    def failed(self) -> list[str]:
+        """Survivors that report that the current round did not form for them, or broke."""
+        if self.round is None:
+            return []
+        number = self.round.number
+        records = {w: self.workers[w] for w in self.survivors}
+        return [
+            w for w, r in records.items() if r.state in ("reforming", "ready") and r.round_number == number
+        ]
+
+    @property
+    def holders(self) -> list[str]:
+        """Survivors that may hold the job's state: all but joiners that were not given it yet."""
+        if self.round is None or self.round.kind == "start":
+            return self.survivors
+        return [w for w in self.survivors if self.workers[w].state != "ready"]
+
+    @property
+    def cap(self) -> int:
+        """The most workers that a round may have now."""
+        limit = self.job.max_workers if self.job else 1
+        if self.plan is not None and self.plan.binding:
+            limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
+        return limit
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long, in seconds, a situation may last before those who are missing are left out."""
+
+    start_s: float = 60.0  # all announced workers have registered or are ready
+    regroup_s: float = (
+        120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
+    )
+
+
+def awaited(view: View) -> list[str]:
+    """Whom the next round waits for, as ids of workers or agents; empty when nothing is awaited."""
+    if not view.survivors:
+        pending = view.in_state("standby")
+        if pending or view.in_state("ready"):
+            return pending
+        starting = view.in_state("starting")
+        registered = {view.workers[w].agent_id for w in starting}
+        return [
+            a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered
+        ]
+    if view.failed and not view.lost:
+        return [w for w in view.holders if w not in view.failed]
+    return []
+
+
+def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:
+    """The round that should follow the current one, or None while it should stay or others are awaited.
+
+    Args:
+        view: the job's records.
+        waited_s: seconds for which `awaited(view)` has not changed.
+        patience: limits on `waited_s`.
+    """
+    if view.job is None or view.job.phase in ("finished", "failed"):
+        return None
+    if not view.survivors:
+        return _first(view, waited_s, patience)
+    if view.lost or view.failed:
+        return _after_failure(view, waited_s, patience)
+    return _planned(view)
+
+
+def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+    """Nobody holds state: start (again) with those at the training loop's entrance, else with those starting up."""
+    assert view.job is not None
+    # The two groups stand at different places in the user's script and cannot form one round. Workers in `starting`
+    # become `standby` as soon as they see anyone past them, so the group that is further on is the one to wait for.
+    further_on = view.in_state("standby", "ready")
+    group = [
+        w
+        for w in (view.in_state("ready") if further_on else view.in_state("starting"))
+        if w not in view.drains
+    ]
+    if awaited(view) and waited_s < patience.start_s:
+        return None
+    if len(group) < view.job.min_workers or not group:
+        return None
+    return _round(
+        view,
+        group[: view.cap],
+        "start",
+        planned=True,
+        reason=f"start with {min(len(group), view.cap)} workers",
+    )
+
+
+def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+    """The step in flight cannot complete: go on with everyone who is left.
+
+    Joiners are left out: they can only be given the state between two steps, in the planned round that follows.
+    """
+    assert view.job is not None
+    spares = [
+        w
+        for w in (*view.in_state("ready"), *view.survivors)
+        if w not in view.drains and w not in view.holders
+    ]
+    if not view.holders:
+        stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
+    elif view.lost:
+        stay, kind, reason = view.holders, "loss", f"lost {', '.join(view.lost)}"
+    else:
+        if awaited(view) and waited_s < patience.regroup_s:
+            return None
+        stay = [w for w in view.holders if w in view.failed]
+        left_out = [w for w in view.holders if w not in stay]
+        kind = "loss" if left_out else "retry"
+        reason = (
+            f"no answer from {', '.join(left_out)}"
+            if left_out
+            else "the round did not form or a collective failed"
+        )
+        if not stay:
+            # Only joiners report that it failed, while those who hold the state are content with it.
+            stay = left_out
+    if len(stay) + len(spares) < view.job.min_workers:
+        return None
+    return _round(view, stay, kind, planned=False, reason=reason)
+
+
+def _planned(view: View) -> RoundRecord | None:
+    assert view.job is not None
+    assert view.round is not None
+    number = view.round.number
+    if any(
+        view.workers[w].state != "active" or view.workers[w].round_number != number
+        for w in view.round.members
+    ):
+        return None  # the current round is still being formed
+    members = view.round.members
+    staying = [w for w in members if w not in view.drains]
+    joiners = [w for w in view.in_state("ready") if w not in view.drains]
+    if not staying and not joiners:
+        return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
+    if staying:
+        staying = staying[: view.cap]
+        chosen = staying + joiners[: view.cap - len(staying)]
+    else:
+        # The state is with those who leave: one round together with the joiners first, the next one without them.
+        chosen = [*members, *joiners[: view.cap]]
+    if chosen == members or len(chosen) < view.job.min_workers:
+        return None
+    added, gone = [w for w in chosen if w not in members], [w for w in members if w not in chosen]
+    kind = "replace" if added and gone else "grow" if added else "shrink"
+    plan = f" ({view.plan.source}: {view.plan.reason})" if view.plan and view.plan.binding else ""
+    reason = "; ".join(
+        text
+        for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "")
+        if text
+    )
+    return _round(view, chosen, kind, planned=True, reason=reason + plan)
+
+
+def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
+    number = view.round.number + 1 if view.round else 1
+    first = view.workers[members[0]] if members else None
+    return RoundRecord(
+        number=number,
+        members=members,
+        reason=reason,
+        kind=kind,  # type: ignore[arg-type]
+        planned=planned,
+        store_address=first.address if first else "",
+        store_port=first.port if first else 0,
+    )

@@ -1,0 +1,42 @@
+"""One real etcd for the whole test session; every test has its own run id, so tests do not see each other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EmbeddedEtcd]:
+    """Shared server: do not stop it in a test; `private_etcd` is for that."""
+    with EmbeddedEtcd() as server:
+        yield server
+
+
+@pytest.fixture
+def private_etcd() -> Iterator[EmbeddedEtcd]:
+    """A server of this test's own, to be killed and restarted at will."""
+    with EmbeddedEtcd() as server:
+        yield server
+
+
+@pytest.fixture
+def client(etcd: EmbeddedEtcd) -> Iterator[EtcdClient]:
+    with EtcdClient(EtcdConfig(etcd.endpoint)) as connected:
+        yield connected
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def keys(run_id: str) -> Keys:
+    return Keys(run_id)

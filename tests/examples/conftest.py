@@ -1,0 +1,8 @@
+"""The examples are scripts that import their neighbours; tests import them the same way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

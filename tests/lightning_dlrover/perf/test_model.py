@@ -1,0 +1,276 @@
+"""The step-time model extrapolates with a stated assumption, says how sure it is, and refuses nonsense."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.perf.model import StepTimeModel
+from lightning_dlrover.perf.prior import Configuration, PhysicalPrior, configuration_of
+from lightning_dlrover.perf.samples import StepProfile
+
+TRACES = Path(__file__).resolve().parents[4] / "shared" / "data" / "step_traces"
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no step-time traces in {TRACES}")
+
+
+def window(
+    num_workers: int,
+    step_time_s: float,
+    *,
+    global_batch: int = 64,
+    communication_s: float = 0.0,
+    cores: float = 2.0,
+    threads: int = 1,
+    num_nodes: int = 1,
+    dense_bytes: int = 4_000_000,
+) -> StepProfile:
+    local_batch = math.ceil(global_batch / num_workers)
+    return StepProfile(
+        worker_id="w0",
+        round_number=1,
+        global_rank=0,
+        num_workers=num_workers,
+        num_nodes=num_nodes,
+        first_step=0,
+        num_steps=50,
+        global_batch=global_batch,
+        local_batch=local_batch,
+        loader_workers=0,
+        intra_op_threads=threads,
+        cores=cores,
+        device="cpu",
+        step_time_s=step_time_s,
+        data_wait_s=0.0,
+        forward_s=(step_time_s - communication_s) / 3,
+        backward_s=(step_time_s - communication_s) * 2 / 3,
+        communication_s=communication_s,
+        optimizer_s=0.0,
+        other_s=0.0,
+        samples_per_s=global_batch / step_time_s,
+        memory_bytes=1 << 28,
+        cpu_percent=100.0,
+        dense_bytes=dense_bytes,
+    )
+
+
+def traced(name: str) -> list[StepProfile]:
+    """Windows of one traced model; its gradient bytes are unknown, but the same in all rows."""
+    windows = []
+    with open(TRACES / f"{name}-placements.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            num_workers = sum(int(digit) for digit in row["placement"])
+            step_time_s = float(row["step_time"])
+            windows.append(
+                window(
+                    num_workers,
+                    step_time_s,
+                    global_batch=int(row["local_bsz"]) * num_workers,
+                    communication_s=min(float(row["sync_time"]), step_time_s),
+                    cores=1.0,
+                    num_nodes=len(row["placement"]),
+                )
+            )
+    return windows
+
+
+@given(
+    step_time_s=st.floats(1e-4, 100.0),
+    seen=st.integers(1, 16),
+    asked=st.integers(1, 64),
+    communication=st.floats(0.0, 0.9),
+    num_windows=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_one_world_size_is_enough_to_predict_any_other(
+    step_time_s: float, seen: int, asked: int, communication: float, num_windows: int
+) -> None:
+    sample = window(seen, step_time_s, communication_s=communication * step_time_s)
+    model = StepTimeModel.fit([sample] * num_windows)
+    there = replace(configuration_of(sample), num_workers=asked, local_batch=math.ceil(64 / asked))
+    prediction = model.predict(there)
+    assert 0 < prediction.low_s <= prediction.step_time_s <= prediction.high_s < math.inf
+    assert prediction.samples_per_s > 0
+    here = model.predict(configuration_of(sample))
+    assert here.low_s <= step_time_s <= here.high_s
+
+
+@given(
+    times=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6),
+    workers=st.integers(1, 8),
+    small=st.integers(1, 500),
+    factor=st.integers(2, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_larger_local_batch_is_never_faster_by_the_prior(
+    times: list[float], workers: int, small: int, factor: int
+) -> None:
+    prior_samples = [window(1 + i, t) for i, t in enumerate(times)]
+    prior = PhysicalPrior.fit([configuration_of(s) for s in prior_samples], prior_samples)
+    base = replace(configuration_of(prior_samples[0]), num_workers=workers, local_batch=small)
+    assert prior.step_time_s(base) <= prior.step_time_s(replace(base, local_batch=small * factor))
+
+
+@pytest.mark.parametrize("asked", [2, 3, 4, 8])
+def test_from_one_size_the_interval_allows_for_no_gain_and_for_nearly_perfect_scaling(asked: int) -> None:
+    model = StepTimeModel.fit([window(1, 0.08)] * 5)
+    there = replace(configuration_of(window(1, 0.08)), num_workers=asked, local_batch=64 // asked)
+    prediction = model.predict(there)
+    assert 0.08 / asked <= prediction.step_time_s < 0.08
+    assert prediction.low_s <= 1.1 * 0.08 / asked
+    assert prediction.high_s >= 0.08
+
+
+def test_three_workers_on_two_cores_are_not_three_times_as_fast() -> None:
+    model = StepTimeModel.fit([window(1, 0.09)] * 5, node_cores=2)
+    base = configuration_of(window(1, 0.09), node_cores=2)
+    two = model.predict(replace(base, num_workers=2, local_batch=32)).step_time_s
+    three = model.predict(replace(base, num_workers=3, local_batch=22)).step_time_s
+    assert two == pytest.approx(0.045, rel=0.1)
+    assert three > 0.95 * two
+
+
+def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is() -> None:
+    odd_world = {1: 0.02, 2: 0.09, 3: 0.01, 4: 0.05}
+    model = StepTimeModel.fit([window(size, t) for size, t in odd_world.items() for _ in range(4)])
+    for size, t in odd_world.items():
+        assert model.predict(configuration_of(window(size, t))).step_time_s == pytest.approx(t, rel=0.1)
+
+
+def test_the_interval_narrows_as_sizes_are_measured() -> None:
+    def world(size: int) -> StepProfile:
+        return window(size, 0.002 + 0.064 / size)
+
+    asked = configuration_of(world(8))
+    widths = []
+    for sizes in ([1], [1, 2], [1, 2, 4], [1, 2, 4, 8]):
+        prediction = StepTimeModel.fit([world(size) for size in sizes for _ in range(3)]).predict(asked)
+        widths.append(prediction.high_s / prediction.low_s)
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > 2 * widths[-1]
+
+
+def test_the_same_samples_give_the_same_model() -> None:
+    rng = random.Random(3)
+    samples = [
+        window(1 + i % 7, rng.uniform(0.01, 0.02), global_batch=32 * (1 + i % 5) * (1 + i % 7))
+        for i in range(70)
+    ]
+    asked = configuration_of(window(12, 1.0))
+    assert StepTimeModel.fit(samples).predict(asked) == StepTimeModel.fit(list(samples)).predict(asked)
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        StepTimeModel.fit([])
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("step_time_s", 0.0),
+        ("step_time_s", math.nan),
+        ("step_time_s", math.inf),
+        ("forward_s", -0.1),
+        ("data_wait_s", math.nan),
+        ("num_workers", 0),
+        ("local_batch", 0),
+        ("cores", 0.0),
+        ("cores", math.nan),
+        ("loader_workers", -1),
+        ("dense_bytes", -1),
+    ],
+)
+def test_a_window_with_an_impossible_figure_is_named(field: str, value: float) -> None:
+    bad = replace(window(2, 0.1), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"sample 1 \(worker 'w0'.* has {field}="):
+        StepTimeModel.fit([window(2, 0.1), bad])
+
+
+@pytest.mark.parametrize("field", ["num_workers", "local_batch", "cores"])
+def test_an_impossible_configuration_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(configuration_of(window(2, 0.1)), **{field: 0})  # type: ignore[arg-type]
+
+
+def test_windows_whose_parts_were_not_measured_still_fit() -> None:
+    samples = [
+        replace(window(w, 0.01 + 0.08 / w), forward_s=0.0, backward_s=0.0) for w in (1, 2, 4) for _ in (0, 1)
+    ]
+    prediction = StepTimeModel.fit(samples).predict(configuration_of(window(8, 1.0)))
+    assert prediction.step_time_s == pytest.approx(0.02, rel=0.15)
+
+
+def test_two_thousand_windows_are_fitted_within_a_second_of_one_core() -> None:
+    rng = np.random.default_rng(0)
+    samples = []
+    for _ in range(2000):
+        workers, batch = int(rng.integers(1, 17)), int(rng.integers(8, 513))
+        step_time_s = (0.005 + 1e-4 * batch + 0.001 * workers) * float(rng.lognormal(0, 0.05))
+        samples.append(window(workers, step_time_s, global_batch=batch * workers))
+    StepTimeModel.fit(samples[:100])  # pays for the imports
+    started = time.process_time()  # of all cores: more than the time on one
+    StepTimeModel.fit(samples)
+    assert (
+        time.process_time() - started < 2.0
+    )  # 0.6 s alone; the margin is for a machine that does other things too
+
+
+# --- measured on real clusters ---
+
+
+def mean_error(predicted: Sequence[float], windows: Sequence[StepProfile]) -> float:
+    measured = np.array([w.step_time_s for w in windows])
+    return float(np.abs(np.array(predicted) / measured - 1).mean())
+
+
+@needs_traces
+@pytest.mark.parametrize("name", ["ncf", "cifar10", "yolov3"])
+def test_the_model_beats_its_prior_and_trees_alone_on_a_quarter_of_a_trace(name: str) -> None:
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    windows = traced(name)
+    random.Random(0).shuffle(windows)
+    train, test = windows[: len(windows) // 4], windows[len(windows) // 4 :]
+
+    def columns(of: Sequence[StepProfile]) -> list[tuple[int, int, int]]:
+        return [(w.num_nodes, w.num_workers, w.local_batch) for w in of]
+
+    model = StepTimeModel.fit(train)
+    prior = PhysicalPrior.fit([configuration_of(w) for w in train], train)
+    trees = HistGradientBoostingRegressor(random_state=0).fit(columns(train), [w.step_time_s for w in train])
+    of_model = mean_error([model.predict(configuration_of(w)).step_time_s for w in test], test)
+    of_prior = mean_error([prior.step_time_s(configuration_of(w)) for w in test], test)
+    of_trees = mean_error([float(t) for t in trees.predict(columns(test))], test)
+    assert of_model < of_prior
+    assert of_model < of_trees
+
+
+@needs_traces
+@pytest.mark.parametrize("name", ["ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3"])
+def test_eight_workers_predict_more_than_eight_within_ten_percent_and_within_the_interval(name: str) -> None:
+    windows = traced(name)
+    model = StepTimeModel.fit([w for w in windows if w.num_workers <= 8])
+    larger = [w for w in windows if w.num_workers > 8]
+    predictions = [model.predict(configuration_of(w)) for w in larger]
+    assert mean_error([p.step_time_s for p in predictions], larger) < 0.10
+    inside = [p.low_s <= w.step_time_s <= p.high_s for p, w in zip(predictions, larger, strict=True)]
+    assert np.mean(inside) > 0.85
+
+
+@needs_traces
+def test_the_seconds_of_the_terms_add_up_to_the_prior() -> None:
+    windows = traced("ncf")[:200]
+    prior = PhysicalPrior.fit([configuration_of(w) for w in windows], windows)
+    there = Configuration(4, 2, 1.0, 512, 0, 1, 4_000_000)
+    assert sum(prior.seconds(there).values()) == pytest.approx(prior.step_time_s(there))
+    assert all(seconds >= 0 for seconds in prior.seconds(there).values())

@@ -1,0 +1,100 @@
+"""A decision survives its journey through an event, and is judged by what was measured afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlrover.planner.plan import Candidate, Decision, outcome
+
+seconds = st.floats(1e-6, 1e6)
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> Decision:
+    sizes = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=5)))
+    candidates = tuple(
+        Candidate(
+            num_workers=size,
+            step_time_s=draw(seconds),
+            low_s=draw(seconds),
+            high_s=draw(seconds),
+            samples_per_s=draw(seconds),
+            worth_s=draw(st.floats(-1e9, 1e9)),
+            measured=draw(st.booleans()),
+            feasible=draw(st.booleans()),
+            note=draw(st.text(max_size=10)),
+        )
+        for size in sizes
+    )
+    return Decision(
+        decision_id=draw(st.integers(0)),
+        at=draw(st.floats(0, 4e9)),
+        current_workers=draw(st.integers(1, 64)),
+        chosen_workers=draw(st.sampled_from(sizes)),
+        reason=draw(st.text()),
+        candidates=candidates,
+        observed_step_time_s=draw(seconds),
+        predicted_step_time_s=draw(seconds),
+        explored=draw(st.booleans()),
+    )
+
+
+ONE = Candidate(1, 0.08, 0.075, 0.085, 800.0, 0.0, measured=True, feasible=True)
+TWO = Candidate(2, 0.04, 0.03, 0.06, 1600.0, 30.0, measured=False, feasible=True)
+GROW = Decision(7, 1000.0, 1, 2, "1 -> 2 workers: twice as fast", (ONE, TWO), 0.08, 0.04, explored=True)
+
+
+@given(decisions())
+def test_a_decision_comes_back_from_json_as_it_was(decision: Decision) -> None:
+    assert Decision.from_data(json.loads(json.dumps(decision.to_data(), allow_nan=False))) == decision
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chosen_workers": 5},
+        {"chosen_workers": "2"},
+        {"chosen_workers": True},
+        {"reason": None},
+        {"reason": ["a", "b"]},
+        {"at": math.nan},
+        {"at": "now"},
+        {"explored": 1},
+        {"candidates": None},
+        {"candidates": [3]},
+        {"candidates": [{"num_workers": 2}]},
+        {"surprise": 1},
+    ],
+)
+def test_what_is_no_decision_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Decision.from_data({**GROW.to_data(), **change})
+
+
+def test_a_missing_field_is_named() -> None:
+    data = GROW.to_data()
+    del data["at"]
+    with pytest.raises(ValueError, match="at"):
+        Decision.from_data(data)
+
+
+def test_an_outcome_compares_what_was_measured_with_what_was_predicted() -> None:
+    good, bad = outcome(GROW, 0.05), outcome(GROW, 0.1)
+    assert good.ratio == pytest.approx(1.25)
+    assert good.expected
+    assert not bad.expected
+    assert good.text == (
+        "decision 7, 2 workers: 50 ms a step, 1.25 times the 40 ms predicted (inside 30-60); "
+        "1.60 times as fast as with 1"
+    )
+
+
+@pytest.mark.parametrize("observed_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_decision_is_not_judged_by_an_impossible_time(observed_s: float) -> None:
+    with pytest.raises(ValueError, match="decision 7"):
+        outcome(GROW, observed_s)

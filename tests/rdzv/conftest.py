@@ -1,0 +1,57 @@
+"""Stock torchrun processes with our backend, which end with the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchrun_agent import Agent
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+StartAgent = Callable[..., Agent]
+
+
+@pytest.fixture
+def start_agent(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
+    """Starts `torchrun --rdzv-backend=etcd-v3` with a script of the given source."""
+    agents: list[Agent] = []
+
+    def start(
+        source: str,
+        *,
+        nnodes: str = "1",
+        nproc: int = 1,
+        max_restarts: int = 0,
+        conf: str = "last_call_timeout=1,lease_ttl=2",
+        endpoint: str = "",
+        env: dict[str, str] | None = None,
+    ) -> Agent:
+        script = tmp_path / f"script{len(agents)}.py"
+        script.write_text(source)
+        log_path = tmp_path / f"agent{len(agents)}.log"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            "--rdzv-backend=etcd-v3",
+            f"--rdzv-endpoint={endpoint or etcd.endpoint}",
+            f"--rdzv-id={run_id}",
+            f"--rdzv-conf={conf}",
+            f"--nnodes={nnodes}",
+            f"--nproc-per-node={nproc}",
+            f"--max-restarts={max_restarts}",
+            str(script),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        agents.append(Agent(process, log_path))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        if agent.process.poll() is None:
+            agent.kill_with_workers()

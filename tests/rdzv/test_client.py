@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from torchrun_agent import eventually
+
+from lightning_dlrover.rdzv.client import (
+    Delete,
+    EtcdClient,
+    EtcdConfig,
+    EtcdUnavailableError,
+    Get,
+    KeyValue,
+    LeaseLostError,
+    Mirror,
+    Put,
+    absent,
+    created,
+    etcdrpc,
+    exists,
+    modified,
+    parse_endpoints,
+    version_warning,
+)
+from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+# -- configuration
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("localhost:2379", [("localhost", 2379)]),
+        ("http://10.0.0.1:2379", [("10.0.0.1", 2379)]),
+        ("a:1, b:65535", [("a", 1), ("b", 65535)]),
+        ("[::1]:2379,https://[fe80::2]:1/", [("::1", 2379), ("fe80::2", 1)]),
+    ],
+)
+def test_endpoints_are_read_as_host_and_port(text: str, endpoints: list[tuple[str, int]]) -> None:
+    assert parse_endpoints(text) == endpoints
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"]
+)
+def test_what_is_not_an_endpoint_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="--rdzv-endpoint"):
+        parse_endpoints(text)
+
+
+def test_a_password_is_never_shown() -> None:
+    config = EtcdConfig("a:1", user="u", password="hush")
+    assert "hush" not in repr(config)
+    assert "hush" not in repr(EtcdClient(config))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fine"),
+    [
+        ("3.4.43", False),
+        ("3.4.44", True),
+        ("3.5.1", False),
+        ("3.5.30", True),
+        ("3.6.10", False),
+        ("3.6.11", True),
+    ]
+    + [("3.3.27", False), ("3.7.0", True), ("4.0.0", True)],
+)
+def test_releases_that_leak_other_users_prefixes_are_named(version: str, is_fine: bool) -> None:
+    assert (version_warning(version) is None) == is_fine
+
+
+# -- keys and transactions
+
+
+def test_a_key_is_absent_then_there_then_gone(client: EtcdClient, keys: Keys) -> None:
+    key = keys.root + "k"
+    assert client.get(key) is None
+    first = client.put(key, b"\x00\xff")
+    second = client.put(key, b"2")
+    assert client.get(key) == KeyValue(key, b"2", first, second, 2, 0)
+    assert client.delete(key)
+    assert not client.delete(key)
+    assert client.get(key) is None
+
+
+def test_a_prefix_holds_its_own_keys_only(client: EtcdClient, keys: Keys) -> None:
+    for name in ("a/1", "a/2", "ab"):
+        client.put(keys.root + name, name.encode())
+    revision, found = client.get_prefix(keys.root + "a/")
+    assert [kv.value for kv in found] == [b"a/1", b"a/2"]
+    assert revision >= found[-1].mod_revision
+    assert client.delete_prefix(keys.root + "a/") == 2
+    assert client.get(keys.root + "ab") is not None
+
+
+def test_a_transaction_acts_only_when_all_its_conditions_hold(client: EtcdClient, keys: Keys) -> None:
+    key, other = keys.root + "k", keys.root + "other"
+    revision = client.put(key, b"1")
+    for conditions, holds in [
+        ([absent(key)], False),
+        ([exists(key), absent(other)], True),
+        ([exists(key), exists(other)], False),
+        ([created(key) == revision], True),
+        ([created(key) == revision - 1], False),
+        ([modified(key) == revision], True),
+        ([modified(other) == 0], True),
+    ]:
+        result = client.txn(conditions, [Get(key)], [Get(other)])
+        assert result.succeeded == holds
+        assert [kv.value for kv in result.values] == ([b"1"] if holds else [])
+    done = client.txn([exists(key)], [Put(other, b"new"), Delete(key)])
+    assert done.succeeded
+    assert client.get(key) is None
+    assert client.get(other) == KeyValue(other, b"new", done.revision, done.revision, 1, 0)
+
+
+def test_of_many_writers_that_compare_and_swap_exactly_one_wins_each_time(
+    client: EtcdClient, keys: Keys
+) -> None:
+    key = keys.root + "counter"
+
+    def increase(_: int) -> None:
+        while True:
+            current = client.get(key)
+            value = int(current.value) + 1 if current else 1
+            unchanged = modified(key) == (current.mod_revision if current else 0)
+            if client.txn([unchanged], [Put(key, str(value).encode())]).succeeded:
+                return
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(increase, range(40)))
+    found = client.get(key)
+    assert found is not None
+    assert found.value == b"40"
+
+
+# -- lost answers
+
+
+@contextmanager
+def one_lost_answer(client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next write reaches etcd, but its answer does not reach us."""
+    import grpc  # type: ignore[import-untyped]
+
+    class Lost(grpc.RpcError):  # type: ignore[misc]
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return "the answer was lost"
+
+    stub = client._connect().stub("KV")
+    original = stub.Txn
+    answers = iter([True])
+
+    def txn(*args: object, **kwargs: object) -> object:
+        response = original(*args, **kwargs)
+        if next(answers, False):
+            raise Lost
+        return response
+
+    monkeypatch.setattr(stub, "Txn", txn)
+    yield
+
+
+def test_a_transaction_whose_answer_got_lost_is_not_reported_as_failed(
+    client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys.root + "election"
+    client.check()
+    with one_lost_answer(client, monkeypatch):
+        assert client.txn([absent(key)], [Put(key, b"me")]).succeeded
+    found = client.get(key)
+    assert found is not None
+    assert found.version == 1
+
+
+def test_a_lost_answer_does_not_hide_that_somebody_else_was_first(
+    client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys.root + "election"
+    client.put(key, b"somebody else")
+    with one_lost_answer(client, monkeypatch):
+        assert not client.txn([absent(key)], [Put(key, b"me")]).succeeded
+
+
+# -- unreachable or wrong endpoints
+
+
+def _fails_clearly(endpoint: str, timeout_s: float = 1.0) -> str:
+    began = time.monotonic()
+    with (
+        EtcdClient(EtcdConfig(endpoint, timeout_s=timeout_s)) as client,
+        pytest.raises(EtcdUnavailableError) as caught,
+    ):
+        client.check()
+    assert time.monotonic() - began < timeout_s + 1.0
+    assert endpoint in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_closed_port_is_named_within_the_timeout() -> None:
+    assert "refused" in _fails_clearly("127.0.0.1:1")
+
+
+def test_a_host_that_does_not_exist_is_named_within_the_timeout() -> None:
+    _fails_clearly("no-such-host.invalid:2379")
+
+
+def test_a_listener_that_never_answers_is_named_within_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _fails_clearly(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_a_web_server_is_not_taken_for_etcd() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        thread = threading.Thread(target=web.serve_forever, daemon=True)
+        thread.start()
+        _fails_clearly(f"127.0.0.1:{web.server_port}")
+        web.shutdown()
+        thread.join(5)
+
+
+def test_a_dead_endpoint_beside_a_living_one_does_no_harm(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    with EtcdClient(EtcdConfig(f"127.0.0.1:1,{etcd.endpoint},127.0.0.1:2")) as client:
+        for i in range(5):
+            client.put(keys.root + "k", str(i).encode())
+
+
+# -- leases
+
+
+def test_a_key_outlives_its_ttl_while_its_lease_is_kept_alive(client: EtcdClient, keys: Keys) -> None:
+    kept, forgotten = client.lease(2).keep_alive(), client.lease(2)
+    client.put(keys.root + "kept", b"", kept)
+    client.put(keys.root + "forgotten", b"", forgotten)
+    with Mirror(client, keys.root) as mirror:
+        mirror.wait_for(lambda found: keys.root + "forgotten" not in found or None, 10)
+        assert keys.root + "kept" in mirror.snapshot()
+    assert not kept.lost.is_set()
+    kept.revoke()
+    assert client.get(keys.root + "kept") is None
+
+
+def test_a_lease_that_etcd_no_longer_knows_is_lost(client: EtcdClient, keys: Keys) -> None:
+    lease = client.lease(2).keep_alive()
+    client._revoke(lease.id)
+    assert lease.lost.wait(5)
+    with pytest.raises(LeaseLostError):
+        client.put(keys.root + "k", b"", lease)
+
+
+def test_closing_a_client_ends_all_its_threads_at_once(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    before = set(threading.enumerate())
+    client = EtcdClient(EtcdConfig(etcd.endpoint))
+    mirror, lease = Mirror(client, keys.root), client.lease(60).keep_alive()
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 2
+    eventually(lambda: set(threading.enumerate()) <= before, "no thread of the client is left", 2)
+    assert mirror.snapshot() == {}
+    assert not lease.lost.is_set()
+
+
+# -- mirror
+
+
+def test_a_mirror_shows_what_was_there_and_what_comes(client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.root + "a", b"1")
+    client.put(keys.root + "b", b"1")
+    changes = threading.Semaphore(0)
+    with Mirror(client, keys.root, changes.release) as mirror:
+        assert sorted(mirror.snapshot()) == [keys.root + "a", keys.root + "b"]
+        client.delete(keys.root + "a")
+        revision = client.put(keys.root + "b", b"2")
+        mirror.wait_for(lambda found: found[keys.root + "b"].value == b"2" or None, 5)
+        assert sorted(mirror.snapshot()) == [keys.root + "b"]
+        assert mirror.revision == revision
+        assert changes.acquire(timeout=1)
+
+
+def test_a_mirror_reports_changes_by_watch_not_by_polling(client: EtcdClient, keys: Keys) -> None:
+    seen: list[float] = []
+    with Mirror(client, keys.root, lambda: seen.append(time.monotonic()), check_interval_s=60) as mirror:
+        delays = []
+        for i in range(30):
+            began = time.monotonic()
+            client.put(keys.root + "k", str(i).encode())
+            eventually(lambda count=i: len(seen) > count or None, "the change was reported", 5)  # type: ignore[misc]
+            delays.append(seen[-1] - began)
+        assert sorted(delays)[15] < 0.1  # 0.6 ms on a quiet machine
+        assert mirror.healthy
+
+
+def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: EtcdClient, keys: Keys) -> None:
+    torn: list[dict[str, KeyValue]] = []
+    a, b = keys.root + "a", keys.root + "b"
+
+    def look() -> None:
+        found = mirror.snapshot()
+        if {kv.value for kv in found.values()} not in (set(), {found[a].value}):
+            torn.append(found)
+
+    with Mirror(client, keys.root) as mirror:
+        mirror._on_change = look
+        for i in range(50):
+            client.txn([], [Put(a, str(i).encode()), Put(b, str(i).encode())])
+        mirror.wait_for(lambda found: found[a].value == b"49" or None if a in found else None, 5)
+    assert not torn
+
+
+def test_a_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys: Keys) -> None:
+    with Mirror(client, keys.root, check_interval_s=0.2) as mirror:
+        # As a half-open connection: the stream stays, but nothing comes any more.
+        mirror._apply = lambda events: None  # type: ignore[method-assign]
+        client.put(keys.root + "k", b"1")
+        mirror.wait_for(lambda found: found.get(keys.root + "k"), 5)
+
+
+def test_a_mirror_survives_that_its_revision_was_compacted(
+    etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = client._watch
+    first_revision = client.put(keys.root + "k", b"0")
+    starts = iter([first_revision])  # the first watch asks for a past that no longer exists
+    monkeypatch.setattr(client, "_watch", lambda prefix, start: watch(prefix, next(starts, start)))
+    newest = client.put(keys.root + "k", b"1")
+    client._connect()
+    etcdrpc.KVStub(client._connect().channel).Compact(etcdrpc.CompactionRequest(revision=newest))
+    with Mirror(client, keys.root) as mirror:
+        client.put(keys.root + "k", b"2")
+        mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
+
+
+def test_waiting_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+    with Mirror(client, keys.root) as mirror, pytest.raises(TimeoutError, match=rf"0\.1 s.*{keys.root}"):
+        mirror.wait_for(lambda _: None, 0.1)
+
+
+def test_a_listener_that_raises_does_not_end_the_mirror(client: EtcdClient, keys: Keys) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    with Mirror(client, keys.root, fail) as mirror:
+        client.put(keys.root + "a", b"")
+        mirror.wait_for(lambda found: found.get(keys.root + "a"), 5)
+        client.put(keys.root + "b", b"")
+        mirror.wait_for(lambda found: found.get(keys.root + "b"), 5)
+
+
+# -- the server goes and comes back
+
+
+def test_client_lease_and_mirror_recover_when_etcd_is_killed_and_restarted(
+    private_etcd: EmbeddedEtcd,
+) -> None:
+    prefix = "/recover/"
+    with (
+        EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=15)) as client,
+        Mirror(client, prefix) as mirror,
+    ):
+        lease = client.lease(2).keep_alive()
+        client.put(prefix + "alive", b"1", lease)
+        mirror.wait_for(lambda found: found.get(prefix + "alive"), 5)
+
+        private_etcd.kill()
+        eventually(lambda: not mirror.healthy, "the mirror notices", 20)
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(client.put, prefix + "during", b"1")  # waits for etcd to come back
+            private_etcd.restart()
+            written.result(20)
+
+        mirror.wait_for(lambda found: found.get(prefix + "during"), 20)
+        eventually(lambda: mirror.healthy, "the mirror is well again", 10)
+        client.put(prefix + "after", b"1")
+        mirror.wait_for(lambda found: found.get(prefix + "after"), 5)
+        ends = time.monotonic() + 2 * lease.ttl_s
+        eventually(lambda: time.monotonic() > ends, "the lease would have ended", 10)
+        assert not lease.lost.is_set()
+        assert prefix + "alive" in mirror.snapshot()

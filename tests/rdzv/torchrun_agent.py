@@ -1,0 +1,64 @@
+"""A stock torchrun process under test, and waiting for what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
+    """The first true result of `condition`."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        time.sleep(0.02)
+    return result
+
+
+@dataclass
+class Agent:
+    """One torchrun process; it and its workers share a process group."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def output(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def lines(self, prefix: str) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith(prefix)]
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"torchrun still runs after {timeout_s:g} s; its output:\n{self.output}"
+            ) from None
+
+    def kill_with_workers(self) -> None:
+        """As if the machine lost power. torchrun starts each worker in a session of its own."""
+        for pid in [*_children(self.process.pid), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def _children(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *_children(int(child))]
+    return found
