@@ -19,6 +19,7 @@ __all__ = ["Candidate", "Decision", "JobStory", "Profile", "Round", "measured_af
 
 Told = TypeVar("Told")
 
+KINDS = ("round", "stall", "profile", "decision", "loss", "scale", "finished", "error")
 LATEST = 253_402_300_800.0  # the year 10000; no calendar and no axis goes beyond
 LARGEST = 1e15  # of any quantity a job can have; more is a broken record
 
@@ -85,7 +86,7 @@ class JobStory:
     profiles: tuple[Profile, ...]
     decisions: tuple[Decision, ...]
     losses: tuple[Note, ...]
-    scales: tuple[Note, ...]
+    notes: tuple[Note, ...]  # requests for a size, checkpoints and whatever else is neither drawn nor counted
     errors: tuple[Note, ...]
     finished_step: int | None  # None: the job has not said that it finished
     num_events: int
@@ -156,6 +157,10 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
     profiles = tuple(reader.each("profile", _profile))
     decisions = tuple(reader.each("decision", _decision))
     finished = list(reader.each("finished", lambda event: _whole(event.data["global_step"])))
+    losses: dict[str, Note] = {}
+    for worker_id, note in reader.each("loss", _loss):
+        losses.setdefault(worker_id, note)  # every survivor that notices may report it
+    others = [Note(e.at, e.text or e.kind) for e in timed if e.kind not in KINDS]
     # A window's event is written at its end, and the first step of the job lies before it.
     started_at = min(
         [e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0
@@ -167,8 +172,8 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
         rounds=tuple(rounds.values()),
         profiles=profiles,
         decisions=decisions,
-        losses=tuple(reader.each("loss", _loss)),
-        scales=tuple(reader.each("scale", _scale)),
+        losses=tuple(losses.values()),
+        notes=tuple(sorted((*reader.each("scale", _scale), *others), key=lambda note: note.at)),
         errors=tuple(reader.each("error", _error)),
         finished_step=finished[-1] if finished else None,
         num_events=len(timed),
@@ -258,8 +263,9 @@ def _decision(event: EventRecord) -> Decision:
     )
 
 
-def _loss(event: EventRecord) -> Note:
-    return Note(event.at, event.text or f"worker {event.data['worker_id']} was lost")
+def _loss(event: EventRecord) -> tuple[str, Note]:
+    worker_id = str(event.data["worker_id"])
+    return worker_id, Note(event.at, event.text or f"worker {worker_id} was lost")
 
 
 def _scale(event: EventRecord) -> Note:

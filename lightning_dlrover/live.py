@@ -150,9 +150,7 @@ class LiveTraining:
         self._step_time_s = 0.0
         self._step_end = 0.0
         self._at_boundary = False
-        self._stall_from: tuple[float, int] | None = (
-            None  # end of the last step before a switch, workers then
-        )
+        self._stall_from: tuple[float, int] | None = None  # end of the last step before a switch, workers then
         self._undo: _Update | None = None
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
@@ -207,9 +205,7 @@ class LiveTraining:
     def _announce(self, fingerprint: str, loader: ElasticLoader) -> None:
         batch = loader.global_batch_size
         self.world.membership.update_job(
-            lambda job: dataclasses.replace(
-                job, phase="training", fingerprint=fingerprint, global_batch_size=batch
-            )
+            lambda job: dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=batch)
         )
 
     def _admit(self, fingerprint: str, loader: ElasticLoader) -> None:
@@ -227,7 +223,7 @@ class LiveTraining:
         formation = self._admission(fingerprint)
         while True:
             try:
-                settled = self._attempt(lambda formation=formation: self._settle(formation, None))
+                settled = self._attempt(self._settle, formation, None)
             except _StepBack:
                 formation = self._admission(fingerprint)
                 continue
@@ -269,9 +265,7 @@ class LiveTraining:
 
     def _check_every(self) -> int:
         # The vote overlaps with a step, so it costs little; still not more often than anyone could react.
-        return (
-            min(1000, max(1, round(self._check_interval_s / self._step_time_s))) if self._step_time_s else 1
-        )
+        return min(1000, max(1, round(self._check_interval_s / self._step_time_s))) if self._step_time_s else 1
 
     # --- training steps ------------------------------------------------------------------------------------------------
 
@@ -282,7 +276,7 @@ class LiveTraining:
         while True:
             self._in_step = True
             before = copy.deepcopy(progress.state_dict())
-            if (done := self._attempt(lambda kwargs=kwargs: run(optimizer, batch_idx, kwargs))) is not None:
+            if (done := self._attempt(run, optimizer, batch_idx, kwargs)) is not None:
                 result = done[0]
                 break
             skip = self._recover()
@@ -302,10 +296,9 @@ class LiveTraining:
         """The user's own optimization of one batch, taken back and done again as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
         while True:
-            self._in_step = True
-            self._manual_steps, self._undo = 0, None
+            self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
-            if (done := self._attempt(lambda kwargs=kwargs: run(kwargs))) is not None:
+            if (done := self._attempt(run, kwargs)) is not None:
                 result = done[0]
                 break
             skip = self._recover()
@@ -323,11 +316,13 @@ class LiveTraining:
             kwargs = self._fetch_again(1)[0]
         self._in_step = False
         self._updates += 1
-        self._max_manual_steps = (
-            self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
-        )
+        self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
         self._undo = None
         return result
+
+    def _begin_manual_batch(self) -> None:
+        self._in_step = True
+        self._manual_steps, self._undo = 0, None
 
     def loss_weight(self) -> float:
         """Weight of this worker's mean loss in the batch that is being computed; 1 when all shares are equal."""
@@ -344,16 +339,14 @@ class LiveTraining:
             self._undo = copy.deepcopy(self._capture())
         self._manual_steps += 1
 
-    def _attempt(self, run: Callable[[], T]) -> tuple[T] | None:
+    def _attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
         # The caller recovers outside of the `except` block: a living traceback would keep the old group alive.
         try:
-            return (run(),)
+            return (run(*args),)
         except Exception as error:
             if not self._is_failure(error):
                 raise
-            log.info(
-                "worker %s: a collective failed: %s", self.world.worker_id, str(error).splitlines()[0][:200]
-            )
+            log.info("worker %s: a collective failed: %s", self.world.worker_id, str(error).splitlines()[0][:200])
         return None
 
     def _redo_window(self, inside: bool = False) -> Any:
@@ -375,9 +368,7 @@ class LiveTraining:
         for i, kwargs in enumerate(steps[:earlier]):
             self._weighed = self._loaders[0].cursor - inside - earlier + i
             with self._strategy.block_backward_sync():
-                self._epoch_loop.automatic_optimization._make_closure(
-                    kwargs, optimizer, handed_out - inside - earlier + i
-                )()
+                self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, handed_out - inside - earlier + i)()
         self._weighed = None
         return steps[-1] if inside else None
 
@@ -452,15 +443,13 @@ class LiveTraining:
             self._attempts = (position, 0)
         self._attempts = (position, self._attempts[1] + 1)
         if self._attempts[1] > MAX_ATTEMPTS:
-            raise WorldError(
-                f"collectives failed {MAX_ATTEMPTS} times in a row at batch {position.batch}; giving up"
-            )
+            raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at batch {position.batch}; giving up")
         if self._stall_from is None:
             self._stall_from = (self._step_end, self._size)
         while True:
             formation = self._recover_formation(position.encode())
             try:
-                settled = self._attempt(lambda formation=formation: self._settle(formation, position))
+                settled = self._attempt(self._settle, formation, position)
             except _StepBack:
                 continue
             if settled is not None:
@@ -481,9 +470,7 @@ class LiveTraining:
         if (
             joiners
             and standing
-            and not all(
-                p.at_boundary and p.batch == next(iter(standing.values())).batch for p in standing.values()
-            )
+            and not all(p.at_boundary and p.batch == next(iter(standing.values())).batch for p in standing.values())
         ):
             raise _StepBack
         self.formation = formation
@@ -494,9 +481,7 @@ class LiveTraining:
         me = self.world.worker_id
         if standing:
             newest = max(p.updates for p in standing.values())
-            source = next(
-                w for w in formation.round.members if w in standing and standing[w].updates == newest
-            )
+            source = next(w for w in formation.round.members if w in standing and standing[w].updates == newest)
             behind = [w for w in standing if standing[w].updates < newest]
         else:
             source, behind = formation.round.members[0], []
@@ -508,9 +493,7 @@ class LiveTraining:
                 transfer.send(self._capture(), formation.rank_of(worker))
             elif me == worker:
                 if standing[me].updates != newest - 1 or not standing[me].in_step:
-                    raise WorldError(
-                        f"this worker missed {newest - standing[me].updates} updates and has to start again"
-                    )
+                    raise WorldError(f"this worker missed {newest - standing[me].updates} updates and has to start again")
                 update = transfer.receive(formation.rank_of(source))
                 self._apply(update)
         if len(standing) > 1:
@@ -562,9 +545,7 @@ class LiveTraining:
                 value.copy_(update.model[name])
         for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
             # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
-            optimizer.load_state_dict(
-                {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-            )
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
 
     def _dump(self) -> _State:
@@ -635,9 +616,7 @@ class LiveTraining:
         record = self.world.membership.newest_checkpoint()
         if record is None or record.global_step <= self._trainer.global_step:
             return False
-        log.warning(
-            "run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path
-        )
+        log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
         checkpoint = self._strategy.load_checkpoint(record.path)
         self._restore_checkpoint(checkpoint)
         progress = self._epoch_loop.batch_progress.current.ready
@@ -657,9 +636,7 @@ class LiveTraining:
     def saved_checkpoint(self, path: str) -> None:
         """Rank 0: remember a checkpoint for the case that no living worker is left."""
         if self._rank == 0 and self._entered:
-            self.world.membership.put_checkpoint(
-                CheckpointRecord(path=path, global_step=self._trainer.global_step)
-            )
+            self.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=self._trainer.global_step))
 
     # --- leaving -----------------------------------------------------------------------------------------------------------
 
@@ -706,7 +683,7 @@ class LiveTraining:
         for logger in self._trainer.loggers:
             if isinstance(logger, CSVLogger) and logger._experiment is None:
                 _adopt_csv_log(logger)
-        for bar in [c for c in self._trainer.callbacks if isinstance(c, ProgressBar)]:
+        for bar in [c for c in self._callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
                 bar.on_train_start(self._trainer, self._trainer.lightning_module)
@@ -731,6 +708,19 @@ class LiveTraining:
             )
 
     # --- where things are ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts that the workers of the current round run on."""
+        if self.formation is None:
+            return 1
+        workers = self.world.membership.view.workers
+        return len({workers[w].host for w in self.formation.round.members if w in workers}) or 1
 
     @property
     def _position(self) -> Position:
@@ -783,9 +773,7 @@ class LiveTraining:
 
 def model_fingerprint(module: torch.nn.Module) -> str:
     """A short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
-    lines = sorted(
-        f"{name} {tuple(value.shape)} {value.dtype}" for name, value in module.state_dict().items()
-    )
+    lines = sorted(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in module.state_dict().items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -77,7 +77,7 @@ def _facts(story: JobStory) -> list[_Fact]:
     seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
     if num_stalls:
-        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {num_stalls} changes")
+        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}")
     else:
         stall = _Fact("total stall", "not measured" if story.num_resizes else "none")
     return [
@@ -151,32 +151,40 @@ pre { overflow: auto; max-height: 420px; padding: 12px; font-size: 12.5px; }
 
 
 def _page(story: JobStory) -> str:
-    from lightning_dlrover import (
-        job_pictures as pictures,
-    )  # matplotlib takes a second; the text needs none of it
+    # Imported here: matplotlib takes a second, and the text needs none of it.
+    from lightning_dlrover.job_pictures import (
+        prediction_picture,
+        step_parts_picture,
+        throughput_picture,
+        to_svg,
+    )
 
+    profiled = bool(story.profiles)
+    throughput = parts = predicted = None
+    if profiled or story.rounds:
+        throughput = to_svg(throughput_picture(story), "throughput")
+    if profiled:
+        parts = to_svg(step_parts_picture(story), "parts")
+    if profiled or story.decisions:
+        predicted = to_svg(prediction_picture(story), "prediction")
     sections = [
         _heading(story),
         _picture(
             "Throughput",
-            pictures.to_svg(pictures.throughput_picture(story), "rate")
-            if story.profiles or story.rounds
-            else None,
+            throughput,
             "Samples per second of the whole job, one point per profile window. Dashed lines "
             "are rounds, with their numbers; the shade after a line is the time in which no survivor made a step.",
             "Neither rounds nor profiles were recorded.",
         ),
         _picture(
             "Where a step's time goes",
-            pictures.to_svg(pictures.step_parts_picture(story), "parts") if story.profiles else None,
+            parts,
             "Rank 0's steps. Backward is without the communication that is not hidden behind it.",
             "No step profile was recorded.",
         ),
         _picture(
             "Predicted and measured step time",
-            pictures.to_svg(pictures.prediction_picture(story), "plan")
-            if story.profiles or story.decisions
-            else None,
+            predicted,
             "Points are measured windows; lines and diamonds are the planner's prediction, shades "
             "and bars its interval.",
             "Neither decisions nor profiles were recorded.",
@@ -277,13 +285,13 @@ def _table(headers: Iterable[str], rows: list[str], otherwise: str) -> str:
 
 def _notes(story: JobStory) -> str:
     parts = []
-    others = sorted((*story.losses, *story.scales), key=lambda note: note.at)
+    others = sorted((*story.losses, *story.notes), key=lambda note: note.at)
     if others:
         rows = [
             f'<tr><td class="n">{_clock(n.at - story.started_at)}</td><td>{html.escape(n.text)}</td></tr>'
             for n in others
         ]
-        parts.append("<h2>Losses and requests</h2>" + _table(("!Time", "Event"), rows, ""))
+        parts.append("<h2>Losses, requests and other events</h2>" + _table(("!Time", "Event"), rows, ""))
     if story.errors:
         parts.append("<h2>Errors</h2>")
         parts += [f"<pre>{html.escape(note.text)}</pre>" for note in story.errors[-10:]]

@@ -49,9 +49,7 @@ class LoaderState:
     epoch: int
     cursor: int  # global batches of this epoch that were handed out
     global_batch_size: int
-    order: (
-        torch.Tensor | None
-    )  # only when it comes from a sampler of the user's, else it follows from seed and epoch
+    order: torch.Tensor | None  # only when it comes from a sampler of the user's, else it follows from seed and epoch
 
 
 class _Schedule(Sampler[list[int]]):
@@ -137,7 +135,7 @@ class ElasticLoader:
         self._user_init = loader.worker_init_fn
         self._drop_last = loader.drop_last
         sampler = loader.sampler
-        self._user_sampler: Sampler[int] | None = None
+        self._user_sampler: Any = None
         self._seed = 0
         if isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
             self._user_sampler = sampler.dataset._sampler  # wrapped by Lightning

@@ -20,11 +20,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -50,6 +49,9 @@ class StepTimes:
     backward_s: float = 0.0
     run_s: float = 0.0  # forward, backward and the optimizer's step
     data_wait_s: float = 0.0
+
+    def reset(self) -> None:
+        self.forward_s = self.backward_s = self.run_s = self.data_wait_s = 0.0
 
 
 class DLRoverStrategy(DDPStrategy):
@@ -119,7 +121,8 @@ class DLRoverStrategy(DDPStrategy):
         self._tell_rank()
 
     def _tell_rank(self) -> None:
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        # One object in lightning, fabric and their utilities.
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -151,9 +154,7 @@ class DLRoverStrategy(DDPStrategy):
             return
         reset_seed()
         assert self.cluster_environment is not None
-        backend = self._process_group_backend or (
-            "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        )
+        backend = self._process_group_backend or ("gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl")
         trainer = self._lightning_trainer
         try:
             self._world = World(self._world_config, backend)
@@ -202,9 +203,7 @@ class DLRoverStrategy(DDPStrategy):
         if live is None or not isinstance(dataloader, DataLoader):
             return dataloader
         trainer = self._lightning_trainer
-        training = bool(
-            trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train")
-        )
+        training = bool(trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train"))
         workers = self._agree_on_start_workers()
         batch_size = dataloader.batch_size
         global_batch = (batch_size or 1) * workers
@@ -245,9 +244,7 @@ class DLRoverStrategy(DDPStrategy):
         self._start_workers = checkpoint.get("dlrover", {}).get("start_workers", self._start_workers)
         return checkpoint
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._live is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -275,9 +272,7 @@ class DLRoverStrategy(DDPStrategy):
         finally:
             self.times.backward_s += time.perf_counter() - started
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         if self._live is not None:
             self._live.before_optimizer_step()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -357,11 +352,7 @@ class DLRoverStrategy(DDPStrategy):
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
-            if (
-                trainer.state.fn == TrainerFn.FITTING
-                and not trainer.interrupted
-                and not self._live.is_standby
-            ):
+            if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
                 self._live.finish()
             if trainer.interrupted or self._live.left:
                 self._close_world()

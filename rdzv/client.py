@@ -14,6 +14,7 @@ import importlib
 import ipaddress
 import logging
 import math
+import os
 import queue
 import random
 import re
@@ -25,7 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import grpc  # type: ignore[import-untyped]
+# Read by gRPC when it is loaded. A training process forks its data-loader workers, which never use etcd:
+# gRPC's fork handlers would only print a line for each of them, or disturb the watch in the parent.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import grpc  # type: ignore[import-untyped]  # noqa: E402
 
 __all__ = [
     "Compare",
@@ -60,6 +66,7 @@ etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
 _RETRY_PAUSE_S = 0.05
+_MIN_ATTEMPT_S = 1.0
 _CLOSE_DEADLINE_S = 2.0
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # an http_proxy of the user's environment is not meant for etcd
@@ -398,7 +405,7 @@ class EtcdClient:
         try."""
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        attempt_s = max(limit_s / (2 * len(self._targets)), 0.5)
+        attempt_s = max(limit_s / (2 * len(self._targets)), _MIN_ATTEMPT_S)
         last_error: grpc.RpcError | None = None
         while True:
             remaining_s = deadline - time.monotonic()
@@ -430,7 +437,7 @@ class EtcdClient:
             except StopIteration:
                 self._drop(connection)
             except grpc.RpcError as error:
-                self._judge(action, connection, error)
+                self._judge(action, connection, error, min(attempt_s, remaining_s))
                 last_error = error
             except ValueError:
                 # "Cannot invoke RPC on closed channel": another thread replaced the connection.
@@ -442,7 +449,7 @@ class EtcdClient:
                 return response
             self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
-    def _judge(self, action: str, connection: _Connection, error: grpc.RpcError) -> None:
+    def _judge(self, action: str, connection: _Connection, error: grpc.RpcError, attempt_s: float) -> None:
         """Return when the request may be repeated, else raise."""
         code, details = error.code(), error.details() or ""
         where = f"cannot {action} in etcd at {connection.target}"
@@ -451,11 +458,13 @@ class EtcdClient:
                 self._token = None
             if self.config.user is not None and "authentication failed" not in details:
                 return
-        if code in (
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            grpc.StatusCode.CANCELLED,
-        ):
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            # Half open, perhaps; but a busy process must not cut off its own watches for a request in a
+            # hurry.
+            if attempt_s >= _MIN_ATTEMPT_S:
+                self._drop(connection)
+            return
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             self._drop(connection)
             return
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "too many requests" in details:
@@ -594,7 +603,7 @@ class Lease:
         pause_s = self.ttl_s / 3
         while not self._stop.wait(pause_s):
             try:
-                remaining_s = self._client._keep_alive_once(self.id, self.ttl_s / 3)
+                remaining_s = self._client._keep_alive_once(self.id, max(_MIN_ATTEMPT_S, self.ttl_s / 3))
             except LeaseLostError:
                 remaining_s = 0
             except EtcdError as error:

@@ -378,7 +378,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         elif running:
             why = f"{len(running)} nodes still run the round before and did not make room"
         else:
-            why = f"only {len(waiting)} of at least {limits.min_nodes} nodes came: start more, or lower --nnodes"
+            why = (
+                f"only {len(waiting)} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
+            )
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
             f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}"

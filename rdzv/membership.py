@@ -9,6 +9,7 @@ holds the election key, and writes queued events. The calling thread writes only
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -21,7 +22,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.client import (
@@ -96,7 +97,7 @@ class MembershipConfig:
     address: str  # where other workers reach this one
     port: int  # its TCPStore
     lease_ttl_s: int = 5
-    patience: Patience = Patience()
+    patience: Patience = field(default_factory=Patience)
 
 
 @dataclass
@@ -159,9 +160,7 @@ def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> lis
     with selectors.DefaultSelector() as selector:
         for record in records:
             try:
-                family, _, _, _, target = socket.getaddrinfo(
-                    record.address, record.port, type=socket.SOCK_STREAM
-                )[0]
+                family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
             except OSError:
                 continue
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -196,9 +195,7 @@ class Membership:
         on_view: called from the background thread after every change, with the new view. Must return quickly.
     """
 
-    def __init__(
-        self, client: EtcdClient, config: MembershipConfig, on_view: Callable[[View], None] | None = None
-    ) -> None:
+    def __init__(self, client: EtcdClient, config: MembershipConfig, on_view: Callable[[View], None] | None = None) -> None:
         self.keys = Keys(config.run_id, config.prefix)
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._config = config
@@ -294,9 +291,7 @@ class Membership:
             record = dataclasses.replace(self._record, state=state, round_number=round_number)
             if fingerprint is not None:
                 record = dataclasses.replace(record, fingerprint=fingerprint)
-            written = self._client.txn(
-                [exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)]
-            )
+            written = self._client.txn([exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)])
             if not written.succeeded:
                 self._evicted = True
                 raise EvictedError(self._evicted_text())
@@ -377,25 +372,19 @@ class Membership:
             entry = entries.get(self.keys.workers + worker_id)
             if entry is None:
                 continue
-            log.info(
-                "run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id
-            )
+            log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
             self._client.txn(
                 [created(entry.key) == entry.create_revision],
                 [Delete(entry.key), Delete(self.keys.drains + worker_id)],
             )
-            self.event(
-                "loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": self._round_number()}
-            )
+            self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": self._round_number()})
             convener = entries.get(self.keys.convener)
             if convener is not None and convener.value == worker_id.encode():
                 self._client.txn([created(convener.key) == convener.create_revision], [Delete(convener.key)])
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
         """Probe workers and bury those whose process is certainly gone."""
-        records = [
-            self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers
-        ]
+        records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
         if dead := dead_workers(records):
             self.bury(dead)
 
@@ -403,9 +392,7 @@ class Membership:
 
     def drain(self, reason: str) -> None:
         """Ask to leave the job: the next planned round is formed without this worker."""
-        self._client.put(
-            self.keys.drains + self.worker_id, encode(DrainRecord(self.worker_id, reason)), self._lease
-        )
+        self._client.put(self.keys.drains + self.worker_id, encode(DrainRecord(self.worker_id, reason)), self._lease)
 
     def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
         """Queue one line for the job's history; never blocks."""
@@ -432,6 +419,14 @@ class Membership:
 
     def has_controller(self) -> bool:
         return self.keys.controller in self._mirror.snapshot()
+
+    def past_events(self) -> list[EventRecord]:
+        """The job's history so far, oldest first; lines that cannot be read are left out."""
+        events = []
+        for entry in sorted(self._client.get_prefix(self.keys.events)[1], key=lambda e: e.key):
+            with contextlib.suppress(RecordError):
+                events.append(decode(EventRecord, entry.value, entry.key))
+        return events
 
     def put_profile(self, payload: bytes) -> None:
         """Publish this worker's newest step profile; it goes with the worker."""
@@ -549,9 +544,7 @@ class Membership:
                 },
             )
             # The next decision must see this round, or it would be made twice.
-            self._mirror.wait_for(
-                lambda e: True if self._revision_of_round(e) >= written.revision else None, 5.0
-            )
+            self._mirror.wait_for(lambda e: True if self._revision_of_round(e) >= written.revision else None, 5.0)
 
     def _revision_of_round(self, entries: dict[str, KeyValue]) -> int:
         entry = entries.get(self.keys.round)
@@ -580,6 +573,4 @@ class Membership:
             compare = modified(key) == entry.mod_revision if entry else absent(key)
             if self._client.txn([compare], [Put(key, encode(updated))]).succeeded:
                 return updated
-        raise MembershipError(
-            f"run {self._config.run_id!r}: {key!r} was changed by others 100 times in a row while writing it"
-        )
+        raise MembershipError(f"run {self._config.run_id!r}: {key!r} was changed by others 100 times in a row while writing it")

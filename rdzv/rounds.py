@@ -57,9 +57,7 @@ class View:
             return []
         number = self.round.number
         records = {w: self.workers[w] for w in self.survivors}
-        return [
-            w for w, r in records.items() if r.state in ("reforming", "ready") and r.round_number == number
-        ]
+        return [w for w, r in records.items() if r.state in ("reforming", "ready") and r.round_number == number]
 
     @property
     def holders(self) -> list[str]:
@@ -82,9 +80,7 @@ class Patience:
     """How long, in seconds, a situation may last before those who are missing are left out."""
 
     start_s: float = 60.0  # all announced workers have registered or are ready
-    regroup_s: float = (
-        120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
-    )
+    regroup_s: float = 120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
 
 
 def awaited(view: View) -> list[str]:
@@ -95,9 +91,7 @@ def awaited(view: View) -> list[str]:
             return pending
         starting = view.in_state("starting")
         registered = {view.workers[w].agent_id for w in starting}
-        return [
-            a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered
-        ]
+        return [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
     if view.failed and not view.lost:
         return [w for w in view.holders if w not in view.failed]
     return []
@@ -126,11 +120,7 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
     # The two groups stand at different places in the user's script and cannot form one round. Workers in `starting`
     # become `standby` as soon as they see anyone past them, so the group that is further on is the one to wait for.
     further_on = view.in_state("standby", "ready")
-    group = [
-        w
-        for w in (view.in_state("ready") if further_on else view.in_state("starting"))
-        if w not in view.drains
-    ]
+    group = [w for w in (view.in_state("ready") if further_on else view.in_state("starting")) if w not in view.drains]
     if awaited(view) and waited_s < patience.start_s:
         return None
     if len(group) < view.job.min_workers or not group:
@@ -150,11 +140,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
     Joiners are left out: they can only be given the state between two steps, in the planned round that follows.
     """
     assert view.job is not None
-    spares = [
-        w
-        for w in (*view.in_state("ready"), *view.survivors)
-        if w not in view.drains and w not in view.holders
-    ]
+    spares = [w for w in (*view.in_state("ready"), *view.survivors) if w not in view.drains and w not in view.holders]
     if not view.holders:
         stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
     elif view.lost:
@@ -165,11 +151,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay = [w for w in view.holders if w in view.failed]
         left_out = [w for w in view.holders if w not in stay]
         kind = "loss" if left_out else "retry"
-        reason = (
-            f"no answer from {', '.join(left_out)}"
-            if left_out
-            else "the round did not form or a collective failed"
-        )
+        reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
         if not stay:
             # Only joiners report that it failed, while those who hold the state are content with it.
             stay = left_out
@@ -182,10 +164,7 @@ def _planned(view: View) -> RoundRecord | None:
     assert view.job is not None
     assert view.round is not None
     number = view.round.number
-    if any(
-        view.workers[w].state != "active" or view.workers[w].round_number != number
-        for w in view.round.members
-    ):
+    if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
     members = view.round.members
     staying = [w for w in members if w not in view.drains]
@@ -204,9 +183,7 @@ def _planned(view: View) -> RoundRecord | None:
     kind = "replace" if added and gone else "grow" if added else "shrink"
     plan = f" ({view.plan.source}: {view.plan.reason})" if view.plan and view.plan.binding else ""
     reason = "; ".join(
-        text
-        for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "")
-        if text
+        text for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "") if text
     )
     return _round(view, chosen, kind, planned=True, reason=reason + plan)
 

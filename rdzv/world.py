@@ -27,6 +27,7 @@ from typing import TypeVar
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, parse_endpoints
 from lightning_dlrover.rdzv.membership import EvictedError, Membership, MembershipConfig
@@ -169,12 +170,10 @@ class World:
         _use_interface_of(address)
         # Every worker holds a store server from the start, so that whoever becomes rank 0 can serve a round at once. The
         # port has a second use: it refuses connections as soon as this process is dead.
-        listener = socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=512
-        )
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=512)
         port = listener.getsockname()[1]
         listener_fd = listener.detach()
-        self._server = dist.TCPStore(
+        self._server = TCPStore(
             address,
             port,
             is_master=True,
@@ -228,9 +227,7 @@ class World:
             def look(view: View) -> RoundRecord | str | None:
                 if view.round is not None and self.worker_id in view.round.members:
                     return view.round
-                others = [
-                    w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id
-                ]
+                others = [w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id]
                 return "standby" if others else None
 
             found = self._wait(look, "the first round")
@@ -258,15 +255,9 @@ class World:
         self.membership.update("ready", self._number, self._fingerprint)
 
         def look(view: View) -> RoundRecord | None:
-            if (
-                view.round is not None
-                and self.worker_id in view.round.members
-                and view.round.number > self._number
-            ):
+            if view.round is not None and self.worker_id in view.round.members and view.round.number > self._number:
                 return view.round
-            if (
-                view.job is not None and view.job.phase in ("finished", "failed")
-            ) or self.worker_id in view.drains:
+            if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
                 raise LeftOutError(view.round or RoundRecord(0, [], "the job ended", "stop", planned=True))
             return None
 
@@ -279,9 +270,7 @@ class World:
         Raises:
             LeftOutError: the round goes on without this worker.
         """
-        target = self._wait(
-            lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}"
-        )
+        target = self._wait(lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}")
         self._destroy()
         return self._enter(target, hello)
 
@@ -355,9 +344,7 @@ class World:
             if self.worker_id not in target.members:
                 if target.planned:
                     raise LeftOutError(target)
-                raise EvictedError(
-                    f"round {target.number} goes on without worker {self.worker_id}: {target.reason}"
-                )
+                raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
             try:
                 formation = self._form(target, hello)
             except (_SupersededError, RuntimeError) as error:
@@ -406,13 +393,13 @@ class World:
         try:
             deadline = time.monotonic() + self.config.form_timeout_s
             store = self._server if rank == 0 else self._connect(target, deadline)
-            rendezvous = dist.PrefixStore(f"round/{target.number}", store)
-            rendezvous.set(f"hello/{self.worker_id}", hello)
+            rendezvous = PrefixStore(f"round/{target.number}", store)
+            rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
             timeout = timedelta(seconds=self.config.collective_timeout_s)
             dist.init_process_group(
                 self.backend,
-                store=dist.PrefixStore("group", rendezvous),
+                store=PrefixStore("group", rendezvous),
                 rank=rank,
                 world_size=len(target.members),
                 timeout=timeout,
@@ -421,19 +408,17 @@ class World:
             with self._lock:
                 self._forming = False
         with self._lock:
-            self._sockets = [
-                (fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes
-            ]
+            self._sockets = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
         self._on_view(self.membership.view)  # the round may have ended while its sockets were not known yet
         return Formation(target, hellos, rank)
 
-    def _connect(self, target: RoundRecord, deadline: float) -> dist.TCPStore:
+    def _connect(self, target: RoundRecord, deadline: float) -> TCPStore:
         while True:
             self._raise_if_superseded(target)
             # torch's own connect cannot be interrupted, so it is tried only against a port that answers.
             with contextlib.suppress(OSError):
                 socket.create_connection((target.store_address, target.store_port), timeout=1.0).close()
-                return dist.TCPStore(
+                return TCPStore(
                     target.store_address,
                     target.store_port,
                     is_master=False,
@@ -448,7 +433,7 @@ class World:
                 )
             self._pause()
 
-    def _await_hellos(self, target: RoundRecord, store: dist.Store, deadline: float) -> dict[str, bytes]:
+    def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         missing = list(target.members)
         next_probe = time.monotonic() + 0.1
         while True:
@@ -471,9 +456,7 @@ class World:
         if newest is not None and newest.number > target.number:
             raise _SupersededError
         if self.membership.evicted:
-            raise EvictedError(
-                f"worker {self.worker_id} was removed from the job while forming round {target.number}"
-            )
+            raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")
 
     def _pause(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -516,9 +499,7 @@ class World:
             if not quietly:
                 self._severed = True
             if self._forming:
-                doomed = [
-                    (fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes
-                ]
+                doomed = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
             else:
                 doomed, self._sockets = self._sockets, []
             etcd_ports = {port for _, port in parse_endpoints(self.config.etcd.endpoints)}

@@ -36,7 +36,7 @@ MIN_TREE_CONFIGURATIONS = 12
 MIN_TREE_GAIN = 0.05
 NUM_FOLDS = 4
 
-REACH = 0.5  # distance over which a correction measured in one configuration fades to a third in others
+REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
 
 MAX_SIZES_THAT_REASSURE = 4
 
@@ -140,9 +140,7 @@ class StepTimeModel:
             step_time_s = math.exp(log_s)
             # From one world size, the model may miss all of the gain, and as much the other way. Further
             # sizes test the shape, but no number of small ones vouches for a far larger one.
-            doubt = distance / min(len(self.num_workers_seen), REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
-
-MAX_SIZES_THAT_REASSURE)
+            doubt = distance / min(len(self.num_workers_seen), MAX_SIZES_THAT_REASSURE)
             known = INTERVAL_SIGMAS * math.hypot(self.sigma, self.noise)
             low = high = math.hypot(known, doubt)
             if configuration.num_workers > near.num_workers and configuration.cores <= near.cores:

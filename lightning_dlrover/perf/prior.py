@@ -7,6 +7,7 @@ What the terms cannot express, and how far the sum can be trusted, is left to `m
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -203,23 +204,27 @@ class PhysicalPrior:
 
         A sample whose parts add up gives one row for each part besides the row of its step time: that tells
         apart terms which one world size alone cannot. Where several terms still explain the samples equally
-        well, the default figures decide, weighing about a hundredth of a sample.
+        well, the default figures decide, weighing about a hundredth of a configuration.
         """
         from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
 
         amounts = np.array([[term.amount(c) for term in TERMS] for c in configurations])
         step_s = np.array([s.step_time_s for s in samples])
-        blocks, targets = [amounts / step_s[:, None]], [np.ones(len(samples))]
+        # Every configuration counts alike: a hundred windows of one size say no more about the shape than ten,
+        # and the size that runs now must not bend the prediction of the others from decision to decision.
+        repeated = Counter(configurations)
+        weight = np.array([repeated[c] ** -0.5 for c in configurations])
+        blocks, targets = [amounts * (weight / step_s)[:, None]], [weight]
         parts = np.array([_parts_s(s) for s in samples])
         has_parts = np.abs(parts.sum(axis=1) - step_s) <= 0.05 * step_s
         for column, part in enumerate(("compute", "data", "communication")):
             of_part = np.array([term.part == part for term in TERMS])
-            blocks.append(PART_WEIGHT * (amounts * of_part / step_s[:, None])[has_parts])
-            targets.append(PART_WEIGHT * (parts[:, column] / step_s)[has_parts])
+            blocks.append(PART_WEIGHT * (amounts * of_part * (weight / step_s)[:, None])[has_parts])
+            targets.append(PART_WEIGHT * (parts[:, column] * weight / step_s)[has_parts])
         rows, target = np.vstack(blocks), np.concatenate(targets)
 
         # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
-        scale = np.sqrt((rows[: len(samples)] ** 2).mean(axis=0))
+        scale = np.sqrt((rows[: len(samples)] ** 2).sum(axis=0) / len(repeated))
         seen = scale > 0
         coefficients = np.array([term.default for term in TERMS])
         doubt = np.array([1e-3 + 0.1 * term.doubt for term in TERMS])[seen]

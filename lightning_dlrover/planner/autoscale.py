@@ -278,8 +278,8 @@ class _Search:
             f"{self._move(trial)}: never tried; {_ms(trial.step_time_s)} instead of "
             f"{_ms(self.now.step_time_s)} a step predicted ({_ms(trial.low_s)} to {_ms(trial.high_s)}, "
             f"best so far {_ms(best.step_time_s)} with {best.num_workers}); "
-            f""
-            f"trying costs at most {_seconds(self._trial_cost_s(trial))} of the {_seconds(self.left_s)} left{self._repaid(trial)}"
+            f"trying costs at most {_seconds(self._trial_cost_s(trial))} of the {_seconds(self.left_s)} left"
+            f"{self._repaid(trial)}"
         )
 
     def _reason_to_move(self, best: Candidate) -> str:
@@ -329,8 +329,9 @@ def _marginal(small: Candidate, large: Candidate, large_step_time_s: float) -> f
 def _hoped_step_time_s(untried: Candidate, best: Candidate, tried: Sequence[int]) -> float:
     """What an untried size may be credited with.
 
-    Compute shrinks and communication grows with the workers, so throughput rarely has two peaks: past a size that was worse than
-    the best, only the prediction counts; between two that were measured, half of the hope; beyond the best, all of it.
+    Compute shrinks and communication grows with the workers, so throughput rarely has two peaks: past a size that
+    was worse than the best, only the prediction counts; between two that were measured, half of the hope; beyond
+    the best, all of it.
     """
     low, high = sorted((untried.num_workers, best.num_workers))
     if any(low < size < high for size in tried):

@@ -130,7 +130,7 @@ def test_many_distinct_values_share_a_bounded_number_of_ids(tmp_path: Path) -> N
     data = load(criteo_file(tmp_path, rows), seed=0, rows=25_000)
     assert data.cardinalities == (ctr_data.MAX_IDS,) * 26
     assert int(data.train.categories.max()) < ctr_data.MAX_IDS
-    assert len(data.train.categories[:, 0].unique()) > 10_000
+    assert len(np.unique(data.train.categories[:, 0].numpy())) > 10_000
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def whole_job() -> list[EventRecord]:
     events += [stall_event(22.2, 2, 0.2, "grow")]
     events += [profile_event(24 + 2 * i, 2, 2, 0.1, 100 + 10 * i) for i in range(10)]
     events += [EventRecord("loss", BEGIN + 44, "worker-1 was lost", {"worker_id": "worker-1", "round": 2})]
+    events += [EventRecord("loss", BEGIN + 44.05, "worker-1 is gone", {"worker_id": "worker-1", "round": 2})]
     events += [round_event(44.1, 3, 1, "loss"), stall_event(44.3, 3, 0.25, "loss")]
     events += [round_event(50, 4, 2, "grow"), stall_event(50.3, 4, 0.3, "grow")]
     events += [EventRecord("scale", BEGIN + 60, "", {"num_workers": 1, "source": "user"})]
@@ -124,7 +125,7 @@ def page_of(events: list[EventRecord], tmp_path: Path, run_id: str = "job") -> P
 def test_a_whole_job_has_three_pictures_and_a_row_for_every_round_and_decision(tmp_path: Path) -> None:
     page = page_of(whole_job(), tmp_path)
     assert page.tags.count("svg") == 3
-    assert page.tags.count("table") == 3  # rounds, decisions, losses and requests
+    assert page.tags.count("table") == 3  # rounds, decisions, the others
     assert page.tags.count("tr") == (1 + 5) + (1 + 1) + (1 + 2)
     for word in ("throughput (samples/s)", "step time (ms)", "workers", "communication", "predicted"):
         assert word in page.text
@@ -153,14 +154,15 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         round_event(0, 1, 1, HOSTILE, HOSTILE),
         profile_event(2, 1, 1, 0.1, 0),
         decision_event(3, 1, HOSTILE),
-        EventRecord("loss", BEGIN + 4, HOSTILE, {}),
+        EventRecord("loss", BEGIN + 4, HOSTILE, {"worker_id": "w"}),
         EventRecord("scale", BEGIN + 4, HOSTILE, {}),
+        EventRecord("resume", BEGIN + 4, HOSTILE, {}),
         EventRecord("error", BEGIN + 5, "", {"worker_id": HOSTILE, "traceback": HOSTILE}),
     ]
     page = page_of(events, tmp_path, run_id=HOSTILE)
     assert not {"script", "img"} & set(page.tags)
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert page.text.count(HOSTILE) >= 7
+    assert page.text.count(HOSTILE) >= 8
 
 
 def test_the_summary_cannot_steer_a_terminal() -> None:

@@ -35,11 +35,13 @@ def test_a_stopped_server_leaves_neither_process_nor_data() -> None:
 
 def test_data_in_a_given_directory_outlives_a_stop(tmp_path: Path) -> None:
     for expected in (None, b"kept"):
-        with EmbeddedEtcd(tmp_path / "etcd", durable=True) as embedded:
-            with EtcdClient(EtcdConfig(embedded.endpoint)) as client:
-                found = client.get("/k")
-                assert (found.value if found else None) == expected
-                client.put("/k", b"kept")
+        with (
+            EmbeddedEtcd(tmp_path / "etcd", durable=True) as embedded,
+            EtcdClient(EtcdConfig(embedded.endpoint)) as client,
+        ):
+            found = client.get("/k")
+            assert (found.value if found else None) == expected
+            client.put("/k", b"kept")
 
 
 def test_a_restart_keeps_port_and_data() -> None:

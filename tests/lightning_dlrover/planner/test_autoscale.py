@@ -113,7 +113,7 @@ class Job:
         (scales, 0.0, 1, {8}),
         (scales, 0.0, 4, {8}),
         (does_not_scale, 0.0, 1, {1}),
-        (does_not_scale, 0.0, 4, {1, 2, 4}),  # from above, nothing shows that fewer would do
+        (does_not_scale, 0.0, 4, {1, 2, 3, 4}),  # nothing need show that fewer would do
         (helps_to_three_then_hurts, 0.0, 1, {3}),
         (helps_to_three_then_hurts, 0.0, 6, {3}),
         (two_cores, 0.0, 1, {2}),

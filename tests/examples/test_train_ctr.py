@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ctr_data
+import numpy as np
+import pytest
+
+SCRIPT = Path(ctr_data.__file__).with_name("train_ctr.py")
+
+
+def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, str(SCRIPT), "--accelerator", "cpu", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd
+    )
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Path:
+    """1,000 rows in Criteo's format whose first number decides the label."""
+    numbers = np.random.default_rng(0).integers(0, 50, 1000)
+    rows = [
+        "\t".join([str(int(n > 25)), str(n), *["1"] * 12, *[f"{i % 5:08x}"] * 26])
+        for i, n in enumerate(numbers)
+    ]
+    path = tmp_path / "clicks.tsv"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    done = train(
+        "--data",
+        str(clicks),
+        *("--epochs", "8", "--batch-size", "64", "--width", "32", "--lr", "3e-3", "--loader-workers", "0"),
+        *("--output", str(output)),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
+    assert metrics["test_auc"] > 0.95
+    assert (metrics["rows"], metrics["steps"], metrics["best_auc"]) == (100, 8 * 13, None)
+    assert str(clicks) in done.stdout  # what was loaded
+
+
+def test_max_steps_ends_training_early(clicks: Path, tmp_path: Path) -> None:
+    done = train(
+        *("--data", str(clicks), "--batch-size", "64", "--width", "32", "--max-steps", "5"),
+        *("--loader-workers", "1"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["steps"] == 5
+
+
+def test_broken_data_ends_the_script_with_one_line_and_code_2(clicks: Path, tmp_path: Path) -> None:
+    clicks.write_text(clicks.read_text() + "broken\n")
+    done = train("--data", str(clicks), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"train_ctr: {clicks}, line 1001: 1 columns, expected 40" in done.stderr
+    assert "Traceback" not in done.stderr
