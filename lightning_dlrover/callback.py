@@ -234,11 +234,15 @@ class _Analyst:
         with contextlib.suppress(AttributeError, OSError):
             # Fitting must not take a core away from training.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        away = False
         while (item := self._inbox.get()) is not None:
             try:
                 self._digest(*item)
+                away = False
             except EtcdError as error:
-                log.warning("a step profile was not published: %s", error)
+                if not away:
+                    log.warning("step profiles are not published until etcd is back: %s", error)
+                away = True
             except Exception:
                 # Training must go on without plans; what went wrong is said once per window, with its traceback.
                 log.exception("planning failed")

@@ -205,7 +205,12 @@ class LiveTraining:
     def _announce(self, fingerprint: str, loader: ElasticLoader) -> None:
         batch = loader.global_batch_size
         self.world.membership.update_job(
-            lambda job: dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=batch)
+            # A later `fit` of the same script trains with the workers there are: a joiner would be in its first one.
+            lambda job: (
+                dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=batch)
+                if job.phase == "starting"
+                else job
+            )
         )
 
     def _admit(self, fingerprint: str, loader: ElasticLoader) -> None:
@@ -257,11 +262,34 @@ class LiveTraining:
         self._pending = None
         self._stall_from = (self._step_end, self.formation.size)
         position = self._position
+        # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
+        sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
+        if self.formation.size > 1:
+            dist.all_gather_object(sums, self._epoch_sums())
+        by_worker = dict(zip(self.formation.round.members, sums, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
             self._leave(left_out)
+        if formation.rank == 0:
+            self._add_epoch_sums([s for w, s in by_worker.items() if w not in formation.round.members])
         self._settle(formation, position)
+
+    def _epoch_sums(self) -> dict[str, tuple[Any, Any]]:
+        """What this worker has logged so far towards means and sums over the epoch."""
+        return {
+            key: (metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0)
+            for key, metric in self._epoch_loop._results.items()
+            if metric.is_tensor and metric.meta.on_epoch and (metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
+        }
+
+    def _add_epoch_sums(self, leavers: list[dict[str, tuple[Any, Any]]]) -> None:
+        for sums in leavers:
+            for key, (value, weight) in sums.items():
+                if (metric := self._epoch_loop._results.get(key)) is not None and metric.is_tensor:
+                    metric.value = metric.value + value.to(metric.value.device)
+                    if metric.meta.is_mean_reduction:
+                        metric.cumulated_batch_size = metric.cumulated_batch_size + weight
 
     def _check_every(self) -> int:
         # The vote overlaps with a step, so it costs little; still not more often than anyone could react.
@@ -671,12 +699,22 @@ class LiveTraining:
             self.world.membership.flush()
 
     def finish(self) -> None:
-        """The training loop has ended on all workers: from here on the job does not change any more."""
-        if self._entered and self._rank == 0:
-            step = self._trainer.global_step
-            self.world.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
-            self.world.membership.event("finished", f"finished after {step} steps", {"global_step": step})
+        """The training loop has ended here, so all updates are done: from here on the job does not change any more.
+
+        Every worker says so before it goes on: the first one to exit must not be taken for lost.
+        """
+        if not self._entered:
+            return
         self._entered = False
+        step = self._trainer.global_step
+        try:
+            self.world.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+            if self._rank == 0:
+                self.world.membership.event("finished", f"finished after {step} steps", {"global_step": step})
+                self.world.membership.flush()
+        except EtcdError as error:
+            # The work is done; an etcd that is away now must not turn it into a failure.
+            log.warning("run %s: could not mark the job as finished: %s", self.world.config.run_id, error)
 
     def _take_over_rank_zero(self) -> None:
         """Loggers and progress bars live on rank 0 only; make them live here."""

@@ -7,6 +7,7 @@ which samples) or Lightning's own DDP strategy (everything else).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import logging
 import os
@@ -341,6 +342,8 @@ class DLRoverStrategy(DDPStrategy):
             threading.Thread(target=live.request_drain, name="dlrover-drain", daemon=True).start()
 
         signal.signal(signal.SIGTERM, drain)
+        # A worker whose agent was killed has nobody to restart it or to end it with its node: it leaves in order.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 

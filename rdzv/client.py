@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-import grpc  # type: ignore[import-untyped]  # noqa: E402
+import grpc  # type: ignore[import-untyped]
 
 __all__ = [
     "Compare",
@@ -178,8 +178,7 @@ def created(key: str) -> _RevisionOf:
 
 
 def modified(key: str) -> _RevisionOf:
-    """``modified(key) == revision``: nobody wrote the key since it was read at this `mod_revision` (0:
-    absent)."""
+    """``modified(key) == revision``: nobody wrote the key since it was read so (0: it does not exist)."""
     return _RevisionOf(key, "mod")
 
 
@@ -363,8 +362,7 @@ class EtcdClient:
         return not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
 
     def lease(self, ttl_s: float) -> Lease:
-        """A new lease; call `keep_alive()` on it, or it ends after `ttl_s` (etcd rounds up to whole seconds,
-        at least 2)."""
+        """A new lease; unless kept alive it ends after `ttl_s` (etcd: whole seconds, at least 2)."""
         # A number of our own makes the request repeatable: a second grant of the same number is refused, not
         # added.
         lease_id = random.SystemRandom().randrange(1, 1 << 62)
@@ -381,8 +379,7 @@ class EtcdClient:
         return lease
 
     def close(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
-        """End all threads of this client, its leases' (which are not revoked) and its mirrors', within
-        `timeout_s`."""
+        """End all threads of this client, its leases (which are not revoked) and its mirrors."""
         self._closed.set()
         deadline = time.monotonic() + timeout_s
         for child in list(self._children):
@@ -401,8 +398,7 @@ class EtcdClient:
         attempts: list[None] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Answer to one request, repeated until the timeout; one entry is added to `attempts` for each
-        try."""
+        """Answer to one request, repeated until the timeout; each try adds an entry to `attempts`."""
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         attempt_s = max(limit_s / (2 * len(self._targets)), _MIN_ATTEMPT_S)

@@ -376,11 +376,12 @@ class World:
                 last_probe = time.monotonic()
                 self.membership.bury_the_dead(broken.members)
 
-        return self._wait(
-            lambda view: view.round if view.round and view.round.number > broken.number else None,
-            f"the round after round {broken.number}",
-            tick=probe,
-        )
+        def look(view: View) -> RoundRecord | None:
+            if view.job is not None and view.job.phase in ("finished", "failed"):
+                raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
+            return view.round if view.round and view.round.number > broken.number else None
+
+        return self._wait(look, f"the round after round {broken.number}", tick=probe)
 
     def _form(self, target: RoundRecord, hello: bytes) -> Formation:
         rank = target.members.index(self.worker_id)

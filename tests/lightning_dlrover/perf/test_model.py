@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import random
-import time
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -212,18 +213,38 @@ def test_windows_whose_parts_were_not_measured_still_fit() -> None:
 
 
 def test_two_thousand_windows_are_fitted_within_a_second_of_one_core() -> None:
+    # A process of its own, with one thread and its processor time: other work on this machine does not count.
+    program = """
+import time
+import test_model
+from lightning_dlrover.perf.model import StepTimeModel
+samples = test_model.two_thousand_windows()
+StepTimeModel.fit(samples[:100])  # pays for the imports
+started = time.process_time()
+assert StepTimeModel.fit(samples).trees is not None
+print(time.process_time() - started)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert float(run.stdout) < 1.0
+
+
+def two_thousand_windows() -> list[StepProfile]:
     rng = np.random.default_rng(0)
     samples = []
     for _ in range(2000):
         workers, batch = int(rng.integers(1, 17)), int(rng.integers(8, 513))
         step_time_s = (0.005 + 1e-4 * batch + 0.001 * workers) * float(rng.lognormal(0, 0.05))
         samples.append(window(workers, step_time_s, global_batch=batch * workers))
-    StepTimeModel.fit(samples[:100])  # pays for the imports
-    started = time.process_time()  # of all cores: more than the time on one
-    StepTimeModel.fit(samples)
-    assert (
-        time.process_time() - started < 2.0
-    )  # 0.6 s alone; the margin is for a machine that does other things too
+    return samples
 
 
 # --- measured on real clusters ---
@@ -238,6 +259,7 @@ def mean_error(predicted: Sequence[float], windows: Sequence[StepProfile]) -> fl
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "yolov3"])
 def test_the_model_beats_its_prior_and_trees_alone_on_a_quarter_of_a_trace(name: str) -> None:
     from sklearn.ensemble import HistGradientBoostingRegressor
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     windows = traced(name)
     random.Random(0).shuffle(windows)
@@ -248,8 +270,9 @@ def test_the_model_beats_its_prior_and_trees_alone_on_a_quarter_of_a_trace(name:
 
     model = StepTimeModel.fit(train)
     prior = PhysicalPrior.fit([configuration_of(w) for w in train], train)
-    trees: Any = HistGradientBoostingRegressor(random_state=0)  # type: ignore[no-untyped-call]
-    trees.fit(columns(train), [w.step_time_s for w in train])
+    trees = HistGradientBoostingRegressor(random_state=0)
+    with threadpool_limits(limits=1):  # on busy cores, more threads only wait for each other
+        trees.fit(columns(train), [w.step_time_s for w in train])
     of_model = mean_error([model.predict(configuration_of(w)).step_time_s for w in test], test)
     of_prior = mean_error([prior.step_time_s(configuration_of(w)) for w in test], test)
     of_trees = mean_error([float(t) for t in trees.predict(columns(test))], test)

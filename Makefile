@@ -1,0 +1,32 @@
+# Two commands do everything: `make run` and `make test`. Both need Python 3.11 and the package registries, nothing else.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup run test lint clean
+
+setup: $(VENV)/.ready
+
+# torch first and by number: its CPU wheel is found by itself, while other versions bring gigabytes of CUDA.
+# torchrec last and alone: its metadata asks for the CUDA build of fbgemm, which does not load on a CPU build of torch.
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0 numpy
+	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
+	touch $@
+
+run: setup
+	$(BIN)/python examples/demo.py $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

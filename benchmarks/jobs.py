@@ -1,0 +1,357 @@
+"""Jobs of real processes on this machine, for the benchmarks: started, observed, steered, and ended whatever happens.
+
+Every wait has a deadline and an error that names what was awaited. A job's workers run `training.py`; what they did is read
+from the lines they write, with times of the one monotonic clock that all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+import psutil
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue
+from lightning_dlrover.rdzv.membership import read_view
+from lightning_dlrover.rdzv.records import DrainRecord, Keys, PlanRecord, RecordError, encode
+from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+__all__ = [
+    "BenchmarkError",
+    "Job",
+    "LiveJob",
+    "Step",
+    "Workspace",
+    "describe_machine",
+    "result_line",
+    "stock_agent",
+]
+
+T = TypeVar("T")
+
+TRAINING = Path(__file__).resolve().parent / "training.py"
+POLL_S = 0.005
+START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and there may be several workers to a core
+STEP_TIMEOUT_S = 60.0
+
+
+class BenchmarkError(RuntimeError):
+    """Something that was awaited did not happen, or a job ended unasked."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a worker's records: a training step it has completed."""
+
+    pid: int
+    ended_s: float  # monotonic clock
+    number: int  # optimizer updates of the job so far
+    epoch: int
+    global_rank: int
+    world_size: int
+    round_number: int  # 0 for stock jobs
+    digest: str = ""  # of all parameters after the step
+    samples: list[int] | None = None  # this worker's share of the batch
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+class _StepLog:
+    """The steps in a folder of records, read as they are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[Step] = []
+        self._offsets: dict[Path, int] = {}
+
+    def refresh(self) -> list[Step]:
+        for file in sorted(self.folder.glob("*.jsonl")):
+            with file.open("rb") as opened:
+                opened.seek(self._offsets.get(file, 0))
+                raw = opened.read()
+            complete = raw[: raw.rfind(b"\n") + 1]  # the writer may be killed, or caught, in mid-line
+            self._offsets[file] = self._offsets.get(file, 0) + len(complete)
+            self.steps += [Step(**json.loads(line)) for line in complete.splitlines()]
+        return self.steps
+
+
+class Workspace:
+    """Everything a benchmark starts; leaving it, by Ctrl-C or SIGTERM too, ends all of it.
+
+    Args:
+        keep: do not remove the folder with logs and records afterwards.
+    """
+
+    def __init__(self, name: str, keep: bool = False) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"dlrover-{name}-"))
+        self._keep = keep
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Workspace:
+        def interrupt(signum: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGTERM, interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        if self._keep or isinstance(error, Exception):
+            print(f"logs and records are kept in {self.folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def etcd(self) -> EmbeddedEtcd:
+        return self._stack.enter_context(EmbeddedEtcd())
+
+    @contextlib.contextmanager
+    def job(self, name: str, arguments: Sequence[str]) -> Iterator[Job]:
+        """A job without agents yet; its processes are ended at the end of the `with` block."""
+        job = Job(name, self.folder / name, arguments)
+        with contextlib.closing(job), self._registered(job):
+            yield job
+
+    @contextlib.contextmanager
+    def live_job(self, name: str, etcd: EmbeddedEtcd, num_workers: str, arguments: Sequence[str]) -> Iterator[LiveJob]:
+        """A job of our strategy, for `torchrun --nnodes=num_workers`."""
+        job = LiveJob(name, self.folder / name, etcd.endpoint, num_workers, arguments)
+        with contextlib.closing(job), self._registered(job):
+            yield job
+
+    @contextlib.contextmanager
+    def _registered(self, job: Job) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            for line in job.ends_of_logs():
+                print(line, file=sys.stderr)
+            raise
+
+
+class Job:
+    """Elastic agents that run `training.py`.
+
+    Args:
+        folder: made here, for logs and records.
+        arguments: of `training.py`, without `--records`.
+    """
+
+    def __init__(self, name: str, folder: Path, arguments: Sequence[str]) -> None:
+        folder.mkdir(parents=True)
+        self.name = name
+        self.folder = folder
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self.environment: dict[str, str] = {}  # of agents started from now on, beside our own
+        self._arguments = [str(TRAINING), "--records", str(folder / "records"), *arguments]
+        (folder / "records").mkdir()
+        self._log = _StepLog(folder / "records")
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def start_agent(self, torchrun_options: Sequence[str], more_arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """One more `torchrun`, writing into a log of its own."""
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options, *self._arguments, *more_arguments]
+        # One thread per worker, in every job alike: torchrun sets that itself for several workers on a node, not for one.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environment}
+        with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
+            agent = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the job
+            )
+        self.agents.append(agent)
+        return agent
+
+    def worker_pids(self) -> list[int]:
+        """Training processes that run now, those that still import included."""
+        return [child.pid for agent in self.agents for child in _children(agent.pid) if _runs_training(child)]
+
+    def loader_worker_pids(self) -> list[int]:
+        return [child.pid for worker in self.worker_pids() for child in _children(worker)]
+
+    def close(self) -> None:
+        """End all processes of the job at once."""
+        doomed: dict[int, psutil.Process] = {}
+        for agent in self.agents:
+            # Agents first: they would start killed workers again.
+            doomed.update({child.pid: child for child in _children(agent.pid, recursive=True)})
+            if agent.poll() is None:
+                agent.kill()
+        for process in doomed.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # checks that the pid is still the same process
+        for agent in self.agents:
+            agent.wait(10.0)
+        psutil.wait_procs(list(doomed.values()), timeout=10.0)
+
+    def wait_until_ended(self, timeout_s: float) -> list[int]:
+        """Exit codes of all agents.
+
+        Raises:
+            BenchmarkError: naming the agents that did not end in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (running := [i for i, agent in enumerate(self.agents) if agent.poll() is None]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if running:
+            raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for agents {running} to end")
+        return [agent.returncode for agent in self.agents]
+
+    def ends_of_logs(self, num_lines: int = 15) -> Iterator[str]:
+        for file in sorted(self.folder.glob("*.log")):
+            lines = file.read_text(errors="replace").splitlines()[-num_lines:]
+            yield from (f"{self.name}/{file.stem}: {line}" for line in lines)
+
+    # --- observing ----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[Step]:
+        """All steps of all workers so far; those of one worker in order."""
+        return self._log.refresh()
+
+    def wait_for(self, what: str, found: Callable[[], T | None], timeout_s: float, poll_s: float = POLL_S) -> T:
+        """What `found` returns as soon as it is not None.
+
+        Raises:
+            BenchmarkError: not within `timeout_s`, or every agent has ended, or one has failed, meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (result := found()) is None:
+            codes = [agent.poll() for agent in self.agents]
+            if any(codes) or None not in codes:
+                raise BenchmarkError(f"job {self.name}: agents ended with {codes} while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for {what}")
+            time.sleep(poll_s)
+        return result
+
+    def wait_for_steps(self, num_steps: int, world_size: int, since_s: float = 0.0, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until some worker has made `num_steps` steps in a world of this size that ended after `since_s`."""
+
+        def look() -> bool | None:
+            by_pid: dict[int, int] = {}
+            for step in self.steps():
+                if step.world_size == world_size and step.ended_s > since_s:
+                    by_pid[step.pid] = by_pid.get(step.pid, 0) + 1
+            return True if max(by_pid.values(), default=0) >= num_steps else None
+
+        self.wait_for(f"{num_steps} steps of {world_size} workers", look, timeout_s)
+
+
+class LiveJob(Job):
+    """A job whose agents meet in etcd, steered by the records that a planner or a user would write."""
+
+    def __init__(self, name: str, folder: Path, endpoint: str, num_workers: str, arguments: Sequence[str]) -> None:
+        super().__init__(name, folder, ["--strategy", "dlrover", *arguments])
+        self._options = [
+            "--rdzv-backend=etcd-v3",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={name}",
+            f"--nnodes={num_workers}",
+            "--nproc-per-node=1",
+            "--max-restarts=100",
+            "--rdzv-conf=live=1",
+        ]
+        self._client = EtcdClient(EtcdConfig(endpoint))
+        self._keys = Keys(name)
+
+    def close(self) -> None:
+        super().close()
+        self._client.close()
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        """One more agent with one worker."""
+        return self.start_agent(self._options)
+
+    def view(self) -> View:
+        def bad(key: str, error: RecordError) -> None:
+            raise BenchmarkError(f"job {self.name}: {error}") from error
+
+        _, found = self._client.get_prefix(self._keys.live)
+        entries: dict[str, KeyValue] = {entry.key: entry for entry in found}
+        return read_view(entries, self._keys, {}, bad)
+
+    def member_pids(self) -> list[int]:
+        """Members of the current round, in rank order."""
+        view = self.view()
+        return [view.workers[member].pid for member in view.survivors]
+
+    def plan(self, num_workers: int) -> None:
+        """Set the size by hand, as `dlrover scale` does."""
+        record = PlanRecord(num_workers, source="user", reason="the benchmark says so", binding=True, created_at=time.time())
+        self._client.put(self._keys.plan, encode(record))
+
+    def drain(self, pid: int) -> None:
+        """Ask one worker to leave."""
+        worker_id = next(w for w, record in self.view().workers.items() if record.pid == pid)
+        self._client.put(self._keys.drains + worker_id, encode(DrainRecord(worker_id, "the benchmark says so")))
+
+    def wait_for_ready(self, num_spares: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until so many workers stand ready that no round needs."""
+
+        def look() -> bool | None:
+            return True if len(self.view().in_state("ready")) >= num_spares else None
+
+        self.wait_for(f"{num_spares} ready spares", look, timeout_s, poll_s=0.05)
+
+
+def stock_agent(num_workers: int) -> list[str]:
+    """Options of a stock `torchrun` that runs all workers of a job on one node, and never restarts them."""
+    return [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--nnodes=1",
+        f"--nproc-per-node={num_workers}",
+        "--max-restarts=0",
+    ]
+
+
+def describe_machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    memory_gib = psutil.virtual_memory().total / 2**30
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "lightning-dlrover"))
+    return (
+        f"machine: {os.cpu_count()} cores, {cpu}, {memory_gib:.0f} GiB, load {os.getloadavg()[0]:.1f}; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def result_line(values: dict[str, float | int]) -> str:
+    """The last line of a benchmark: `name=value` pairs."""
+    return " ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
+def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _runs_training(process: psutil.Process) -> bool:
+    try:
+        return str(TRAINING) in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False

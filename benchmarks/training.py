@@ -1,0 +1,203 @@
+"""The Lightning script that all benchmarks train, started by torchrun; its workers write down every step they make.
+
+The same model, data and recording for our strategy and for stock DDP: only `--strategy` differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from jobs import Step
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+
+NUM_FEATURES = 256
+NUM_DISTINCT = 997
+"""Rows that the data set really holds; it repeats them, so that long epochs cost no memory."""
+
+
+@dataclass(frozen=True)
+class Options:
+    strategy: str
+    profiled: bool  # with DLRoverCallback
+    records: Path
+    width: int
+    num_layers: int
+    batch_size: int
+    num_samples: int
+    loader_workers: int
+    max_steps: int
+    checkpoint: Path | None  # written at the end, and every `checkpoint_every` steps; resumed from where it exists
+    checkpoint_every: int
+    digests: bool
+    gate: str
+    block: int  # steps between two visits to the gate
+
+    @staticmethod
+    def from_command_line() -> Options:
+        parser = argparse.ArgumentParser(description=__doc__)
+        parser.add_argument("--strategy", choices=("dlrover", "ddp"), required=True)
+        parser.add_argument("--profiled", action="store_true")
+        parser.add_argument("--records", type=Path, required=True)
+        parser.add_argument("--width", type=int, default=64)
+        parser.add_argument("--num-layers", type=int, default=1)
+        parser.add_argument("--batch-size", type=int, default=32)
+        parser.add_argument("--num-samples", type=int, default=100_000)
+        parser.add_argument("--loader-workers", type=int, default=0)
+        parser.add_argument("--max-steps", type=int, default=-1)
+        parser.add_argument("--checkpoint", type=Path)
+        parser.add_argument("--checkpoint-every", type=int, default=0)
+        parser.add_argument("--digests", action="store_true")
+        parser.add_argument("--gate", default="")
+        parser.add_argument("--block", type=int, default=0)
+        return Options(**vars(parser.parse_args()))
+
+
+class RepeatedRows(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """A regression problem; every sample says its own number."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        generator = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(NUM_DISTINCT, NUM_FEATURES, generator=generator)
+        self._targets = self._inputs[:, :8].sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        row = index % NUM_DISTINCT
+        return self._inputs[row], self._targets[row], index
+
+
+class Perceptron(L.LightningModule):
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = [torch.nn.Linear(NUM_FEATURES, width), torch.nn.ReLU()]
+        for _ in range(num_layers):
+            layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
+        self.samples: list[int] = []  # of the step that is being made, also when it is made again
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets, numbers = batch
+        self.samples = numbers.tolist()
+        loss: torch.Tensor = (self.net(inputs) - targets).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+class Recorder(L.Callback):
+    """One line per step and worker, written through at once: the next line may never come."""
+
+    def __init__(self, folder: Path, with_digests: bool) -> None:
+        self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+        self._with_digests = with_digests
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        ended_s = time.monotonic()
+        assert isinstance(pl_module, Perceptron)
+        live = trainer.strategy.live if isinstance(trainer.strategy, DLRoverStrategy) else None
+        step = Step(
+            pid=os.getpid(),
+            ended_s=ended_s,
+            number=trainer.global_step,
+            epoch=trainer.current_epoch,
+            global_rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            round_number=live.formation.round.number if live is not None and live.formation is not None else 0,
+            digest=_digest(pl_module) if self._with_digests else "",
+            samples=pl_module.samples if self._with_digests else [],
+        )
+        self._file.write(step.encode())
+
+
+class Gate(L.Callback):
+    """After every block of steps: hand their durations to the benchmark and wait until it is our turn again."""
+
+    def __init__(self, address: str, block: int) -> None:
+        self._connection = Client(address, family="AF_UNIX")
+        self._block = block
+        self._durations_s: list[float] = []
+        self._ended_s = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        now = time.perf_counter()
+        if self._ended_s:
+            self._durations_s.append(now - self._ended_s)
+        self._ended_s = now
+        if len(self._durations_s) == self._block:
+            self._connection.send((trainer.global_rank, os.getpid(), self._durations_s))
+            self._durations_s = []
+            self._connection.recv()
+            self._ended_s = 0.0  # the step that follows contains the wait
+
+
+class FinalCheckpoint(L.Callback):
+    """The newest state of the training in one file, and where it is looked for at the start."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path = path
+        self._every = every
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        due = self._every and trainer.global_step % self._every == 0
+        if due or trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self._path)
+
+
+def _digest(module: L.LightningModule) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for parameter in module.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def main() -> None:
+    options = Options.from_command_line()
+    is_live = options.strategy == "dlrover"
+    L.seed_everything(7, verbose=False)
+    callbacks: list[L.Callback] = [DLRoverCallback()] if options.profiled else []
+    callbacks.append(Recorder(options.records, options.digests))
+    if options.checkpoint is not None:
+        callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))
+    if options.gate:
+        callbacks.append(Gate(options.gate, options.block))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1 if is_live else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if is_live else int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=DLRoverStrategy() if is_live else "ddp",
+        callbacks=callbacks,
+        max_steps=options.max_steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    resumed = options.checkpoint if options.checkpoint is not None and options.checkpoint.exists() else None
+    loader = DataLoader(
+        RepeatedRows(options.num_samples),
+        batch_size=options.batch_size,
+        shuffle=True,
+        num_workers=options.loader_workers,
+    )
+    trainer.fit(Perceptron(options.width, options.num_layers), loader, ckpt_path=resumed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Jobs of real workers without agents: forked from one warm process, followed through what they write down.
+
+Every worker is a process of its own that talks gloo and etcd like any other; only the seconds that importing torch and
+lightning costs are saved. A replaced worker is simply one more worker.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toy_job import Place, Script, ToySettings, run_worker, train_toy
+
+from lightning_dlrover.sampler import share
+
+__all__ = ["Job", "Record", "Worker", "eventually", "violations"]
+
+T = TypeVar("T")
+
+Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of toy_job.py
+
+DEADLINE_S = 60.0
+"""What takes longer hangs."""
+
+
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["toy_job"])
+    return context
+
+
+def start_fork_server() -> None:
+    """Start the process that workers are forked from; it must see no thread, etcd client or process group before."""
+    from multiprocessing import forkserver
+
+    changed = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    saved = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        _fork_server()
+        forkserver.ensure_running()
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def eventually(found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
+    """What `found` returns as soon as it is neither None nor False."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        result = found()
+        if result is not None and result is not False:
+            return result
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.005)
+
+
+class Worker:
+    """One forked worker and what it has written so far."""
+
+    def __init__(self, place: Place, script: Script, settings: Any) -> None:
+        self.place = place
+        self.doomed = False  # was told to leave or to die
+        self.killed = False
+        self._records: list[Record] = []
+        self._offset = 0
+        self.process: BaseProcess = _fork_server().Process(target=run_worker, args=(place, script, settings))
+        self.process.start()
+
+    @property
+    def name(self) -> str:
+        return self.place.agent_id
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
+    def records(self, kind: str = "") -> list[Record]:
+        """The lines written so far."""
+        try:
+            with open(self.place.records, "rb") as file:
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._records.append(json.loads(line))
+        except FileNotFoundError:
+            pass
+        return [r for r in self._records if not kind or r["kind"] == kind]
+
+    @property
+    def step(self) -> int:
+        return max((r["step"] for r in self.records("done")), default=0)
+
+    @property
+    def output(self) -> str:
+        return self.place.output.read_text() if self.place.output.exists() else ""
+
+    def terminate(self) -> None:
+        """What an agent, or a preemption notice, does: the worker shall leave."""
+        self.doomed = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.doomed = self.killed = True
+        self._signal(signal.SIGKILL)
+
+    def arm(self, moment: str) -> None:
+        """Let the worker kill itself when it comes by the moment, see `Recorder.moment`."""
+        self.doomed = self.killed = True
+        fresh = self.place.armed.with_suffix(".tmp")
+        fresh.write_text(moment)
+        fresh.rename(self.place.armed)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        eventually(lambda: self.exit_code is not None, f"worker {self.name} to end", timeout_s)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def stacks(self) -> str:
+        """Where all its threads stand."""
+        self._signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        return self.output
+
+    def _signal(self, signum: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, signum)
+
+
+class Job:
+    """Workers of one run id, and their files in one folder."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        folder: Path,
+        settings: Any,
+        script: Script = train_toy,
+        min_workers: int = 1,
+        max_workers: int = 4,
+        lease_ttl_s: int = 5,
+    ) -> None:
+        self.run_id = run_id
+        self.folder = folder
+        self.workers: list[Worker] = []
+        self._endpoint = endpoint
+        self._settings = settings
+        self._script = script
+        self._limits = (min_workers, max_workers, lease_ttl_s)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            if worker.process.is_alive():
+                worker.kill()
+        for worker in self.workers:
+            worker.process.join(10)
+
+    def start(self, script: Script | None = None, settings: Any = None) -> Worker:
+        """Fork one more worker."""
+        place = Place(self._endpoint, self.run_id, f"w{len(self.workers)}", str(self.folder), *self._limits)
+        self.workers.append(Worker(place, script or self._script, self._settings if settings is None else settings))
+        return self.workers[-1]
+
+    def records(self, kind: str = "") -> list[Record]:
+        return [r for worker in self.workers for r in worker.records(kind)]
+
+    @property
+    def step(self) -> int:
+        """The newest step that any worker has completed."""
+        return max((worker.step for worker in self.workers), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: self.step >= step, f"step {step}")
+
+    def wait_for_world(self, size: int, since: int | None = None) -> int:
+        """Wait until a step was done by `size` workers; returns its number."""
+        after = self.step if since is None else since
+
+        def look() -> int | None:
+            return next((r["step"] for r in self.records("done") if r["world"] == size and r["step"] > after), None)
+
+        return self.wait_until(look, f"a step of {size} workers after step {after}")
+
+    def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
+        try:
+            return eventually(lambda: found() or self._all_ended(), what, timeout_s)  # type: ignore[return-value]
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
+
+    def _all_ended(self) -> None:
+        if all(worker.exit_code is not None for worker in self.workers):
+            raise AssertionError(f"all workers have ended\n{self.report()}")
+
+    def finish(self, timeout_s: float = DEADLINE_S) -> list[int]:
+        """Exit codes of all workers, once they have ended."""
+        try:
+            eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
+        return [w.exit_code for w in self.workers if w.exit_code is not None]
+
+    def report(self, stacks: bool = False) -> str:
+        """For people: where every worker stands and the end of its output."""
+        texts = []
+        for worker in self.workers:
+            output = worker.stacks() if stacks and worker.process.is_alive() else worker.output
+            last = worker.records()[-1:]
+            texts.append(f"--- {worker.name} pid {worker.pid} exit {worker.exit_code} last {last}\n{output[-6000:]}")
+        return "\n".join(texts)
+
+
+# --- what must hold -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The batches of one optimizer update."""
+
+    epoch: int
+    batches: range
+
+
+def _windows(settings: ToySettings) -> Iterator[_Window]:
+    for epoch in range(settings.max_epochs):
+        for first in range(0, settings.batches_per_epoch, settings.accumulate):
+            yield _Window(epoch, range(first, min(first + settings.accumulate, settings.batches_per_epoch)))
+
+
+def violations(job: Job, settings: ToySettings) -> list[str]:
+    """What went wrong in a finished job; empty if every sample was trained on exactly once and all workers agreed.
+
+    A batch counts in the round in which its window's update was completed by at least one worker: all shares of that
+    round are in it, also those of a worker that was killed before it could write that it had finished.
+    """
+    bad: list[str] = []
+    done: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    shares: dict[tuple[int, int, int], dict[int, Record]] = defaultdict(dict)
+    for r in job.records("done"):
+        done[r["epoch"], r["batch"]].append(r)
+    for r in job.records("share"):
+        shares[r["epoch"], r["batch"], r["round"]][r["rank"]] = r
+    step = 0
+    for window in _windows(settings):
+        step += 1
+        closing = done[window.epoch, window.batches[-1]]
+        name = f"epoch {window.epoch} batch {window.batches[-1]}"
+        if not closing:
+            bad.append(f"{name}: never completed")
+            continue
+        for field in ("step", "round", "world", "parameters", "optimizer", "lr"):
+            if len({str(r[field]) for r in closing}) > 1:
+                bad.append(f"{name}: {field} differs: {[(r['pid'], r['rank'], r['round'], r[field]) for r in closing]}")
+        if closing[0]["step"] != step:
+            bad.append(f"{name}: global_step is {closing[0]['step']}, not {step}")
+        if len({r["rank"] for r in closing}) != len(closing):
+            bad.append(f"{name}: a rank twice in {[(r['pid'], r['rank'], r['round']) for r in closing]}")
+        number, world = closing[0]["round"], closing[0]["world"]
+        for batch in window.batches:
+            bad += _bad_split(settings, window.epoch, batch, number, world, shares[window.epoch, batch, number])
+    for epoch in range(settings.max_epochs):
+        trained = []
+        for window in (w for w in _windows(settings) if w.epoch == epoch and done[w.epoch, w.batches[-1]]):
+            number = done[epoch, window.batches[-1]][0]["round"]
+            for batch in window.batches:
+                length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
+                for rank, r in shares[epoch, batch, number].items():
+                    start, stop = share(length, rank, r["world"])
+                    trained += r["ids"][: stop - start]
+        if sorted(trained) != list(range(settings.num_rows)):
+            doubled = sorted({i for i in trained if trained.count(i) > 1})
+            missing = sorted(set(range(settings.num_rows)) - set(trained))
+            bad.append(f"epoch {epoch}: samples doubled {doubled}, missing {missing}")
+    for worker in job.workers:
+        places = [r["epoch"] * settings.batches_per_epoch + r["batch"] for r in worker.records("done")]
+        if places and places != list(range(places[0], places[0] + len(places))):
+            bad.append(f"{worker.name}: went through batches {places}")
+    return [*bad, *_bad_validation(job, settings)]
+
+
+def _bad_split(
+    settings: ToySettings, epoch: int, batch: int, number: int, world: int, found: dict[int, Record]
+) -> Iterator[str]:
+    name = f"epoch {epoch} batch {batch} round {number}"
+    if sorted(found) != list(range(world)):
+        yield f"{name}: shares of ranks {sorted(found)} in a world of {world}"
+    length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
+    for rank, r in found.items():
+        start, stop = share(length, rank, world)
+        if r["world"] != world or len(r["ids"]) != max(1, stop - start):
+            yield f"{name}: rank {rank} had {len(r['ids'])} of {length} samples in a world of {r['world']}"
+
+
+def _bad_validation(job: Job, settings: ToySettings) -> Iterator[str]:
+    ended: dict[int, list[Record]] = defaultdict(list)
+    seen: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for r in job.records("val_done"):
+        ended[r["step"]].append(r)
+    for r in job.records("val"):
+        seen[r["step"], r["round"]] += r["ids"]
+    if settings.num_val_rows and not ended:
+        yield "no validation was completed"
+    for step, results in ended.items():
+        if len({r["metric"] for r in results}) > 1:
+            yield f"validation at step {step}: {[(r['pid'], r['round'], r['metric']) for r in results]}"
+        if not any(
+            sorted(seen[step, number]) == list(range(settings.num_val_rows)) for number in {r["round"] for r in results}
+        ):
+            yield f"validation at step {step}: no round in {[(r['pid'], r['round']) for r in results]} saw every sample once"

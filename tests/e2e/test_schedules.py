@@ -1,0 +1,121 @@
+"""Whatever joins, leaves and dies, in any order: every sample is trained on exactly once and all workers agree."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from harness import Job, Worker, violations
+from toy_job import ToySettings
+
+SCHEDULES = 208
+BATCH = 8  # schedules per test
+AT_ONCE = 3  # they sleep most of the time
+
+MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end", "validation", "validation_end")
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that happens to the job."""
+
+    kind: str  # grow, shrink, replace, kill, kill_joiner
+    step: int  # as soon as this step was done
+    delay_s: float  # and a little later
+    moment: str = ""  # kill: of the victim's own program; empty: at once
+    victim: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training run and what happens during it, all from one seed."""
+
+    seed: int
+    settings: ToySettings
+    start_workers: int
+    actions: tuple[Action, ...]
+
+
+def random_schedule(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    accumulate = rng.choice([1, 1, 1, 1, 2, 3])
+    epochs = rng.choice([1, 2, 2, 3])
+    batch_size = rng.randint(4, 9)
+    batches = rng.randint(36, 60) // epochs
+    with_validation = rng.random() < 0.35
+    settings = ToySettings(
+        num_rows=(batches - 1) * batch_size + rng.randint(1, batch_size),
+        batch_size=batch_size,
+        shuffle=rng.random() < 0.8,
+        max_epochs=epochs,
+        step_s=rng.choice([0.004, 0.008, 0.015]),
+        loader_workers=rng.choice([0, 0, 0, 1, 2]),
+        accumulate=accumulate,
+        num_val_rows=rng.randint(8, 40) if with_validation else 0,
+        val_every=rng.choice([None, 4, 7]) if with_validation else None,
+    )
+    moments = MOMENTS if with_validation else MOMENTS[:-2]
+    actions = []
+    step = 0
+    for _ in range(rng.randint(2, 6)):
+        step += rng.randint(0, 8)
+        kind = rng.choice(["grow", "grow", "grow", "shrink", "replace", "kill", "kill", "kill_joiner"])
+        moment = rng.choice(["", *moments]) if kind == "kill" else ""
+        delay_s = rng.choice([0.0, rng.uniform(0.0, 0.03), rng.uniform(0.0, 0.3)])
+        actions.append(Action(kind, min(step, settings.num_steps - 4), delay_s, moment, rng.randrange(100)))
+    return Schedule(seed, settings, rng.choice([1, 1, 2, 3]), tuple(actions))
+
+
+def carry_out(schedule: Schedule, job: Job) -> list[str]:
+    """Run a schedule to its end; returns what was violated."""
+    for _ in range(schedule.start_workers):
+        job.start()
+    job.wait_for_step(1)
+    for action in schedule.actions:
+        if any(w.exit_code == 0 for w in job.workers if not w.doomed):
+            break
+        job.wait_for_step(action.step)
+        time.sleep(action.delay_s)
+        _act(action, job)
+    exit_codes = job.finish()
+    bad = violations(job, schedule.settings)
+    for worker, code in zip(job.workers, exit_codes, strict=True):
+        # An armed worker need not come by its moment any more; one that was asked to leave may not have started yet.
+        allowed = {0, -9} if worker.killed else {0}
+        if code not in allowed:
+            bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
+    return bad
+
+
+def _act(action: Action, job: Job) -> None:
+    if action.kind in ("grow", "replace", "kill_joiner") and sum(not w.doomed for w in job.workers) < 5:
+        joiner = job.start()
+        if action.kind == "kill_joiner":
+            # While it is starting, waiting, being given the state or training, depending on the delay.
+            joiner.doomed = joiner.killed = True
+            time.sleep(action.delay_s)
+            joiner.kill()
+    # One that holds the state must stay: with the last one goes the job.
+    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
+    if action.kind not in ("shrink", "replace", "kill") or len(standing) < 2:
+        return
+    victim: Worker = standing[action.victim % len(standing)]
+    if action.kind != "kill":
+        victim.terminate()
+    elif action.moment:
+        victim.arm(action.moment)
+    else:
+        victim.kill()
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
+def test_every_sample_is_trained_on_exactly_once_whatever_happens(first: int, make_job: Callable[..., Job]) -> None:
+    schedules = [random_schedule(seed) for seed in range(first, first + BATCH)]
+    jobs = [make_job(schedule.settings) for schedule in schedules]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = list(pool.map(carry_out, schedules, jobs))
+    assert not {schedule.seed: bad for schedule, bad in zip(schedules, results, strict=True) if bad}

@@ -1,0 +1,279 @@
+"""What a test's workers run: a small model that writes down everything it does, for `harness.py` to judge.
+
+Imported by the process that workers are forked from, so that a worker starts in milliseconds instead of seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import sklearn.ensemble  # noqa: F401  (imported lazily by the planner: once here instead of once per worker)
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.live import LiveTraining
+
+torch.set_num_threads(1)
+
+Script = Callable[["Recorder", Any], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands: what the elastic agent would export, and the files it writes."""
+
+    endpoint: str
+    run_id: str
+    agent_id: str
+    folder: str
+    min_workers: int = 1
+    max_workers: int = 4
+    lease_ttl_s: int = 5
+
+    @property
+    def output(self) -> Path:
+        return Path(self.folder) / f"{self.agent_id}.out"
+
+    @property
+    def records(self) -> Path:
+        return Path(self.folder) / f"{self.agent_id}.jsonl"
+
+    @property
+    def armed(self) -> Path:
+        """Exists when the worker shall die; holds the name of the moment."""
+        return Path(self.folder) / f"{self.agent_id}.armed"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "DLROVER_ENDPOINT": self.endpoint,
+            "DLROVER_RUN_ID": self.run_id,
+            "DLROVER_AGENT_ID": self.agent_id,
+            "DLROVER_MIN_NODES": str(self.min_workers),
+            "DLROVER_MAX_NODES": str(self.max_workers),
+            "DLROVER_LEASE_TTL_S": str(self.lease_ttl_s),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+        }
+
+
+class Recorder:
+    """Appends JSON lines that survive a SIGKILL, and lets a test kill its worker at a chosen moment."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, kind: str, **values: Any) -> None:
+        os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
+
+    def moment(self, name: str) -> None:
+        """Die here if the test has armed this worker for the moment `name`."""
+        try:
+            armed = self.place.armed.read_text()
+        except FileNotFoundError:
+            return
+        if armed == name:
+            self.write("killed", moment=name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_worker(place: Place, script: Script, settings: Any) -> None:
+    """Be one worker, in a freshly forked process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test
+    atexit._clear()
+    output = os.open(place.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(place.environment)
+    try:
+        script(Recorder(place), settings)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves with os._exit
+
+
+# --- data and model ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(Dataset[tuple[Tensor, Tensor, int]]):
+    """Rows of a linear problem; each comes with its index."""
+
+    def __init__(self, num_rows: int, num_features: int = 8) -> None:
+        self.x = torch.randn(num_rows, num_features, generator=torch.Generator().manual_seed(0))
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+@dataclass(frozen=True)
+class ToySettings:
+    """A training run; with every sample's index and every parameter's hash on record."""
+
+    num_rows: int = 203
+    batch_size: int = 8
+    shuffle: bool = True
+    max_epochs: int = 2
+    step_s: float = 0.01
+    loader_workers: int = 0
+    accumulate: int = 1
+    num_val_rows: int = 0
+    val_every: int | None = None  # batches; None: once per epoch
+    global_batch_size: int | None = None
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.num_rows // self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        return self.max_epochs * -(-self.batches_per_epoch // self.accumulate)
+
+
+class ToyModel(L.LightningModule):
+    """Writes a line for every share it is given, every batch it has finished and every validation batch."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.step_s = step_s
+        self.recorder = recorder
+        self._share: dict[str, Any] = {}
+
+    @property
+    def live(self) -> LiveTraining | None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, DLRoverStrategy)
+        return strategy.live
+
+    def where(self) -> dict[str, int]:
+        formation = self.live.formation if self.live else None
+        number = formation.round.number if formation else 0
+        return {"round": number, "rank": self.trainer.global_rank, "world": self.trainer.world_size, "pid": os.getpid()}
+
+    def record_share(self, batch: Any, batch_idx: int) -> None:
+        self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
+        self.recorder.write("share", **self._share, ids=batch[2].tolist())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.record_share(batch, batch_idx)
+        self.recorder.moment("forward")
+        if self.step_s:
+            time.sleep(self.step_s)
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self._loss = float(loss.detach())
+        self._weight = len(batch[2])
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.recorder.moment("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.recorder.moment("reduced")  # gradients are there, weights are still the old ones
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.recorder.moment("zero_grad")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.recorder.moment("batch_end")
+        self.record_done()
+
+    def record_done(self) -> None:
+        self.recorder.write(
+            "done",
+            **self._share,
+            step=self.trainer.global_step,
+            loss=self._loss,
+            weight=self._weight,
+            lr=[group["lr"] for o in self.trainer.optimizers for group in o.param_groups],
+            parameters=fingerprint(list(self.parameters())),
+            optimizer=fingerprint(
+                [value for o in self.trainer.optimizers for state in o.state.values() for value in state.values()]
+            ),
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.recorder.write("val_start", **self.where(), step=self.trainer.global_step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.recorder.write("val", **self.where(), step=self.trainer.global_step, ids=batch[2].tolist())
+        self.recorder.moment("validation")
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("val", loss, sync_dist=True, batch_size=len(batch[2]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.recorder.moment("validation_end")
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            metric = float(self.trainer.callback_metrics["val"])
+            self.recorder.write("val_done", **self.where(), step=self.trainer.global_step, metric=metric)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def fingerprint(tensors: list[Any]) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for tensor in tensors:
+        digest.update(torch.as_tensor(tensor).detach().float().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
+    """A Trainer with our strategy and nothing that a test did not ask for."""
+    defaults: dict[str, Any] = {
+        "strategy": DLRoverStrategy(),
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def train_toy(recorder: Recorder, settings: ToySettings) -> None:
+    """The script of most tests."""
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(
+        recorder.place.folder,
+        strategy=DLRoverStrategy(global_batch_size=settings.global_batch_size or settings.batch_size, check_interval_s=0.03),
+        max_epochs=settings.max_epochs,
+        accumulate_grad_batches=settings.accumulate,
+        val_check_interval=settings.val_every,
+        limit_val_batches=None if settings.num_val_rows else 0,
+    )
+    loader = DataLoader(
+        Rows(settings.num_rows), settings.batch_size, shuffle=settings.shuffle, num_workers=settings.loader_workers
+    )
+    val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
+    trainer.fit(ToyModel(recorder, settings.step_s), loader, val_loader)
+    recorder.write("after_fit", step=trainer.global_step)
