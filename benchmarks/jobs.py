@@ -33,6 +33,7 @@ from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 __all__ = [
     "BenchmarkError",
+    "Block",
     "Job",
     "LiveJob",
     "Step",
@@ -70,6 +71,22 @@ class Step:
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Durations of a worker's steps between two visits to the gate of `overhead.py`."""
+
+    pid: int
+    global_rank: int
+    durations_s: list[float]
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @staticmethod
+    def decode(line: str) -> Block:
+        return Block(**json.loads(line))
 
 
 class _StepLog:
@@ -345,7 +362,8 @@ def result_line(values: dict[str, float | int]) -> str:
 
 def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(recursive=recursive)
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=recursive)
+        return found
     except psutil.NoSuchProcess:
         return []
 

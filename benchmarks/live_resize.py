@@ -30,15 +30,27 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import psutil
-from jobs import STEP_TIMEOUT_S, BenchmarkError, LiveJob, Step, Workspace, describe_machine, result_line, stock_agent
+from jobs import (
+    START_TIMEOUT_S,
+    STEP_TIMEOUT_S,
+    BenchmarkError,
+    LiveJob,
+    Step,
+    Workspace,
+    describe_machine,
+    result_line,
+    stock_agent,
+)
 
 Kind = Literal["grow", "shrink", "replace", "rank0_leaves", "kill", "stock"]
 PLANNED: tuple[Kind, ...] = ("grow", "shrink", "replace", "rank0_leaves")
 KINDS: tuple[Kind, ...] = (*PLANNED, "kill", "stock")
 
+NUM_LOADER_WORKERS = 2
 SETTLING_STEPS = 2
 """First steps of a round: DDP arranges its buckets anew in the second, so they do not tell what is usual."""
 
@@ -58,7 +70,7 @@ class Size:
             f"--width={self.width}",
             f"--num-layers={self.num_layers}",
             f"--batch-size={self.batch_size}",
-            "--loader-workers=2",
+            f"--loader-workers={NUM_LOADER_WORKERS}",
         ]
 
 
@@ -75,6 +87,47 @@ class Stall:
     usual_step_s: float
     note: str = ""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.kind:14}{self.workers_before} -> {self.workers_after}  {self.seconds:8.3f} s"
+            f"  (usual step {self.usual_step_s:.3f} s{', ' if self.note else ''}{self.note})"
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the world that has been asked for."""
+
+    kind: Kind
+    round_number: int  # the one it ends
+    before: list[int]  # pids in rank order
+    workers_after: int
+    asked_s: float
+    note: str = ""
+
+    @property
+    def num_survivors(self) -> int:
+        return min(len(self.before), self.workers_after) - (self.kind == "replace")
+
+    def steps_after(self, steps: list[Step]) -> list[Step]:
+        return [s for s in steps if s.round_number > self.round_number and s.world_size == self.workers_after]
+
+    def stall(self, survivors: list[list[Step]]) -> Stall:
+        """How long no survivor made a step.
+
+        Args:
+            survivors: all steps of each.
+        """
+        resumed = [self.steps_after(steps) for steps in survivors]
+        durations = [b.ended_s - a.ended_s for steps in resumed for a, b in pairwise(steps[SETTLING_STEPS - 1 :])]
+        usual_step_s = statistics.median(durations)
+        if self.kind == "kill":
+            seconds = max(steps[0].ended_s for steps in resumed) - self.asked_s
+        else:
+            last = [[s for s in steps if s.round_number == self.round_number][-1] for steps in survivors]
+            seconds = max(new[0].ended_s - old.ended_s for old, new in zip(last, resumed, strict=True)) - usual_step_s
+        return Stall(self.kind, len(self.before), self.workers_after, seconds, usual_step_s, self.note)
+
 
 class LiveResize:
     """One live job, and every change that it is put through."""
@@ -90,125 +143,181 @@ class LiveResize:
         for _ in range(num_workers + num_spares):
             self._job.start_worker()
         self._job.wait_for_steps(self._size.steady_steps, num_workers)
-        self._job.wait_for_ready(num_spares)
-        self._settle(num_workers)
+        self.await_spares(num_spares)
 
-    def add_spares(self, num_spares: int) -> None:
-        """Start workers that no round needs; ours to start up costs the others time, so nothing is measured meanwhile."""
-        for _ in range(num_spares):
-            self._job.start_worker()
+    def start_spare(self) -> None:
+        """One more worker, that no round needs yet."""
+        self._job.start_worker()
+
+    def await_spares(self, num_spares: int) -> None:
+        """Wait until spares are ready and the others train undisturbed again: two workers may share a core with them."""
         self._job.wait_for_ready(num_spares)
-        self._settle(len(self._job.member_pids()))
+        members = self._job.member_pids()
+        self._job.wait_for_steps(self._size.steady_steps, len(members), since_s=time.monotonic(), timeout_s=STEP_TIMEOUT_S)
+
+    # --- changes --------------------------------------------------------------------------------------------------------
 
     def grow(self) -> None:
-        before = self._job.member_pids()
-        changed_s = self._at_random_moment()
-        self._job.plan(len(before) + 1)
-        self._measure("grow", before, len(before) + 1, changed_s)
+        change = self._begin("grow", 1)
+        self._job.plan(change.workers_after)
+        self._measure(change)
 
     def shrink(self, by_sigterm: bool = False) -> None:
-        before = self._job.member_pids()
-        changed_s = self._at_random_moment()
+        change = self._begin("shrink", -1, "SIGTERM" if by_sigterm else "plan")
         if by_sigterm:
-            os.kill(before[-1], signal.SIGTERM)
+            os.kill(change.before[-1], signal.SIGTERM)
         else:
-            self._job.plan(len(before) - 1)
-        self._measure("shrink", before, len(before) - 1, changed_s, note="SIGTERM" if by_sigterm else "plan")
-        self._job.plan(len(before) - 1)
+            self._job.plan(change.workers_after)
+        self._measure(change)
+        self._job.plan(change.workers_after)
 
     def replace(self) -> None:
-        before = self._job.member_pids()
-        changed_s = self._at_random_moment()
-        self._job.drain(before[-1])
-        self._measure("replace", before, len(before), changed_s)
+        change = self._begin("replace", 0)
+        self._job.drain(change.before[-1])
+        self._measure(change)
 
     def rank0_leaves(self) -> None:
-        before = self._job.member_pids()
-        changed_s = self._at_random_moment()
-        os.kill(before[0], signal.SIGTERM)
-        self._measure("rank0_leaves", before, len(before) - 1, changed_s)
-        self._job.plan(len(before) - 1)
+        change = self._begin("rank0_leaves", -1)
+        os.kill(change.before[0], signal.SIGTERM)
+        self._measure(change)
+        self._job.plan(change.workers_after)
 
     def kill(self, victim: int) -> None:
         """SIGKILL the worker of this rank; its agent starts it again, as a spare."""
-        before = self._job.member_pids()
-        killed_s = self._at_random_moment()
-        os.kill(before[victim], signal.SIGKILL)
-        self._measure("kill", before, len(before) - 1, killed_s, note=f"rank {victim}")
-        self._job.plan(len(before) - 1)
+        change = self._begin("kill", -1, f"rank {victim}")
+        os.kill(change.before[victim], signal.SIGKILL)
+        self._measure(change)
+        self._job.plan(change.workers_after)
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
-    def _at_random_moment(self) -> float:
-        time.sleep(self._dice.uniform(0.0, 0.3))
-        return time.monotonic()
+    def _begin(self, kind: Kind, num_more: int, note: str = "") -> Change:
+        view = self._job.view()
+        assert view.round is not None
+        before = self._job.member_pids()
+        time.sleep(self._dice.uniform(0.0, 0.3))  # a change comes at any moment of a step
+        return Change(kind, view.round.number, before, len(before) + num_more, time.monotonic(), note)
 
-    def _settle(self, world_size: int) -> None:
-        self._job.wait_for_steps(self._size.steady_steps, world_size, since_s=time.monotonic(), timeout_s=STEP_TIMEOUT_S)
+    def _measure(self, change: Change) -> None:
+        def look() -> dict[int, list[Step]] | None:
+            by_pid: dict[int, list[Step]] = defaultdict(list)
+            for step in self._job.steps():
+                by_pid[step.pid].append(step)
+            made = [change.steps_after(steps) for steps in by_pid.values()]
+            return by_pid if max(len(steps) for steps in made) >= self._size.steady_steps + SETTLING_STEPS else None
 
-    def _measure(self, kind: Kind, before: list[int], workers_after: int, changed_s: float, note: str = "") -> None:
-        num_steps = self._size.steady_steps + SETTLING_STEPS
-        self._job.wait_for_steps(num_steps, workers_after, since_s=changed_s, timeout_s=STEP_TIMEOUT_S)
+        what = f"{self._size.steady_steps} steps of {change.workers_after} workers after {change.kind}"
+        by_pid = self._job.wait_for(what, look, STEP_TIMEOUT_S)
         after = self._job.member_pids()
-        survivors = [pid for pid in before if pid in after]
-        if len(survivors) != min(len(before), workers_after) - (kind == "replace"):
-            raise BenchmarkError(f"{kind}: of the processes {before}, {after} are left: a survivor has lost its process")
-        if kind == "kill" and not all(_runs_loader_workers(pid) for pid in survivors):
+        survivors = [pid for pid in change.before if pid in after]
+        if len(survivors) != change.num_survivors:
+            raise BenchmarkError(f"{change.kind}: of the processes {change.before} only {survivors} are left in {after}")
+        if change.kind == "kill" and not all(_runs_loader_workers(pid) for pid in survivors):
             raise BenchmarkError(f"kill: not all of the survivors {survivors} have loader workers")
-        by_pid = defaultdict(list)
-        for step in self._job.steps():
-            by_pid[step.pid].append(step)
-        gaps = [_gap_around(by_pid[pid], changed_s) for pid in survivors]
-        usual_step_s = statistics.median(gap.usual_step_s for gap in gaps)
-        if kind == "kill":
-            seconds = max(gap.resumed_s for gap in gaps) - changed_s
-        else:
-            seconds = max(gap.resumed_s - gap.last_s for gap in gaps) - usual_step_s
-        stall = Stall(kind, len(before), workers_after, seconds, usual_step_s, note)
+        stall = change.stall([by_pid[pid] for pid in survivors])
         self.stalls.append(stall)
-        print_stall(stall)
-
-
-@dataclass(frozen=True)
-class Gap:
-    """One survivor's steps around a change of the world."""
-
-    last_s: float  # end of the last step before
-    resumed_s: float  # end of the first step after
-    usual_step_s: float
-
-
-def _gap_around(steps: list[Step], changed_s: float) -> Gap:
-    first = next(i for i, step in enumerate(steps) if step.ended_s > changed_s and _changed(steps, i))
-    resumed = [step for step in steps[first:] if step.round_number == steps[first].round_number]
-    durations = [b.ended_s - a.ended_s for a, b in zip(resumed, resumed[1:], strict=False)]
-    return Gap(steps[first - 1].ended_s, resumed[0].ended_s, statistics.median(durations[SETTLING_STEPS - 1 :]))
-
-
-def _changed(steps: list[Step], i: int) -> bool:
-    return steps[i].round_number != steps[i - 1].round_number
+        print(stall, flush=True)
 
 
 def _runs_loader_workers(pid: int) -> bool:
-    return len(psutil.Process(pid).children()) >= 2
+    return len(psutil.Process(pid).children()) >= NUM_LOADER_WORKERS
 
 
-def one_round(live: LiveResize, number: int) -> None:
-    """Every change, from one worker with two ready spares to the same again."""
+def every_change(live: LiveResize, number: int) -> None:
+    """All changes between one, two and three workers, starting and ending with one."""
+    live.start(num_workers=1, num_spares=2)
     live.grow()  # 1 -> 2
     live.grow()  # 2 -> 3
     live.kill(victim=number % 3)  # 3 -> 2
-    live.add_spares(0 + 1)  # the killed one is started again by its agent
+    live.await_spares(1)  # the one that was killed
     live.replace()
+    live.start_spare()
+    live.await_spares(1)
     live.grow()
     live.rank0_leaves()  # 3 -> 2
-    live.add_spares(1)
+    live.start_spare()
+    live.await_spares(1)
     live.grow()
     live.shrink(by_sigterm=number % 2 == 0)  # 3 -> 2
     live.shrink()  # 2 -> 1
 
 
+def every_kind_once(live: LiveResize) -> None:
+    live.start(num_workers=2, num_spares=1)
+    live.grow()
+    live.kill(victim=1)
+    live.start_spare()
+    live.await_spares(2)
+    live.replace()
+    live.grow()
+    live.rank0_leaves()
+    live.shrink()
+
+
+def stock_restarts(space: Workspace, name: str, size: Size, worlds: list[int]) -> list[Stall]:
+    """Train with `worlds[0]` workers, stop, go on from the checkpoint with `worlds[1]`, and so on."""
+    stalls: list[Stall] = []
+    arguments = ["--strategy=ddp", f"--checkpoint={space.folder / name}.ckpt", *size.arguments]
+    with space.job(name, arguments) as job:
+        for i, world_size in enumerate(worlds):
+            stopped_at, max_steps = i * size.steady_steps, (i + 1) * size.steady_steps
+            agent = job.start_agent(stock_agent(world_size), [f"--max-steps={max_steps}"])
+            if any(job.wait_until_ended(START_TIMEOUT_S)):
+                raise BenchmarkError(f"job {name}: the stock torchrun with {world_size} workers ended with {agent.returncode}")
+            if i > 0:
+                ended_s = {n: max(s.ended_s for s in job.steps() if s.number == n) for n in range(stopped_at, max_steps + 1)}
+                usual_step_s = statistics.median(b - a for a, b in pairwise(list(ended_s.values())[SETTLING_STEPS:]))
+                seconds = ended_s[stopped_at + 1] - ended_s[stopped_at]
+                stalls.append(Stall("stock", worlds[i - 1], world_size, seconds, usual_step_s))
+                print(stalls[-1], flush=True)
+    return stalls
+
+
+def table(stalls: list[Stall]) -> str:
+    lines = [f"{'change':14}{'workers':10}{'median s':>10}{'min s':>8}{'max s':>8}{'n':>4}{'usual step s':>14}"]
+    for kind in KINDS:
+        of_kind = [s for s in stalls if s.kind == kind]
+        ways = sorted({(s.workers_before, s.workers_after) for s in of_kind})
+        groups = [(f"{a} -> {b}", [s for s in of_kind if (s.workers_before, s.workers_after) == (a, b)]) for a, b in ways]
+        for label, group in [("all", of_kind), *(groups if len(groups) > 1 else [])]:
+            seconds = [s.seconds for s in group]
+            lines.append(
+                f"{kind if label == 'all' else '':14}{label if len(groups) > 1 else groups[0][0]:10}"
+                f"{statistics.median(seconds):10.3f}{min(seconds):8.3f}{max(seconds):8.3f}{len(seconds):4}"
+                f"{statistics.median(s.usual_step_s for s in group):14.3f}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often every change is made")
+    parser.add_argument("--quick", action="store_true", help="every kind of change once, with a small model, under 60 s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep logs and records")
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    stalls: list[Stall] = []
+    print(describe_machine(), flush=True)
+    with Workspace("live-resize", options.keep) as space:
+        etcd = space.etcd()
+        size = QUICK if options.quick else FULL
+        for number in range(1 if options.quick else options.rounds):
+            # A new job every time, so that ours and the stock way take turns and share the machine's moods.
+            with space.live_job(f"live-{number}", etcd, "1:8", size.arguments) as job:
+                live = LiveResize(job, size, dice)
+                if options.quick:
+                    every_kind_once(live)
+                else:
+                    every_change(live, number)
+                stalls += live.stalls
+            worlds = [1, 2] if options.quick else [2, 3, 2] if number % 2 else [1, 2, 1]
+            stalls += stock_restarts(space, f"stock-{number}", size, worlds)
+    print(table(stalls))
+    medians = {kind: statistics.median(s.seconds for s in stalls if s.kind == kind) for kind in KINDS}
+    values: dict[str, float | int] = {f"{kind}_s": seconds for kind, seconds in medians.items()}
+    values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
+    print(result_line(values))
     return 0
 
 

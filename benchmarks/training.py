@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import socket
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from jobs import Step
+from jobs import Block, Step
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
@@ -128,7 +128,9 @@ class Gate(L.Callback):
     """After every block of steps: hand their durations to the benchmark and wait until it is our turn again."""
 
     def __init__(self, address: str, block: int) -> None:
-        self._connection = Client(address, family="AF_UNIX")
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        self._channel = connection.makefile("rw")
         self._block = block
         self._durations_s: list[float] = []
         self._ended_s = 0.0
@@ -139,9 +141,10 @@ class Gate(L.Callback):
             self._durations_s.append(now - self._ended_s)
         self._ended_s = now
         if len(self._durations_s) == self._block:
-            self._connection.send((trainer.global_rank, os.getpid(), self._durations_s))
+            self._channel.write(Block(os.getpid(), trainer.global_rank, self._durations_s).encode())
+            self._channel.flush()
+            self._channel.readline()
             self._durations_s = []
-            self._connection.recv()
             self._ended_s = 0.0  # the step that follows contains the wait
 
 

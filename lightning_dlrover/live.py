@@ -705,6 +705,14 @@ class LiveTraining:
         """
         if not self._entered:
             return
+        if self._size > 1:
+            # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
+            try:
+                self.collective(dist.barrier)
+            except WorldError:
+                job = self.world.membership.view.job
+                if job is None or job.phase != "finished":
+                    raise
         self._entered = False
         step = self._trainer.global_step
         try:

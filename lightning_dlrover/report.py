@@ -77,7 +77,9 @@ def _facts(story: JobStory) -> list[_Fact]:
     seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
     if num_stalls:
-        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}")
+        stall = _Fact(
+            "total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}"
+        )
     else:
         stall = _Fact("total stall", "not measured" if story.num_resizes else "none")
     return [

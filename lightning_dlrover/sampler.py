@@ -7,6 +7,7 @@ current rank and world size. Resizing therefore changes neither the samples of a
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -69,15 +70,19 @@ class _Schedule(Sampler[list[int]]):
 class _LoaderWorkerInit:
     """Start-up of a loader worker: it must not outlive its worker, nor keep the worker's sockets open."""
 
-    def __init__(self, inner: Callable[[int], None] | None, sockets: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, inner: Callable[[int], None] | None, sockets: Sequence[tuple[int, int]], start_method: str = "fork"
+    ) -> None:
         self._inner = inner
         self._sockets = tuple(sockets)
-        self._parent = os.getpid()
+        # A fork server is the parent of what it forks; its children inherit nothing of ours.
+        self._parent = os.getpid() if start_method != "forkserver" else None
 
     def __call__(self, worker_id: int) -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != self._parent:
-            os._exit(1)
+        if self._parent is not None:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != self._parent:
+                os._exit(1)
         for fd, inode in self._sockets:
             try:
                 if os.stat(fd).st_ino == inode:
@@ -259,7 +264,8 @@ class ElasticLoader:
         return batch
 
     def _start(self) -> None:
-        self._loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets())
+        method = (self._loader.multiprocessing_context or multiprocessing).get_start_method()
+        self._loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
         self._batches = iter(self._loader)
 
     def _seeded_init(self) -> Callable[[int], None] | None:

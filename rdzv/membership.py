@@ -209,7 +209,9 @@ class Membership:
         self._dirty = False
         self._view = View()
         self._fence = 0  # create revision of our election key; 0 when another worker convenes
-        self._events: deque[EventRecord] = deque(maxlen=1000)
+        self._events: deque[EventRecord] = deque()
+        self._events_lock = threading.Lock()
+        self._events_lock = threading.Lock()
         self._num_events_written = 0
         self._closing = False
         self._evicted = False
@@ -396,6 +398,8 @@ class Membership:
 
     def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
         """Queue one line for the job's history; never blocks."""
+        if len(self._events) >= MAX_EVENTS:
+            return  # etcd has been away for so long that older lines matter more
         self._events.append(EventRecord(kind=kind, at=time.time(), text=text, data=data or {}))
 
     def flush(self) -> None:
@@ -551,15 +555,16 @@ class Membership:
         return entry.mod_revision if entry else 0
 
     def _write_events(self) -> None:
-        while self._events:
-            event = self._events[0]
-            self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(event))
-            self._events.popleft()
-            self._num_events_written += 1
-            if self._num_events_written % 500 == 0:
-                _, entries = self._client.get_prefix(self.keys.events)
-                for entry in sorted(entries, key=lambda e: e.key)[:-MAX_EVENTS]:
-                    self._client.delete(entry.key)
+        # Two threads write: the background one, and the one that flushes before its process ends.
+        with self._events_lock:
+            while self._events:
+                self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
+                self._events.popleft()
+                self._num_events_written += 1
+                if self._num_events_written % 500 == 0:
+                    _, entries = self._client.get_prefix(self.keys.events)
+                    for entry in sorted(entries, key=lambda e: e.key)[:-MAX_EVENTS]:
+                        self._client.delete(entry.key)
 
     def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
         for _ in range(100):

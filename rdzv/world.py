@@ -378,6 +378,9 @@ class World:
 
         def look(view: View) -> RoundRecord | None:
             if view.job is not None and view.job.phase in ("finished", "failed"):
+                if self._admitting:
+                    # The others ended before they came by the switch that was to take this worker in.
+                    raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
             return view.round if view.round and view.round.number > broken.number else None
 

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 from toy_job import Place, Script, ToySettings, run_worker, train_toy
 
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.records import Keys
 from lightning_dlrover.sampler import share
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
@@ -227,7 +229,9 @@ class Job:
 
     def report(self, stacks: bool = False) -> str:
         """For people: where every worker stands and the end of its output."""
-        texts = []
+        with EtcdClient(EtcdConfig(self._endpoint)) as client:
+            entries = client.get_prefix(Keys(self.run_id).live)[1]
+        texts = [f"{entry.key}@{entry.mod_revision}: {entry.value.decode()}" for entry in entries]
         for worker in self.workers:
             output = worker.stacks() if stacks and worker.process.is_alive() else worker.output
             last = worker.records()[-1:]

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -99,6 +100,7 @@ def run_worker(place: Place, script: Script, settings: Any) -> None:
     """Be one worker, in a freshly forked process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test
     atexit._clear()
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers: as in a script of its own
     output = os.open(place.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,0 +1,186 @@
+"""Read a job as the command line shows it: from etcd while it lives, from its run folder afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue, Mirror
+from lightning_dlrover.rdzv.membership import read_view
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, EventRecord, Keys, RecordError, decode, encode
+from lightning_dlrover.rdzv.rounds import View
+
+__all__ = ["EventLog", "JobNotFoundError", "JobPlace", "connect", "find_job", "read_events", "show_status"]
+
+JOB_FILE = "job.json"
+EVENTS_FILE = "events.jsonl"
+
+
+class JobNotFoundError(RuntimeError):
+    """No job of this name is known where it was looked for."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a job's records are."""
+
+    run_id: str
+    endpoint: str
+    prefix: str = DEFAULT_PREFIX
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.run_id, self.prefix)
+
+    def write(self, folder: Path) -> None:
+        """Write `job.json` into the job's run folder, whole or not at all."""
+        content = {"run_id": self.run_id, "endpoint": self.endpoint, "prefix": self.prefix, "pid": os.getpid()}
+        unfinished = folder / f".{JOB_FILE}.{os.getpid()}"
+        unfinished.write_text(json.dumps(content) + "\n")
+        unfinished.replace(folder / JOB_FILE)
+
+
+def find_job(run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path) -> JobPlace:
+    """The place of a job: as given, else from the environment, else from its run folder.
+
+    Raises:
+        JobNotFoundError: no endpoint is given and no run folder of the job is there.
+    """
+    endpoint = endpoint or os.environ.get("DLROVER_ENDPOINT")
+    if endpoint:
+        return JobPlace(run_id, endpoint, prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX))
+    file = run_dir / run_id / JOB_FILE
+    try:
+        content = json.loads(file.read_text())
+        return JobPlace(run_id, str(content["endpoint"]), prefix or str(content["prefix"]))
+    except FileNotFoundError as error:
+        raise JobNotFoundError(
+            f"job {run_id!r} is not known: {file} does not exist; name the etcd it uses with --endpoint HOST:PORT, "
+            "or the folder that `dlrover run` wrote with --run-dir"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise JobNotFoundError(
+            f"{file} cannot be read ({error}); name the etcd that the job uses with --endpoint HOST:PORT"
+        ) from error
+
+
+def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
+    """A client that has reached the job's etcd.
+
+    Raises:
+        EtcdError: nobody answers there.
+    """
+    client = EtcdClient(EtcdConfig(endpoints=place.endpoint, timeout_s=timeout_s))
+    try:
+        client.check()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def read_job(client: EtcdClient, keys: Keys) -> View:
+    """The job's records.
+
+    Raises:
+        JobNotFoundError: etcd holds nothing of the job.
+        RecordError: a record cannot be read.
+    """
+    _, entries = client.get_prefix(keys.live)
+    if not entries:
+        raise JobNotFoundError(f"etcd holds no job {keys.run_id!r} under {keys.prefix!r}; is the name right, or has it ended?")
+
+    def bad(key: str, error: RecordError) -> None:
+        raise error
+
+    return read_view({entry.key: entry for entry in entries}, keys, {}, bad)
+
+
+def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
+    """Events in the order of their keys; what cannot be read is left out."""
+    events = []
+    for entry in sorted(entries, key=lambda e: e.key):
+        try:
+            events.append(decode(EventRecord, entry.value, entry.key))
+        except RecordError:
+            continue  # somebody else's value under our prefix must not hide the rest of the history
+    return events
+
+
+def read_event_file(file: Path) -> list[EventRecord]:
+    """Events of a run folder.
+
+    Raises:
+        JobNotFoundError: there is no such file.
+    """
+    if not file.is_file():
+        raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
+    events = []
+    for line in file.read_bytes().splitlines():
+        try:
+            events.append(decode(EventRecord, line, str(file)))
+        except RecordError:
+            continue  # the last line of a job that was killed may be half written
+    return events
+
+
+@dataclass
+class EventLog:
+    """Copies a job's events from etcd into its run folder, each once."""
+
+    mirror: Mirror
+    file: Path
+    _seen: set[str] = field(default_factory=set)
+    _revision: int = -1
+
+    def new(self) -> list[EventRecord]:
+        """Events since the last call; they are in the file when this returns."""
+        if self.mirror.revision == self._revision:
+            return []
+        self._revision = self.mirror.revision
+        fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
+        self._seen.update(entry.key for entry in fresh)
+        events = read_events(fresh)
+        with self.file.open("ab") as stream:
+            for event in events:
+                stream.write(encode(event) + b"\n")
+        return events
+
+
+def show_status(place: JobPlace, view: View, profiles: dict[str, StepProfile], events: list[EventRecord]) -> dict[str, Any]:
+    """What `dlrover status` prints, as plain data."""
+    job, round_, plan = view.job, view.round, view.plan
+    members = round_.members if round_ else []
+    rates = [profile.samples_per_s for worker, profile in profiles.items() if worker in members]
+    return {
+        "run_id": place.run_id,
+        "endpoint": place.endpoint,
+        "phase": job.phase if job else "not started",
+        "min_workers": job.min_workers if job else None,
+        "max_workers": job.max_workers if job else None,
+        "global_batch_size": job.global_batch_size if job else None,
+        "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
+        "workers": [
+            {
+                "worker_id": worker,
+                "rank": members.index(worker) if worker in members else None,
+                "state": "leaving" if worker in view.drains else record.state,
+                "host": record.host,
+                "pid": record.pid,
+                "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
+            }
+            for worker, record in sorted(
+                view.workers.items(), key=lambda w: (w[0] not in members, members.index(w[0]) if w[0] in members else 0)
+            )
+        ],
+        "samples_per_s": rates[0] if rates else None,
+        "plan": {"num_workers": plan.num_workers, "source": plan.source, "reason": plan.reason, "binding": plan.binding}
+        if plan
+        else None,
+        "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
+    }
