@@ -39,6 +39,7 @@ __all__ = [
     "Step",
     "Workspace",
     "describe_machine",
+    "loader_workers_of",
     "result_line",
     "stock_agent",
 ]
@@ -134,6 +135,10 @@ class Workspace:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def keep(self) -> None:
+        """Leave logs and records behind."""
+        self._keep = True
+
     def etcd(self) -> EmbeddedEtcd:
         return self._stack.enter_context(EmbeddedEtcd())
 
@@ -204,7 +209,7 @@ class Job:
         return [child.pid for agent in self.agents for child in _children(agent.pid) if _runs_training(child)]
 
     def loader_worker_pids(self) -> list[int]:
-        return [child.pid for worker in self.worker_pids() for child in _children(worker)]
+        return [pid for worker in self.worker_pids() for pid in loader_workers_of(worker)]
 
     def close(self) -> None:
         """End all processes of the job at once."""
@@ -358,6 +363,10 @@ def describe_machine() -> str:
 def result_line(values: dict[str, float | int]) -> str:
     """The last line of a benchmark: `name=value` pairs."""
     return " ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
+def loader_workers_of(worker_pid: int) -> list[int]:
+    return [child.pid for child in _children(worker_pid) if _runs_training(child)]
 
 
 def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:

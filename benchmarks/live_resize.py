@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import psutil
 from jobs import (
     START_TIMEOUT_S,
     STEP_TIMEOUT_S,
@@ -42,6 +41,7 @@ from jobs import (
     Step,
     Workspace,
     describe_machine,
+    loader_workers_of,
     result_line,
     stock_agent,
 )
@@ -212,15 +212,11 @@ class LiveResize:
         survivors = [pid for pid in change.before if pid in after]
         if len(survivors) != change.num_survivors:
             raise BenchmarkError(f"{change.kind}: of the processes {change.before} only {survivors} are left in {after}")
-        if change.kind == "kill" and not all(_runs_loader_workers(pid) for pid in survivors):
+        if change.kind == "kill" and any(len(loader_workers_of(pid)) < NUM_LOADER_WORKERS for pid in survivors):
             raise BenchmarkError(f"kill: not all of the survivors {survivors} have loader workers")
         stall = change.stall([by_pid[pid] for pid in survivors])
         self.stalls.append(stall)
         print(stall, flush=True)
-
-
-def _runs_loader_workers(pid: int) -> bool:
-    return len(psutil.Process(pid).children()) >= NUM_LOADER_WORKERS
 
 
 def every_change(live: LiveResize, number: int) -> None:

@@ -162,9 +162,8 @@ def report(label: str, found: list[Contestant]) -> dict[str, float | int]:
     medians = {name: statistics.median(of_job) for name, of_job in steps.items()}
     means = {name: statistics.mean(of_job) for name, of_job in steps.items()}
     block_medians = {c.name: [statistics.median(block) for block in c.blocks] for c in found}
-    print(
-        f"{label + ' steps':12}{'median ms':>11}{'mean ms':>9}{'p90 ms':>9}{'steps':>7}{'ratio':>8}{'of means':>10}{'by block':>10}"
-    )
+    columns = f"{'median ms':>11}{'mean ms':>9}{'p90 ms':>9}{'steps':>7}{'ratio':>8}{'of means':>10}{'by block':>10}"
+    print(f"{label + ' steps':12}{columns}")
     for name, of_job in steps.items():
         by_block = statistics.median(a / b for a, b in zip(block_medians[name], block_medians["stock"], strict=True))
         print(

@@ -40,6 +40,7 @@ class Options:
     checkpoint: Path | None  # written at the end, and every `checkpoint_every` steps; resumed from where it exists
     checkpoint_every: int
     digests: bool
+    step_floor_s: float  # forward pass of a step takes at least this long
     gate: str
     block: int  # steps between two visits to the gate
 
@@ -58,6 +59,7 @@ class Options:
         parser.add_argument("--checkpoint", type=Path)
         parser.add_argument("--checkpoint-every", type=int, default=0)
         parser.add_argument("--digests", action="store_true")
+        parser.add_argument("--step-floor-s", type=float, default=0.0)
         parser.add_argument("--gate", default="")
         parser.add_argument("--block", type=int, default=0)
         return Options(**vars(parser.parse_args()))
@@ -81,17 +83,19 @@ class RepeatedRows(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 class Perceptron(L.LightningModule):
-    def __init__(self, width: int, num_layers: int) -> None:
+    def __init__(self, width: int, num_layers: int, step_floor_s: float = 0.0) -> None:
         super().__init__()
         layers: list[torch.nn.Module] = [torch.nn.Linear(NUM_FEATURES, width), torch.nn.ReLU()]
         for _ in range(num_layers):
             layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
+        self._step_floor_s = step_floor_s
         self.samples: list[int] = []  # of the step that is being made, also when it is made again
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
         self.samples = numbers.tolist()
+        time.sleep(self._step_floor_s)
         loss: torch.Tensor = (self.net(inputs) - targets).square().mean()
         return loss
 
@@ -199,7 +203,7 @@ def main() -> None:
         shuffle=True,
         num_workers=options.loader_workers,
     )
-    trainer.fit(Perceptron(options.width, options.num_layers), loader, ckpt_path=resumed)
+    trainer.fit(Perceptron(options.width, options.num_layers, options.step_floor_s), loader, ckpt_path=resumed)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class TorchXRunner:
     """
 
     def __init__(self, scheduler: str, config: Mapping[str, Any]) -> None:
-        self._runner = get_runner("dlrover")
+        self._runner = get_runner()
         self._scheduler = scheduler
         self._config = dict(config)
         # Made now: creating the local scheduler replaces the process's signal handlers, and ours must come after.

@@ -42,6 +42,9 @@ DEFAULT_RESIZE_COST_S = 0.5
 
 NUM_REMEMBERED_WINDOWS = 500
 
+PATIENCE_WITH_A_PLAN_S = 120.0
+"""How long a plan may take to be carried out before another one is made: new nodes may queue, and have to start."""
+
 
 class DLRoverCallback(L.Callback):
     """Profiles every step, learns what workers do to step time, and plans the number of workers.
@@ -261,8 +264,15 @@ class _Analyst:
         round_number, seen = self._in_round
         self._in_round = (profile.round_number, seen + 1 if round_number == profile.round_number else 1)
         waited = time.monotonic() - self._planned_at >= self._plan_every_s or not self._decisions
-        if self._plan_every_s and waited and self._in_round[1] >= 3:
+        if self._plan_every_s and waited and self._in_round[1] >= 3 and not self._is_under_way(profile):
             self._plan(profile, remaining_samples)
+
+    def _is_under_way(self, profile: StepProfile) -> bool:
+        """Whether nodes are still being started or ended for the current plan; judging it now would take it back."""
+        plan = self._membership.view.plan if self._membership is not None else None
+        if plan is None or not plan.binding or plan.num_workers == profile.num_workers:
+            return False
+        return time.time() - plan.created_at < PATIENCE_WITH_A_PLAN_S
 
     def _read_past(self) -> None:
         """What earlier rank 0s have learned and decided; this worker may be the first one or the tenth."""

@@ -146,10 +146,12 @@ class LiveTraining:
         self._next_vote = 0
         self._pending: int | None = None
         self._weighed: int | None = None  # batch whose gradients are computed, if not the last one handed out
+        self._window_is_stale = False  # a worker was lost with its share of the open accumulation window's gradients
         self._attempts: tuple[Position | None, int] = (None, 0)
         self._step_time_s = 0.0
         self._step_end = 0.0
         self._at_boundary = False
+        self._was_resized = False  # the step being made holds a change of the world
         self._stall_from: tuple[float, int] | None = None  # end of the last step before a switch, workers then
         self._undo: _Update | None = None
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
@@ -166,6 +168,8 @@ class LiveTraining:
         if not self._entered:
             self._enter(loader)
         elif loader.cursor < len(loader):
+            if self._window_is_stale:
+                self._redo_window()
             while self._attempt(self._maybe_switch) is None:
                 self._recover()
                 self._redo_window()
@@ -177,11 +181,10 @@ class LiveTraining:
 
     def _note_step_end(self) -> None:
         now = time.perf_counter()
-        if self._stall_from is not None:
-            self._report_stall(now)
-        elif self._step_end:
+        if self._step_end and not self._was_resized:
             took = now - self._step_end
             self._step_time_s = took if not self._step_time_s else 0.8 * self._step_time_s + 0.2 * took
+        self._was_resized = False
         self._step_end = now
 
     def _enter(self, loader: ElasticLoader) -> None:
@@ -386,6 +389,7 @@ class LiveTraining:
         Returns:
             The arguments of the training step for that batch; None if not `inside`.
         """
+        self._window_is_stale = False
         handed_out = self._epoch_loop.batch_progress.current.ready
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
         if earlier == 0 and not inside:
@@ -466,6 +470,7 @@ class LiveTraining:
 
     def _recover(self) -> bool:
         """Form the next round with the survivors. Returns whether this step's update was taken over from another worker."""
+        self._window_is_stale = True
         position = self._position
         if self._attempts[0] != position:
             self._attempts = (position, 0)
@@ -540,6 +545,7 @@ class LiveTraining:
             self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
         self._next_vote = last + 1
+        self._report_stall()
         validations = {p.validation for p in standing.values()}
         if own is not None and own.validation and validations == {own.validation}:
             raise _RepeatValidation
@@ -735,12 +741,15 @@ class LiveTraining:
                 bar.on_train_start(self._trainer, self._trainer.lightning_module)
                 bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
-    def _report_stall(self, now: float) -> None:
-        assert self._stall_from is not None
+    def _report_stall(self) -> None:
+        """Say how long no step was made: from the end of the last one until training could go on."""
+        self._was_resized = True
+        if self._stall_from is None:
+            return
         started, workers = self._stall_from
         self._stall_from = None
         if self.formation is not None and self.formation.rank == 0:
-            seconds = max(0.0, now - started - self._step_time_s)
+            seconds = time.perf_counter() - started
             self.world.membership.event(
                 "stall",
                 f"round {self.formation.round.number}: {seconds:.3f} s between steps",

@@ -83,6 +83,9 @@ class _LoaderWorkerInit:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != self._parent:
                 os._exit(1)
+        # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, which
+        # a dead loader worker would turn into an error; it ends with its worker instead.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for fd, inode in self._sockets:
             try:
                 if os.stat(fd).st_ino == inode:
