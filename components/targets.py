@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.torchx_api import AppStatus, TorchXRunner
+from lightning_dlrover.components.node import PARENT_VARIABLE
+from lightning_dlrover.components.reconcile import AppStatus
+from lightning_dlrover.components.torchx_api import TorchXRunner
 
 __all__ = ["LocalTarget", "NodeSpec", "Target"]
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class NodeSpec:
     prefix: str
     min_workers: int
     max_workers: int
-    max_restarts: int
+    max_restarts: int = 0
 
 
 class Target(Protocol):
@@ -37,27 +49,40 @@ class Target(Protocol):
 
     def status(self, handle: str) -> AppStatus: ...
 
-    def cancel(self, handle: str) -> None: ...
+    def cancel(self, handles: Iterable[str]) -> None:
+        """End apps, all at once, and return when they have ended."""
 
     def logs(self, handle: str) -> list[Path]:
-        """Files that hold the node's output."""
+        """Files that hold the node's output, those of errors last."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End everything that was started."""
 
 
 class LocalTarget:
     """Nodes as processes on this machine, through TorchX's local scheduler.
 
+    Orphans of its nodes become children of this process (PR_SET_CHILD_SUBREAPER) and are known by a mark in their
+    environment, so that `close` finds all that was started here, and nothing else. To be used from the main thread: nodes
+    end with the thread that started them.
+
     Args:
         spec: what the nodes run.
         log_dir: where their output goes.
+        grace_s: from SIGTERM to SIGKILL.
+        hurry: when set, there is no grace.
     """
 
     name = "local"
 
-    def __init__(self, spec: NodeSpec, log_dir: Path) -> None:
+    def __init__(self, spec: NodeSpec, log_dir: Path, grace_s: float = 20.0, hurry: threading.Event | None = None) -> None:
         self._spec = spec
         self._log_dir = log_dir
+        self._grace_s = grace_s
+        self._hurry = hurry or threading.Event()
+        self._mark = uuid.uuid4().hex
+        self._agents: dict[str, psutil.Process] = {}
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 
     def start(self, node: str) -> str:
@@ -72,20 +97,90 @@ class LocalTarget:
             max_restarts=spec.max_restarts,
             key_prefix=spec.prefix,
         )
-        app.roles[0].env["DLROVER_DIE_WITH_PARENT"] = "1"
+        app.roles[0].env |= {PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
         # One worker per node and several nodes per machine: more threads than cores would only get in each other's way.
         app.roles[0].env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        return self._runner.submit(app)
+        self._reap_orphans()
+        before = set(self._children())
+        handle = self._runner.submit(app)
+        started = [p for p in self._children() if p not in before and _leads_its_session(p)]
+        self._agents.update((handle, process) for process in started[-1:])
+        return handle
 
     def status(self, handle: str) -> AppStatus:
         return self._runner.status(handle)
 
-    def cancel(self, handle: str) -> None:
-        self._runner.cancel(handle)
+    def cancel(self, handles: Iterable[str]) -> None:
+        ending = list(handles)
+        # An agent passes SIGTERM on to its worker, and waits for it.
+        self._end([self._agents[handle] for handle in ending if handle in self._agents])
+        for handle in ending:
+            self._runner.cancel(handle)
+            self._agents.pop(handle, None)
 
     def logs(self, handle: str) -> list[Path]:
         app_id = handle.rsplit("/", 1)[-1]
         return [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]
 
     def close(self) -> None:
+        orphans = [p for p in self._children() if p not in self._agents.values() and self._is_ours(p)]
+        self._end([*self._agents.values(), *orphans])
         self._runner.close()
+        self._reap_orphans()
+
+    def _children(self) -> list[psutil.Process]:
+        return sorted(psutil.Process().children(), key=lambda process: process.create_time())
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return bool(process.environ().get(MARK_VARIABLE) == self._mark)
+        except psutil.Error:
+            return False
+
+    def _reap_orphans(self) -> None:
+        """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise."""
+        for pid in self._orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _end(self, roots: list[psutil.Process]) -> None:
+        """End processes and their descendants: SIGTERM to the former, after a grace SIGKILL to all that are left."""
+        family = _with_descendants(roots)
+        for root in roots:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root.terminate()
+        deadline = time.monotonic() + self._grace_s
+        while (left := [p for p in family if _is_running(p)]) and time.monotonic() < deadline and not self._hurry.is_set():
+            time.sleep(0.05)
+            family |= _with_descendants(left)
+        while left := [p for p in _with_descendants(family) if _is_running(p)]:
+            for process in left:
+                # psutil compares the start time first: a reused process id is never signalled.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1.0)
+            family = set(left)
+            if time.monotonic() > deadline + 10.0:
+                return  # in the kernel's hands: nothing more can be done
+
+
+def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+    family = set(processes)
+    for process in list(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(process.children(recursive=True))
+    return family
+
+
+def _leads_its_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) == process.pid
+    except ProcessLookupError:
+        return False
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

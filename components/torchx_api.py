@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torchx.specs as specs
 from torchx.runner import get_runner
 
-__all__ = ["AppStatus", "TorchXRunner"]
+from lightning_dlrover.components.reconcile import AppStatus
 
-AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
+__all__ = ["TorchXRunner"]
 
 _STATES: dict[str, AppStatus] = {
     "UNSUBMITTED": "pending",
@@ -45,12 +45,19 @@ class TorchXRunner:
         return str(self._runner.run(app, self._scheduler, self._config, workspace=None))
 
     def status(self, handle: str) -> AppStatus:
+        """An app that the scheduler does not know is `gone`."""
         status = self._runner.status(handle)
         return _STATES.get(status.state.name, "running") if status is not None else "gone"
 
     def cancel(self, handle: str) -> None:
-        """End an app: SIGTERM, and SIGKILL to what is left after a while. Returns once it has ended."""
+        """End an app. The local scheduler returns once it has ended: SIGTERM, and SIGKILL after 10 s."""
         self._runner.cancel(handle)
 
+    def delete(self, handle: str) -> None:
+        """Remove an app's definition from the scheduler, where it keeps them and TorchX (0.8) can do that."""
+        if hasattr(self._runner, "delete"):
+            self._runner.delete(handle)
+
     def close(self) -> None:
+        """End all apps that the local scheduler has started."""
         self._runner.close()

@@ -704,6 +704,12 @@ class LiveTraining:
             )
             self.world.membership.flush()
 
+    def close_loaders(self) -> None:
+        """End the training loaders' processes."""
+        if self._trainer.fit_loop._combined_loader is not None:
+            for loader in self._loaders:
+                loader.close()
+
     def finish(self) -> None:
         """The training loop has ended here, so all updates are done: from here on the job does not change any more.
 

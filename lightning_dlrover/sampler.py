@@ -84,8 +84,8 @@ class _LoaderWorkerInit:
             if os.getppid() != self._parent:
                 os._exit(1)
         # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, which
-        # a dead loader worker would turn into an error; it ends with its worker instead.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # a dead loader worker would turn into an error: it leaves the group and ends with its worker instead.
+        os.setpgid(0, 0)
         for fd, inode in self._sockets:
             try:
                 if os.stat(fd).st_ino == inode:
@@ -264,6 +264,8 @@ class ElasticLoader:
         assert self._batches is not None
         batch = next(self._batches)
         self.cursor += 1
+        if self.cursor == len(self) and not self._keeps_workers:
+            self.close()
         return batch
 
     def _start(self) -> None:

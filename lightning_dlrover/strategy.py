@@ -355,6 +355,7 @@ class DLRoverStrategy(DDPStrategy):
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
+            self._live.close_loaders()
             if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
                 self._live.finish()
             if trainer.interrupted or self._live.left:

@@ -75,9 +75,7 @@ class LiveAgentStore(Store):
     The workers find each other through etcd and agree on ranks of their own, so nothing depends on these.
     """
 
-    def __init__(
-        self, num_workers_before: int, on_local_world_size: Callable[[int], None], timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, num_workers_before: int, on_local_world_size: Callable[[int], None], timeout_s: float = 300.0) -> None:
         """
         Args:
             num_workers_before: workers of the agents that are alive already; the first global rank of ours.

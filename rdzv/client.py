@@ -103,9 +103,7 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
     endpoints = []
     for part in text.split(","):
         stripped = part.strip()
-        match = re.fullmatch(
-            r"(?:https?://)?(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})/?", stripped
-        )
+        match = re.fullmatch(r"(?:https?://)?(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})/?", stripped)
         if match is None or not 0 < int(match[2]) < 65536:
             raise ValueError(
                 f"etcd endpoint {stripped!r} in {text!r} is not host:port; give for example "
@@ -229,9 +227,7 @@ def version_warning(version: str) -> str | None:
     if fixed is not None and found >= fixed:
         return None
     target = ".".join(map(str, fixed or FIXED_VERSIONS[-1]))
-    losses = (
-        "may lose an acknowledged write when a node crashes and " if (3, 5, 0) <= found < (3, 5, 5) else ""
-    )
+    losses = "may lose an acknowledged write when a node crashes and " if (3, 5, 0) <= found < (3, 5, 5) else ""
     return (
         f"etcd {version} {losses}does not confine users to their prefix (CVE-2026-33413, -33343, -44283); "
         f"upgrade to {target} or newer"
@@ -342,9 +338,7 @@ class EtcdClient:
         revision = int(response.header.revision)
         if not response.succeeded and len(attempts) > 1 and self._was_applied(success, before):
             return Txn(True, revision, [])
-        ranges = [
-            r.response_range for r in response.responses if r.WhichOneof("response") == "response_range"
-        ]
+        ranges = [r.response_range for r in response.responses if r.WhichOneof("response") == "response_range"]
         values = [_key_value(kv) for found in ranges for kv in found.kvs]
         return Txn(bool(response.succeeded), revision, values)
 
@@ -352,11 +346,7 @@ class EtcdClient:
         puts = [op for op in ops if isinstance(op, Put)]
         for put in puts:
             found = self.get(put.key)
-            if (
-                found is not None
-                and found.mod_revision > before
-                and (found.value, found.lease_id) == (put.value, put.lease_id)
-            ):
+            if found is not None and found.mod_revision > before and (found.value, found.lease_id) == (put.value, put.lease_id):
                 return True
         deletes = [op for op in ops if isinstance(op, Delete)]
         return not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
@@ -406,9 +396,7 @@ class EtcdClient:
         while True:
             remaining_s = deadline - time.monotonic()
             if self._closed.is_set():
-                raise EtcdUnavailableError(
-                    f"cannot {action} in etcd at {self.config.endpoints}: the client was closed"
-                )
+                raise EtcdUnavailableError(f"cannot {action} in etcd at {self.config.endpoints}: the client was closed")
             if remaining_s <= 0:
                 raise self._unavailable(action, limit_s, last_error) from last_error
             connection = self._connect()
@@ -466,13 +454,10 @@ class EtcdClient:
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "too many requests" in details:
             return
         if code is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
-            raise LeaseLostError(
-                f"{where}: its lease has expired or was revoked; create a new lease"
-            ) from error
+            raise LeaseLostError(f"{where}: its lease has expired or was revoked; create a new lease") from error
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN):
             raise EtcdUnavailableError(
-                f"{where}: what listens there answers, but not as etcd v3 ({code.name}: {details}); "
-                "check the endpoint"
+                f"{where}: what listens there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
             ) from error
         advice = {
             grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix",
@@ -552,9 +537,7 @@ class EtcdClient:
     def _watch(self, prefix: str, start_revision: int) -> _WatchStream:
         connection = self._connect()
         metadata = self._metadata(connection, time.monotonic() + self.config.timeout_s)
-        create = etcdrpc.WatchCreateRequest(
-            key=prefix.encode(), range_end=_range_end(prefix), start_revision=start_revision
-        )
+        create = etcdrpc.WatchCreateRequest(key=prefix.encode(), range_end=_range_end(prefix), start_revision=start_revision)
         return _WatchStream(connection, etcdrpc.WatchRequest(create_request=create), metadata)
 
 
@@ -697,19 +680,11 @@ class Mirror:
                 while self._revision == seen and not self._closed.is_set():
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
-                        state = (
-                            ""
-                            if self._healthy
-                            else f"; etcd at {self._client.config.endpoints} cannot be reached"
-                        )
-                        raise TimeoutError(
-                            f"waited {timeout_s:g} s for a change under {self.prefix!r}, in vain{state}"
-                        )
+                        state = "" if self._healthy else f"; etcd at {self._client.config.endpoints} cannot be reached"
+                        raise TimeoutError(f"waited {timeout_s:g} s for a change under {self.prefix!r}, in vain{state}")
                     self._changed.wait(remaining_s)
                 if self._closed.is_set():
-                    raise EtcdError(
-                        f"the mirror of {self.prefix!r} was closed while somebody waited for a change"
-                    )
+                    raise EtcdError(f"the mirror of {self.prefix!r} was closed while somebody waited for a change")
 
     def close(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
         """End and join the threads; `on_change` is not called afterwards."""
@@ -736,9 +711,7 @@ class Mirror:
                         stream.cancel()
                 for response in stream:
                     if response.canceled or response.compact_revision:
-                        logger.debug(
-                            "watch of %r ended: %s", self.prefix, response.cancel_reason or "compacted"
-                        )
+                        logger.debug("watch of %r ended: %s", self.prefix, response.cancel_reason or "compacted")
                         break
                     self._healthy = True
                     if response.events:
@@ -758,9 +731,7 @@ class Mirror:
             except EtcdError as error:
                 self._healthy = False
                 if not reported:
-                    logger.warning(
-                        "the copy of %r may be out of date until etcd answers: %s", self.prefix, error
-                    )
+                    logger.warning("the copy of %r may be out of date until etcd answers: %s", self.prefix, error)
                     reported = True
                 self._closed.wait(0.2)
                 continue
@@ -875,9 +846,7 @@ def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
         try:
             return Path(path).read_bytes() if path else None
         except OSError as error:
-            raise EtcdError(
-                f"cannot read {name} {path!r} for etcd at {config.endpoints}: {error.strerror}"
-            ) from error
+            raise EtcdError(f"cannot read {name} {path!r} for etcd at {config.endpoints}: {error.strerror}") from error
 
     return grpc.ssl_channel_credentials(
         read("ca_cert", config.ca_cert), read("cert_key", config.cert_key), read("cert", config.cert)
@@ -919,9 +888,7 @@ def _compare_message(compare: Compare) -> Any:
             result=result,
             create_revision=compare.revision,
         )
-    return etcdrpc.Compare(
-        key=compare.key.encode(), target=etcdrpc.Compare.MOD, result=result, mod_revision=compare.revision
-    )
+    return etcdrpc.Compare(key=compare.key.encode(), target=etcdrpc.Compare.MOD, result=result, mod_revision=compare.revision)
 
 
 def _op_message(op: Op) -> Any:

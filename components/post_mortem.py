@@ -1,0 +1,82 @@
+"""Say why a node failed, from what it and its worker printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["PostMortem", "examine"]
+
+_START = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
+_AGENT_FILE = "torch/distributed/run.py"
+_RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
+_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
+
+# SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them: somebody ended the process, it did not end itself.
+_ENDED_BY_OTHERS = {sign for number in (1, 2, 9, 15) for sign in (-number, 128 + number)}
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """Why a node failed."""
+
+    error: str  # one line; empty when somebody else ended it
+    traceback: str  # empty if there is none
+
+
+def examine(output: str) -> PostMortem:
+    """Why the node with this output failed.
+
+    A killed node and one whose script raised an error look alike to a scheduler, but only the first is worth
+    starting again without further thought.
+    """
+    lines = [_RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
+    tracebacks = list(_tracebacks(lines))
+    own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
+    codes = [int(code) for code in _EXIT_CODE.findall(output)]
+    faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
+    if faults:
+        error = _message(own) if own else f"the script ended with exit code {faults[0]}"
+        return PostMortem(error, "\n".join(own or []))
+    if codes:
+        return PostMortem("", "")
+    # No worker has failed, so the agent itself has: it was killed, was told to end, or could not even start one.
+    agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
+    if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
+        cause = agents[0] if agents else own or []
+        return PostMortem(_message(cause), "\n".join(cause))
+    return PostMortem("", "")
+
+
+def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
+    """Tracebacks with everything that Python chains to them, in the order in which they were printed."""
+    start = 0
+    while start < len(lines):
+        if not lines[start].startswith(_START):
+            start += 1
+            continue
+        end = start + 1
+        while end < len(lines):
+            line = lines[end]
+            if _AGENT_LINE.match(line) or line.startswith(_START):
+                break
+            if line == "":
+                if end + 1 < len(lines) and lines[end + 1] in _CHAINED:
+                    end += 4  # the sentence, an empty line, and the next traceback's first line
+                    continue
+                break
+            end += 1
+        yield lines[start : min(end, len(lines))]
+        start = end
+
+
+def _message(traceback: list[str]) -> str:
+    """The last exception's own line."""
+    last_start = max((i for i, line in enumerate(traceback) if line.startswith(_START)), default=0)
+    return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")
