@@ -24,6 +24,9 @@ __all__ = ["LocalTarget", "NodeSpec", "Target"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
+MARK_VARIABLE = "DLROVER_STARTED_BY"
+"""In the environment of every process of a node."""
+
 
 @dataclass(frozen=True)
 class NodeSpec:
@@ -138,10 +141,14 @@ class LocalTarget:
             return False
 
     def _reap_orphans(self) -> None:
-        """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise."""
-        for pid in self._orphans:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise.
+
+        A child of this process itself leads a session or is in ours, and is somebody else's to wait for.
+        """
+        for process in self._children():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.getsid(process.pid) not in (process.pid, os.getsid(0)):
+                    os.waitpid(process.pid, os.WNOHANG)
 
     def _end(self, roots: list[psutil.Process]) -> None:
         """End processes and their descendants: SIGTERM to the former, after a grace SIGKILL to all that are left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,12 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue, Mirror
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Mirror
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, EventRecord, Keys, RecordError, decode, encode
 from lightning_dlrover.rdzv.rounds import View
 
-__all__ = ["EventLog", "JobNotFoundError", "JobPlace", "connect", "find_job", "read_events", "show_status"]
+__all__ = [
+    "EventLog",
+    "FoundJob",
+    "JobNotFoundError",
+    "JobPlace",
+    "connect",
+    "connect_to_job",
+    "find_job",
+    "read_event_file",
+    "read_events",
+    "read_job",
+    "show_status",
+]
+
+log = logging.getLogger(__name__)
 
 JOB_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -84,21 +99,46 @@ def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
     return client
 
 
-def read_job(client: EtcdClient, keys: Keys) -> View:
+def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
+    """A client for a job that is expected to run.
+
+    Raises:
+        EtcdError: nobody answers there.
+    """
+    try:
+        return connect(place)
+    except EtcdUnavailableError as error:
+        if not (run_dir / place.run_id / EVENTS_FILE).exists():
+            raise
+        raise EtcdUnavailableError(
+            f"{error}; if job {place.run_id!r} has ended, its etcd has ended with it: "
+            f"`dlrover report {place.run_id}` tells what happened"
+        ) from error
+
+
+@dataclass(frozen=True)
+class FoundJob:
+    """A job as etcd shows it."""
+
+    view: View
+    problems: list[str]  # records that cannot be read; a running job ignores them, people should know
+
+
+def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     """The job's records.
 
     Raises:
         JobNotFoundError: etcd holds nothing of the job.
-        RecordError: a record cannot be read.
     """
     _, entries = client.get_prefix(keys.live)
     if not entries:
         raise JobNotFoundError(f"etcd holds no job {keys.run_id!r} under {keys.prefix!r}; is the name right, or has it ended?")
+    problems: list[str] = []
 
     def bad(key: str, error: RecordError) -> None:
-        raise error
+        problems.append(str(error))
 
-    return read_view({entry.key: entry for entry in entries}, keys, {}, bad)
+    return FoundJob(read_view({entry.key: entry for entry in entries}, keys, {}, bad), problems)
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
@@ -151,16 +191,39 @@ class EventLog:
                 stream.write(encode(event) + b"\n")
         return events
 
+    def complete(self, client: EtcdClient) -> None:
+        """Bring the file up to what etcd holds now: the watch may be a moment behind the last words of a job.
 
-def show_status(place: JobPlace, view: View, profiles: dict[str, StepProfile], events: list[EventRecord]) -> dict[str, Any]:
+        Workers write their events on their own, so some arrive late; here they are put in the order in which they happened.
+        """
+        try:
+            last = [entry for entry in client.get_prefix(self.mirror.prefix)[1] if entry.key not in self._seen]
+        except EtcdError as error:
+            log.warning("the last events may be missing in %s: %s", self.file, error)
+            last = []
+        self._seen.update(entry.key for entry in last)
+        known = read_event_file(self.file) if self.file.exists() else []
+        events = sorted([*known, *read_events(last)], key=lambda event: event.at)
+        unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+        unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
+        unfinished.replace(self.file)
+
+
+def show_status(
+    place: JobPlace, found: FoundJob, profiles: dict[str, StepProfile], events: list[EventRecord]
+) -> dict[str, Any]:
     """What `dlrover status` prints, as plain data."""
+    view = found.view
     job, round_, plan = view.job, view.round, view.plan
+    phase = job.phase if job else "not started"
+    if phase in ("starting", "training") and not view.workers and not view.agents:
+        phase = "stopped"  # ended from outside: nobody was left to write it down
     members = round_.members if round_ else []
     rates = [profile.samples_per_s for worker, profile in profiles.items() if worker in members]
     return {
         "run_id": place.run_id,
         "endpoint": place.endpoint,
-        "phase": job.phase if job else "not started",
+        "phase": phase,
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,
         "global_batch_size": job.global_batch_size if job else None,
@@ -183,4 +246,5 @@ def show_status(place: JobPlace, view: View, profiles: dict[str, StepProfile], e
         if plan
         else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
+        "problems": found.problems,
     }
