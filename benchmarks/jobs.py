@@ -239,6 +239,19 @@ class Job:
             raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for agents {running} to end")
         return [agent.returncode for agent in self.agents]
 
+    def dump_stacks(self) -> None:
+        """Write what every living process of the job is doing beside its logs, if `py-spy` is installed."""
+        py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        if py_spy is None:
+            return
+        pids = [agent.pid for agent in self.agents if agent.poll() is None]
+        pids += [child.pid for pid in pids for child in _children(pid, recursive=True)]
+        with (self.folder / "stacks.txt").open("wb") as file:
+            for pid in pids:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    command = [py_spy, "dump", "--native", "--pid", str(pid)]
+                    subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=20.0, check=False)
+
     def ends_of_logs(self, num_lines: int = 15) -> Iterator[str]:
         for file in sorted(self.folder.glob("*.log")):
             lines = file.read_text(errors="replace").splitlines()[-num_lines:]

@@ -95,6 +95,7 @@ def run(job: Job, agent_options: list[str], scenario: Scenario, deadline_s: floa
             problem = f"agents ended with {codes}"
     except BenchmarkError as error:
         problem = str(error)
+        job.dump_stacks()
     steps = job.steps()
     last = max((step.number for step in steps), default=0)
     if not problem and last != scenario.num_steps:

@@ -64,7 +64,7 @@ class DLRoverCallback(L.Callback):
         self._profiler: StepProfiler | None = None
         self._analyst: _Analyst | None = None
         self._strategy: DLRoverStrategy | None = None
-        self._timed_model: object = None
+        self._timed_model = 0
         self._known_place: tuple[tuple[int, int], Place | None] = ((0, 0), None)
         self._batch_ended = 0.0
 
@@ -101,8 +101,9 @@ class DLRoverCallback(L.Callback):
         assert profiler is not None
         assert strategy is not None
         profiler.step_ended(self._place(trainer, strategy), trainer.global_step)
-        if strategy.model is not self._timed_model:
-            self._timed_model = strategy.model
+        if id(strategy.model) != self._timed_model:
+            # Not the model itself: keeping an old DDP wrapper alive would keep its group and hooks alive, too.
+            self._timed_model = id(strategy.model)
             if isinstance(strategy.model, DistributedDataParallel):
                 strategy.model._set_ddp_runtime_logging_sample_rate(COMMUNICATION_SAMPLE_STEPS)  # type: ignore[no-untyped-call]
         if profiler.age_s >= self._window_s and profiler.num_steps >= 3 and (profile := self._close_window(trainer)):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -92,6 +92,7 @@ class _State:
     python_random: object
     numpy_random: object
     logger_versions: list[Any]
+    checkpoint_folders: dict[str, Any]
 
 
 @dataclass
@@ -568,7 +569,7 @@ class LiveTraining:
     def _capture(self) -> _Update:
         module = self._trainer.lightning_module
         return _Update(
-            model={name: value.detach() for name, value in module.state_dict().items()},
+            model={name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)},
             optimizers=[optimizer.state_dict()["state"] for optimizer in self._trainer.optimizers],
             manual_steps=self._epoch_loop.manual_optimization.optim_step_progress.state_dict(),
         )
@@ -576,7 +577,8 @@ class LiveTraining:
     def _apply(self, update: _Update) -> None:
         with torch.no_grad():
             for name, value in self._trainer.lightning_module.state_dict().items():
-                value.copy_(update.model[name])
+                if isinstance(value, torch.Tensor):
+                    value.copy_(update.model[name])
         for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
             # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -592,12 +594,17 @@ class LiveTraining:
             python_random=random.getstate(),
             numpy_random=np.random.get_state(),
             logger_versions=[logger.version for logger in self._trainer.loggers],
+            checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
         )
 
     def _restore(self, state: _State) -> None:
         trainer = self._trainer
         for loader, loader_state in zip(self._loaders, state.loaders, strict=True):
             loader.load_state(loader_state)
+        for callback in self._callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in state.checkpoint_folders:
+                # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
+                callback.dirpath = state.checkpoint_folders[callback.state_key]
         self._restore_checkpoint(state.checkpoint)
         self._epoch_loop_fetcher().fetched = self._loaders[0].cursor
         self._updates = state.updates
@@ -650,8 +657,12 @@ class LiveTraining:
         record = self.world.membership.newest_checkpoint()
         if record is None or record.global_step <= self._trainer.global_step:
             return False
+        try:
+            checkpoint = self._strategy.load_checkpoint(record.path)
+        except FileNotFoundError:
+            log.warning("run %s: the newest checkpoint, %s, is not on this host", self.world.config.run_id, record.path)
+            return False
         log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
-        checkpoint = self._strategy.load_checkpoint(record.path)
         self._restore_checkpoint(checkpoint)
         progress = self._epoch_loop.batch_progress.current.ready
         for loader in self._loaders:
@@ -669,8 +680,12 @@ class LiveTraining:
 
     def saved_checkpoint(self, path: str) -> None:
         """Rank 0: remember a checkpoint for the case that no living worker is left."""
-        if self._rank == 0 and self._entered:
+        if self._rank != 0 or not self._entered:
+            return
+        try:
             self.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=self._trainer.global_step))
+        except EtcdError as error:
+            log.warning("run %s: checkpoint %s is not on record: %s", self.world.config.run_id, path, error)
 
     # --- leaving -----------------------------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class ElasticLoader:
         self._drop_last = loader.drop_last
         sampler = loader.sampler
         self._user_sampler: Any = None
-        self._seed = 0
+        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         if isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
             self._user_sampler = sampler.dataset._sampler  # wrapped by Lightning
             self._shuffle, self._seed = False, sampler.seed

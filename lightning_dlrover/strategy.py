@@ -129,6 +129,8 @@ class DLRoverStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._world_config is None:
             return super().distributed_sampler_kwargs
+        if self.lightning_module is not None and self._lightning_trainer.predicting:
+            return {"num_replicas": self.world_size, "rank": self.global_rank if self.world_size > 1 else 0}
         # Lightning's sampler only carries dataset, shuffle and seed to `process_dataloader`, where the split is made.
         return {"num_replicas": 1, "rank": 0}
 
@@ -201,9 +203,9 @@ class DLRoverStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         live = self._live
-        if live is None or not isinstance(dataloader, DataLoader):
-            return dataloader
         trainer = self._lightning_trainer
+        if live is None or not isinstance(dataloader, DataLoader) or trainer.predicting:
+            return dataloader
         training = bool(trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train"))
         workers = self._agree_on_start_workers()
         batch_size = dataloader.batch_size

@@ -29,6 +29,7 @@ from lightning_dlrover.rdzv.client import (
     Delete,
     EtcdClient,
     EtcdError,
+    EtcdUnavailableError,
     KeyValue,
     Mirror,
     Put,
@@ -396,7 +397,11 @@ class Membership:
         """Probe workers and bury those whose process is certainly gone."""
         records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
         if dead := dead_workers(records):
-            self.bury(dead)
+            try:
+                self.bury(dead)
+            except EtcdUnavailableError as error:
+                # Who is dead stays dead: the next probe, or the lease, will do.
+                log.debug("run %s: could not bury %s: %s", self._config.run_id, dead, error)
 
     # --- what workers write for others ----------------------------------------------------------------------------------
 

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, parse_endpoints
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError, parse_endpoints
 from lightning_dlrover.rdzv.membership import EvictedError, Membership, MembershipConfig
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RoundRecord
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "is_group_failure"]
@@ -261,7 +261,7 @@ class World:
         return formation
 
     def _await_admission(self) -> RoundRecord:
-        self.membership.update("ready", self._number, self._fingerprint)
+        self._write_state("ready", self._number, self._fingerprint)
 
         def look(view: View) -> RoundRecord | None:
             if view.round is not None and self.worker_id in view.round.members and view.round.number > self._number:
@@ -367,7 +367,7 @@ class World:
                 )
             else:
                 self.formation = formation
-                self.membership.update("active", target.number)
+                self._write_state("active", target.number)
                 return formation
             self._destroy()
             target = self._next_after(target)
@@ -375,7 +375,7 @@ class World:
     def _next_after(self, broken: RoundRecord) -> RoundRecord:
         self.membership.bury_the_dead(broken.members)
         if self.worker_id in broken.members:
-            self.membership.update("ready" if self._admitting else "reforming", broken.number)
+            self._write_state("ready" if self._admitting else "reforming", broken.number)
         last_probe = time.monotonic()
 
         def probe() -> None:
@@ -463,6 +463,17 @@ class World:
                 )
             # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
             self._pause(0.003)
+
+    def _write_state(self, state: WorkerState, number: int, fingerprint: str | None = None) -> None:
+        """Write this worker's state; while etcd is away a change of membership waits."""
+        deadline = time.monotonic() + self.config.wait_timeout_s
+        while True:
+            try:
+                self.membership.update(state, number, fingerprint)
+                return
+            except EtcdUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
 
     def _raise_if_superseded(self, target: RoundRecord) -> None:
         newest = self.membership.view.round
