@@ -1,33 +1,60 @@
-"""Add and end nodes so that the job has as many workers as its plan says.
+"""Keep the nodes of one job as its plan says.
 
-`reconcile` decides, as a pure function of what etcd and the scheduler say. `Controller` holds the job's `controller` key,
-carries the actions out and looks again. Which worker leaves when there are too many is not decided here: the workers'
-convener drops the highest rank, whose worker hands over and exits, and its app ends by itself.
+`Controller` holds the job's `controller` key, looks at etcd and at the scheduler, lets `reconcile.py` decide and carries that
+out. What it knows is in etcd, so it may be started again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.components.targets import Target
-from lightning_dlrover.components.torchx_api import AppStatus
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdError, KeyValue, Mirror, Put, absent
+from lightning_dlrover.components.post_mortem import PostMortem, examine
+from lightning_dlrover.components.reconcile import (
+    Action,
+    AddNode,
+    AppStatus,
+    CancelNode,
+    Give,
+    JobView,
+    Node,
+    Patience,
+    Warn,
+    reconcile,
+)
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdError, Lease, Mirror, Put, absent, modified
 from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import ControllerRecord, Keys, PlanRecord, RecordError, decode, encode
+from lightning_dlrover.rdzv.records import (
+    ControllerRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RecordError,
+    decode,
+    encode,
+)
 from lightning_dlrover.rdzv.rounds import View
 
-__all__ = ["AddNode", "CancelNode", "Controller", "ControllerBusyError", "Give", "JobView", "Node", "Patience", "reconcile"]
+if TYPE_CHECKING:
+    from lightning_dlrover.components.targets import Target
+
+__all__ = ["Controller", "ControllerBusyError", "Limits"]
 
 log = logging.getLogger(__name__)
+
+LEASE_TTL_S = 10.0
+SAME_FAILURE_S = 30.0
+"""Nodes that fail within so many seconds of each other fail for one reason: the first one's."""
 
 
 class ControllerBusyError(RuntimeError):
@@ -35,109 +62,47 @@ class ControllerBusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Limits of what the controller waits for, seconds and counts."""
+class Limits:
+    """How many workers the job may have."""
 
-    max_failures: int = 20  # node failures in a row without progress
-    first_backoff_s: float = 0.5  # before a failed node is replaced; doubles with every failure in a row
-    max_backoff_s: float = 30.0
-    drain_s: float = 60.0  # a node that no round needs ends by itself
-    finish_s: float = 60.0  # nodes end after the job has finished
+    min_workers: int
+    max_workers: int
 
 
-@dataclass(frozen=True)
-class Node:
-    """One one-node app."""
+@dataclass
+class _App:
+    """What we remember of one node."""
 
-    name: str
-    status: AppStatus
-    has_member: bool  # a worker of it is a member of the current round
-    surplus_s: float  # for how long it has had no member while there were too many nodes
-    failed_by_signal: bool = False
+    handle: str
+    started_at: float
+    status: AppStatus = "pending"
+    agent_seen: bool = False
+    has_worker: bool = False
+    is_member: bool = False
+    worker_seen_at: float | None = None
+    member_seen_at: float | None = None
+    ended_at: float | None = None
+    post_mortem: PostMortem | None = None
+    stopped_job: bool = False
+    warned: bool = False
+    cancelled: bool = False
+    all_shown: bool = False
+    shown: dict[Path, int] = field(default_factory=dict)  # bytes of each file
 
     @property
     def is_living(self) -> bool:
         return self.status in ("pending", "running")
 
 
-@dataclass(frozen=True)
-class JobView:
-    """What the controller decides on."""
-
-    phase: Literal["none", "starting", "training", "finished", "failed"]
-    wanted: int
-    nodes: Sequence[Node]
-    failures_in_a_row: int
-    since_failure_s: float
-    since_end_s: float  # since the job's phase became finished or failed
-
-
-@dataclass(frozen=True)
-class AddNode:
-    pass
-
-
-@dataclass(frozen=True)
-class CancelNode:
-    name: str
-
-
-@dataclass(frozen=True)
-class Give:
-    """Nothing is left to do: the job is over."""
-
-    exit_code: int
-    reason: str
-
-
-Action = AddNode | CancelNode | Give
-
-
-def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
-    """What to do next; nothing when all is as the plan says."""
-    living = [node for node in view.nodes if node.is_living]
-    if view.phase in ("finished", "failed"):
-        if not living:
-            return [Give(0 if view.phase == "finished" else 1, f"the job has {view.phase}")]
-        return [CancelNode(node.name) for node in living] if view.since_end_s > patience.finish_s else []
-    failed = [node for node in view.nodes if node.status == "failed"]
-    if view.phase == "none" and view.nodes and not living and not failed:
-        return [Give(0, "the script has ended on all nodes")]
-    own_fault = [node for node in failed if not node.failed_by_signal]
-    if view.phase in ("none", "starting") and own_fault:
-        # Nothing was ever trained, so starting it again would fail again.
-        return [CancelNode(n.name) for n in living] or [Give(1, f"node {own_fault[0].name} failed before training began")]
-    if view.failures_in_a_row >= patience.max_failures:
-        return [CancelNode(n.name) for n in living] or [Give(1, f"{view.failures_in_a_row} nodes failed in a row")]
-    actions: list[Action] = []
-    backoff_s = min(patience.max_backoff_s, patience.first_backoff_s * 2 ** max(0, view.failures_in_a_row - 1))
-    if view.failures_in_a_row == 0 or view.since_failure_s >= backoff_s:
-        actions += [AddNode()] * max(0, view.wanted - len(living))
-    excess = len(living) - view.wanted
-    surplus = [node for node in living if not node.has_member and node.surplus_s > patience.drain_s]
-    actions += [CancelNode(node.name) for node in surplus[: max(0, excess)]]
-    return actions
-
-
-@dataclass
-class _App:
-    handle: str
-    status: AppStatus = "pending"
-    surplus_since: float | None = None
-    counted: bool = False
-    read: dict[Path, int] = field(default_factory=dict)  # bytes of its output shown so far
-
-
 class Controller:
-    """Carries out a job's plan on one target. Use as a context manager: leaving it ends all nodes it started.
+    """Carries out a job's plan on one target. Use as a context manager: leaving it ends all nodes that it started.
 
     Args:
         client: connected.
         keys: the job.
         target: where nodes run.
-        min_workers: the first plan, when there is none yet.
-        max_workers: never more nodes than this, whatever the plan says.
-        show: called with every line of the nodes' output, prefixed by the node.
+        limits: the plan is kept within these; the lower one is the first plan.
+        show: called with every line of the nodes' output, the node's name in front.
 
     Raises:
         ControllerBusyError: another controller acts for the job.
@@ -148,8 +113,7 @@ class Controller:
         client: EtcdClient,
         keys: Keys,
         target: Target,
-        min_workers: int,
-        max_workers: int,
+        limits: Limits,
         run_dir: str = "",
         show: Callable[[str], None] = print,
         patience: Patience | None = None,
@@ -157,28 +121,30 @@ class Controller:
         self._client = client
         self._keys = keys
         self._target = target
-        self._limits = (min_workers, max_workers)
+        self._limits = limits
         self._show = show
         self._patience = patience or Patience()
         self._apps: dict[str, _App] = {}
-        self._num_started = 0
         self._failures_in_a_row = 0
         self._failed_at = 0.0
-        self._ended_at: float | None = None
         self._round_at_failure = 0
-        self._cache: dict[str, object] = {}
+        self._cache: dict[str, Any] = {}
+        self._is_closed = False
+        self._etcd_was_away = False
         self._record = ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
-        self._lease = client.lease(10)
-        won = client.txn([absent(keys.controller)], [Put(keys.controller, encode(self._record), self._lease.id)])
-        if not won.succeeded:
-            self._lease.revoke()
-            raise ControllerBusyError(_busy_text(client, keys))
-        self._lease.keep_alive()
+        self._lease = self._take_over()
+        self._mirror = Mirror(client, keys.live)
+        # Nodes of a controller before us may still be ending; their names must not be taken for ours.
+        labels = [agent.labels.get("node", "") for agent in self._view().agents.values()]
+        self._num_started = max((int(m[1]) for label in labels if (m := re.fullmatch(r"node(\d+)", label))), default=0)
         plan = PlanRecord(
-            min_workers, "initial", f"start with the fewest workers, {min_workers}", binding=True, created_at=time.time()
+            limits.min_workers,
+            "initial",
+            f"start with the fewest workers, {limits.min_workers}",
+            binding=True,
+            created_at=time.time(),
         )
         client.txn([absent(keys.plan)], [Put(keys.plan, encode(plan))])
-        self._mirror = Mirror(client, keys.live)
 
     def __enter__(self) -> Controller:
         return self
@@ -187,161 +153,262 @@ class Controller:
         self.close()
 
     def step(self) -> Give | None:
-        """Look, act, and show new output. Returns what ended the job, or None while it goes on."""
-        if self._lease.lost.is_set():
-            raise ControllerBusyError(f"run {self._keys.run_id!r}: this controller's lease was lost; another one may act now")
+        """Look, act, and show new output. Returns what ended the job, or None while it goes on.
+
+        Raises:
+            ControllerBusyError: another controller has taken over.
+        """
+        may_act = self._holds_key()
         view = self._view()
-        for action in reconcile(self._look(view), self._patience):
-            if isinstance(action, Give):
-                self._show_output()
-                return action
-            if isinstance(action, AddNode):
-                self._add()
-            else:
-                log.info("run %s: ending node %s", self._keys.run_id, action.name)
-                self._target.cancel(self._apps[action.name].handle)
+        self._look(view)
+        end = self._act(reconcile(self._job_view(view, may_act), self._patience))
         self._show_output()
-        return None
+        if may_act:
+            self._publish_apps()
+        return end
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something in etcd may have changed, or after `timeout_s`."""
+        """Return when something in etcd has changed, or after `timeout_s`."""
         revision = self._mirror.revision
-        try:
+        with contextlib.suppress(TimeoutError):
             self._mirror.wait_for(lambda _: True if self._mirror.revision != revision else None, timeout_s)
-        except TimeoutError:
-            return
 
-    def failure_text(self) -> str | None:
-        """The first traceback that a node of this job printed, for people; None if there is none."""
-        for app in self._apps.values():
-            if app.status != "failed":
-                continue
-            for file in self._target.logs(app.handle):
-                if (text := first_traceback(file.read_text(errors="replace"))) is not None:
-                    return text
-        return None
+    def failure_text(self) -> str:
+        """The traceback that the first of the nodes that failed last has printed; empty if there is none."""
+        faults = [(app.ended_at or 0.0, app.post_mortem) for app in self._apps.values()]
+        known = [(ended_at, found) for ended_at, found in faults if found is not None and found.error]
+        if not known:
+            return ""
+        last = max(ended_at for ended_at, _ in known)
+        _, first = min((f for f in known if f[0] >= last - SAME_FAILURE_S), key=lambda f: f[0])
+        return first.traceback or first.error
 
-    def close_nodes(self) -> None:
+    def end_nodes(self) -> None:
         """End all nodes that are still running."""
-        for name, app in self._apps.items():
-            if app.status in ("pending", "running"):
-                log.info("run %s: ending node %s", self._keys.run_id, name)
-                self._target.cancel(app.handle)
-                app.status = "cancelled"
+        self._cancel([name for name, app in self._apps.items() if app.is_living])
         self._show_output()
 
     def close(self) -> None:
         """End all nodes that are still running, and give the job's controller key back."""
-        self.close_nodes()
-        self._target.close()
-        self._mirror.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
-            self._lease.revoke()
-        except EtcdError as error:
-            log.info("run %s: the controller's lease ends by itself: %s", self._keys.run_id, error)
+            self.end_nodes()
+        finally:
+            self._target.close()
+            self._mirror.close()
+            try:
+                self._lease.revoke()
+            except EtcdError as error:
+                log.info("run %s: the controller's lease ends by itself: %s", self._keys.run_id, error)
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- the right to act ----------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> Lease:
+        """A lease that holds the controller key.
+
+        Raises:
+            ControllerBusyError: another one holds it.
+        """
+        lease = self._client.lease(LEASE_TTL_S)
+        key = self._keys.controller
+        if not self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)]).succeeded:
+            lease.revoke()
+            raise ControllerBusyError(_busy_text(self._client, self._keys))
+        return lease.keep_alive()
+
+    def _holds_key(self) -> bool:
+        """Whether etcd answers and we are the one who acts. Comes back by itself after both have been lost."""
+        try:
+            if self._lease.lost.is_set():
+                self._lease.close()
+                self._lease = self._take_over()
+        except EtcdError:
+            return False
+        if self._mirror.healthy == self._etcd_was_away:
+            self._etcd_was_away = not self._mirror.healthy
+            state = "cannot be reached, nodes are left as they are" if self._etcd_was_away else "is back"
+            log.warning("run %s: etcd %s", self._keys.run_id, state)
+        return self._mirror.healthy
+
+    # --- looking -------------------------------------------------------------------------------------------------------
 
     def _view(self) -> View:
         def bad(key: str, error: RecordError) -> None:
             log.error("run %s: ignored a record: %s", self._keys.run_id, error)
 
-        entries: dict[str, KeyValue] = self._mirror.snapshot()
-        return read_view(entries, self._keys, self._cache, bad)  # type: ignore[arg-type]
+        return read_view(self._mirror.snapshot(), self._keys, self._cache, bad)
 
-    def _look(self, view: View) -> JobView:
+    def _look(self, view: View) -> None:
+        """Bring what we remember of the nodes up to date."""
         now = time.monotonic()
-        round_number = view.round.number if view.round else 0
-        agents = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
-        members = {agents.get(view.workers[w].agent_id, "") for w in view.survivors}
-        plan = view.plan.num_workers if view.plan is not None and view.plan.binding else self._limits[0]
-        wanted = min(self._limits[1], max(self._limits[0], plan))
-        nodes = []
+        names = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        with_agent = set(names.values())
+        with_worker = {names.get(worker.agent_id, "") for worker in view.workers.values()}
+        with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
         for name, app in self._apps.items():
-            if app.status in ("pending", "running"):
-                app.status = self._target.status(app.handle)
-            if app.status == "failed" and not app.counted:
-                app.counted = True
-                # Progress between two failures means that they have nothing to do with each other.
-                self._failures_in_a_row = self._failures_in_a_row + 1 if round_number == self._round_at_failure else 1
-                self._failed_at, self._round_at_failure = now, round_number
-            has_member = name in members
-            app.surplus_since = None if has_member else app.surplus_since or now
-            signalled = app.status == "failed" and self._was_signalled(app)
-            nodes.append(Node(name, app.status, has_member, now - (app.surplus_since or now), signalled))
-        phase = view.job.phase if view.job is not None else "none"
-        if phase in ("finished", "failed"):
-            self._ended_at = self._ended_at or now
+            app.agent_seen = app.agent_seen or name in with_agent
+            app.has_worker, app.is_member = name in with_worker, name in with_member
+            app.worker_seen_at = now if app.has_worker else app.worker_seen_at
+            app.member_seen_at = now if app.is_member else app.member_seen_at
+            if app.is_living and (status := self._target.status(app.handle)) != app.status:
+                app.status = status
+                if status not in ("pending", "running"):
+                    self._note_end(name, app, view, now, is_last=not with_member - {name})
+
+    def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
+        app.ended_at = now
+        log.info("run %s: %s has %s", self._keys.run_id, name, app.status)
+        if app.status != "failed":
+            return
+        app.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(app.handle)))
+        app.stopped_job = is_last
+        round_number = view.round.number if view.round else 0
+        # A round formed since the last failure is progress: the two have nothing to do with each other.
+        self._failures_in_a_row = self._failures_in_a_row + 1 if round_number == self._round_at_failure else 1
+        self._failed_at, self._round_at_failure = now, round_number
+
+    def _job_view(self, view: View, may_act: bool) -> JobView:
+        now = time.monotonic()
+        plan = view.plan.num_workers if view.plan is not None and view.plan.binding else self._limits.min_workers
+        nodes = [
+            Node(
+                name=name,
+                status=app.status,
+                agent_seen=app.agent_seen,
+                has_worker=app.has_worker,
+                is_member=app.is_member,
+                workerless_s=now - app.worker_seen_at if app.worker_seen_at is not None else 0.0,
+                idle_s=now - (app.member_seen_at or app.started_at),
+                age_s=now - app.started_at,
+                ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
+                error=app.post_mortem.error if app.post_mortem else "",
+                stopped_job=app.stopped_job,
+                warned=app.warned,
+            )
+            for name, app in self._apps.items()
+        ]
         return JobView(
-            phase=phase,
-            wanted=wanted,
+            phase=view.job.phase if view.job is not None else "none",
+            wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)),
             nodes=nodes,
+            may_act=may_act,
             failures_in_a_row=self._failures_in_a_row,
             since_failure_s=now - self._failed_at,
-            since_end_s=now - self._ended_at if self._ended_at is not None else 0.0,
         )
 
-    def _was_signalled(self, app: _App) -> bool:
-        """Whether the node failed because a process was killed, and not by an error of the script."""
-        texts = [file.read_text(errors="replace") for file in self._target.logs(app.handle)]
-        codes = [int(code) for text in texts for code in re.findall(r"exitcode\s*:\s*(-?\d+)", text)]
-        return not any(code > 0 for code in codes)
+    # --- acting --------------------------------------------------------------------------------------------------------
 
-    # --- acting -------------------------------------------------------------------------------------------------------
+    def _act(self, actions: Sequence[Action]) -> Give | None:
+        end = None
+        cancelled = []
+        for action in actions:
+            match action:
+                case AddNode():
+                    self._add()
+                case CancelNode():
+                    log.info("run %s: ending %s: %s", self._keys.run_id, action.name, action.reason)
+                    cancelled.append(action.name)
+                case Warn():
+                    self._apps[action.name].warned = True
+                    log.warning("run %s: %s", self._keys.run_id, action.text)
+                case Give():
+                    end = action
+        self._cancel(cancelled)
+        if end is not None and end.exit_code:
+            self._declare_failed(end.reason)
+        return end
 
     def _add(self) -> None:
         self._num_started += 1
         name = f"node{self._num_started}"
-        self._apps[name] = _App(self._target.start(name))
-        apps = {n: a.handle for n, a in self._apps.items() if a.status in ("pending", "running")}
-        self._record = dataclasses.replace(self._record, apps=apps)
-        self._client.put(self._keys.controller, encode(self._record), self._lease)
+        now = time.monotonic()
+        try:
+            self._apps[name] = _App(self._target.start(name), now)
+        except Exception as error:  # schedulers raise what they like
+            log.error("run %s: %s could not be started: %s", self._keys.run_id, name, error)
+            problem = PostMortem(f"it could not be started: {type(error).__name__}: {error}", "")
+            self._apps[name] = _App("", now, "failed", ended_at=now, post_mortem=problem, all_shown=True)
+            self._failures_in_a_row += 1
+            self._failed_at = now
+            return
         log.info("run %s: started %s", self._keys.run_id, name)
+
+    def _cancel(self, names: Sequence[str]) -> None:
+        """End nodes, all at once."""
+        for name in names:
+            self._apps[name].cancelled = True
+        self._target.cancel([self._apps[name].handle for name in names])
+        for name in names:
+            self._apps[name].status, self._apps[name].ended_at = "cancelled", time.monotonic()
+
+    def _publish_apps(self) -> None:
+        apps = {name: app.handle for name, app in self._apps.items() if app.is_living}
+        if apps == self._record.apps:
+            return
+        record = dataclasses.replace(self._record, apps=apps)
+        try:
+            self._client.put(self._keys.controller, encode(record), self._lease)
+            self._record = record
+        except EtcdError as error:
+            log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
+
+    def _declare_failed(self, reason: str) -> None:
+        """Tell nodes that others have started, and whoever asks later."""
+        event = EventRecord("error", time.time(), f"the job has failed: {reason}"[:2000])
+        key = self._keys.job
+        try:
+            self._client.put(f"{self._keys.events}{time.time_ns():020d}-controller", encode(event))
+            while (entry := self._client.get(key)) is not None:
+                job = decode(JobRecord, entry.value, key)
+                if job.phase in ("finished", "failed"):
+                    return
+                failed = encode(dataclasses.replace(job, phase="failed", message=reason[:2000]))
+                if self._client.txn([modified(key) == entry.mod_revision], [Put(key, failed)]).succeeded:
+                    return
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)
+
+    # --- output --------------------------------------------------------------------------------------------------------
 
     def _show_output(self) -> None:
         for name, app in self._apps.items():
+            if app.all_shown:
+                continue
+            # Only what a node that still lives writes may end in the middle of a line.
+            app.all_shown = not app.is_living
             for file in self._target.logs(app.handle):
-                with file.open("rb") as stream:
-                    stream.seek(app.read.get(file, 0))
-                    chunk = stream.read()
-                complete, _, rest = chunk.rpartition(b"\n")
-                if app.status not in ("pending", "running"):
-                    complete, _, rest = chunk, b"", b""
-                app.read[file] = app.read.get(file, 0) + len(chunk) - len(rest)
-                for line in complete.decode(errors="replace").splitlines():
+                if app.cancelled and file.name.startswith("stderr"):
+                    continue  # the agent's traceback for a signal that came from us
+                for line in _new_lines(file, app.shown, whole=not app.is_living):
                     self._show(f"[{name}] {line}")
 
 
-def first_traceback(text: str) -> str | None:
-    """The first Python traceback in a process's output that is not the elastic agent's own."""
-    lines = text.splitlines()
-    for start, line in enumerate(lines):
-        # Workers may print a prefix before each line.
-        column = line.find("Traceback (most recent call last):")
-        if column < 0:
-            continue
-        end = start + 1
-        while end < len(lines) and (lines[end][column : column + 1] in (" ", "") and end + 1 < len(lines)):
-            end += 1
-        block = [each[column:] for each in lines[start : end + 1]]
-        if "torch/distributed/run.py" not in "\n".join(block):
-            return "\n".join(block)
-    return None
+def _new_lines(file: Path, shown: dict[Path, int], whole: bool) -> list[str]:
+    with file.open("rb") as stream:
+        stream.seek(shown.get(file, 0))
+        chunk = stream.read()
+    if not whole:
+        chunk = chunk[: chunk.rfind(b"\n") + 1]
+    shown[file] = shown.get(file, 0) + len(chunk)
+    lines = chunk.decode(errors="replace").removesuffix("\n").split("\n") if chunk else []
+    # A progress bar writes over its line: its last state is enough.
+    return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines]
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace")
 
 
 def _busy_text(client: EtcdClient, keys: Keys) -> str:
     entry = client.get(keys.controller)
-    text = f"job {keys.run_id!r} is already run by another controller"
+    who = "another controller"
     if entry is not None:
-        try:
+        with contextlib.suppress(RecordError):
             record = decode(ControllerRecord, entry.value, entry.key)
-        except RecordError:
-            return text
-        text = f"job {keys.run_id!r} is already run by process {record.pid} on {record.host}"
-    return f"{text}; choose another --rdzv-id, or use `dlrover scale` to resize it"
-
-
-def living_controller(entries: Mapping[str, KeyValue], keys: Keys) -> ControllerRecord | None:
-    """The controller that acts for a job, if one does."""
-    entry = entries.get(keys.controller)
-    return decode(ControllerRecord, entry.value, entry.key) if entry is not None else None
+            who = f"process {record.pid} on {record.host}"
+    return (
+        f"job {keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
+        f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"
+    )

@@ -4,8 +4,7 @@ A job is as many of these apps as its plan says, all with the same rendezvous id
 `torchx run -s local_cwd components/elastic.py:train --script train.py --rdzv_endpoint HOST:PORT`.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: TorchX reads the types of a component from its signature.
 import sys
 
 import torchx.specs as specs

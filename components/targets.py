@@ -85,6 +85,7 @@ class LocalTarget:
         self._hurry = hurry or threading.Event()
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
+        self._nodes: dict[str, str] = {}  # names of those that have not been seen to end, by handle
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 
@@ -106,12 +107,20 @@ class LocalTarget:
         self._reap_orphans()
         before = set(self._children())
         handle = self._runner.submit(app)
+        self._nodes[handle] = node
         started = [p for p in self._children() if p not in before and _leads_its_session(p)]
         self._agents.update((handle, process) for process in started[-1:])
         return handle
 
     def status(self, handle: str) -> AppStatus:
-        return self._runner.status(handle)
+        status = self._runner.status(handle)
+        if status not in ("pending", "running") and (node := self._nodes.pop(handle, None)) is not None:
+            # An agent that was killed has left its worker behind. One that trains hands over when it is asked to end.
+            for process in self._orphans():
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("DLROVER_NODE") == node:
+                        process.terminate()
+        return status
 
     def cancel(self, handles: Iterable[str]) -> None:
         ending = list(handles)
@@ -126,19 +135,20 @@ class LocalTarget:
         return [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]
 
     def close(self) -> None:
-        orphans = [p for p in self._children() if p not in self._agents.values() and self._is_ours(p)]
-        self._end([*self._agents.values(), *orphans])
+        self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
         self._reap_orphans()
 
     def _children(self) -> list[psutil.Process]:
         return sorted(psutil.Process().children(), key=lambda process: process.create_time())
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return bool(process.environ().get(MARK_VARIABLE) == self._mark)
-        except psutil.Error:
-            return False
+    def _orphans(self) -> list[psutil.Process]:
+        orphans = []
+        for process in self._children():
+            with contextlib.suppress(psutil.Error):
+                if process not in self._agents.values() and process.environ().get(MARK_VARIABLE) == self._mark:
+                    orphans.append(process)
+        return orphans
 
     def _reap_orphans(self) -> None:
         """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise.
@@ -181,13 +191,13 @@ def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process
 
 def _leads_its_session(process: psutil.Process) -> bool:
     try:
-        return os.getsid(process.pid) == process.pid
+        return os.getsid(process.pid) == int(process.pid)
     except ProcessLookupError:
         return False
 
 
 def _is_running(process: psutil.Process) -> bool:
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running()) and str(process.status()) != "zombie"
     except psutil.NoSuchProcess:
         return False

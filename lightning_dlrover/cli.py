@@ -8,13 +8,15 @@ import contextlib
 import fcntl
 import json
 import logging
+import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,11 +24,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dlrover.job_view import EventLog, JobPlace
+    from lightning_dlrover.rdzv.client import EtcdClient
     from lightning_dlrover.rdzv.records import EventRecord
 
 __all__ = ["main"]
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class UsageError(Exception):
@@ -57,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dlrover: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (or the interpreter complains when it flushes at exit)
         return EXIT_OK
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/JOB/report.html")
     drain = job_command("drain", _drain, "ask one worker to hand over and leave")
     drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
+    listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
+    _place_options(listing)
+    listing.set_defaults(run=_list)
     return parser
 
 
@@ -121,103 +133,145 @@ def _workers(text: str) -> tuple[int, int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, Keys
+    from lightning_dlrover.job_view import JobPlace
 
     script = _checked_script(options.script)
-    run_id = (
-        options.rdzv_id
-        or f"{re.sub(r'[^A-Za-z0-9-]+', '-', script.stem)}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    )
-    prefix = options.key_prefix or DEFAULT_PREFIX
-    Keys(run_id, prefix)  # refuses a name that cannot be used
+    run_id = options.rdzv_id or _new_run_id(script)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
+        raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
-    with _signals_as_exceptions():
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    prefix = _checked_prefix(options.key_prefix)
+    hurry = threading.Event()
+    with _signals_as_exceptions(hurry):
         try:
-            with _run_folder(options.run_dir / run_id, run_id) as folder:
-                return _run_job(options, script, run_id, prefix, folder)
+            with _run_folder(options.run_dir / run_id, run_id, endpoint) as folder, contextlib.ExitStack() as stack:
+                if endpoint is None:
+                    from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+                    server = stack.enter_context(EmbeddedEtcd())
+                    place, is_alive = JobPlace(run_id, server.endpoint, prefix), server.is_running
+                else:
+                    place, is_alive = JobPlace(run_id, endpoint, prefix), lambda: True
+                return _run_job(options, script, place, folder, is_alive, hurry)
         except _Interrupted as interrupted:
-            print(f"dlrover: ended by signal {interrupted.signal_number}; all nodes were ended", file=sys.stderr)
-            return EXIT_INTERRUPTED if interrupted.signal_number == signal.SIGINT else EXIT_TERMINATED
+            name = signal.Signals(interrupted.signal_number).name
+            print(f"dlrover: job {run_id} was ended by {name}; nothing it started is left", file=sys.stderr)
+            return 128 + interrupted.signal_number
 
 
-def _run_job(options: argparse.Namespace, script: Path, run_id: str, prefix: str, folder: Path) -> int:
-    from lightning_dlrover.components.controller import Controller
+def _new_run_id(script: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", script.stem).strip("-") or "job"
+    return f"{name}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+
+
+def _run_job(
+    options: argparse.Namespace,
+    script: Path,
+    place: JobPlace,
+    folder: Path,
+    is_alive: Callable[[], bool],
+    hurry: threading.Event,
+) -> int:
+    """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
+    from lightning_dlrover.components.controller import Controller, Limits
+    from lightning_dlrover.components.reconcile import Patience
     from lightning_dlrover.components.targets import LocalTarget, NodeSpec
-    from lightning_dlrover.job_view import EVENTS_FILE, EventLog, JobPlace, connect
+    from lightning_dlrover.job_view import EVENTS_FILE, EventLog, connect, first_traceback
     from lightning_dlrover.rdzv.client import Mirror
-    from lightning_dlrover.rdzv.server import EmbeddedEtcd
+    from lightning_dlrover.rdzv.server import EtcdServerError
 
-    low, high = options.workers
+    limits = Limits(*options.workers)
+    spec = NodeSpec(
+        script=str(script),
+        script_args=tuple(options.script_args),
+        endpoint=place.endpoint,
+        run_id=place.run_id,
+        prefix=place.prefix,
+        min_workers=limits.min_workers,
+        max_workers=limits.max_workers,
+        max_restarts=options.max_restarts,
+    )
+    # An agent that may start its worker again needs no worker for as long as that takes.
+    patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
     with contextlib.ExitStack() as stack:
-        endpoint = options.endpoint or stack.enter_context(EmbeddedEtcd()).endpoint
-        place = JobPlace(run_id, endpoint, prefix)
         client = stack.enter_context(connect(place))
-        _refuse_ended_job(client, place)
-        spec = NodeSpec(str(script), tuple(options.script_args), endpoint, run_id, prefix, low, high, options.max_restarts)
-        target = LocalTarget(spec, folder / "logs")
-        # TorchX's local scheduler has put its own handlers in place of ours.
-        _install_handlers()
+        _refuse_unusable_job(client, place)
+        target = LocalTarget(spec, folder / "logs", hurry=hurry)
+        _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         controller = stack.enter_context(
-            Controller(client, place.keys, target, low, high, run_dir=str(folder), show=lambda line: print(line, flush=True))
+            Controller(client, place.keys, target, limits, run_dir=str(folder), show=_say, patience=patience)
         )
         place.write(folder)
-        print(f"job {run_id}: {low} to {high} workers, etcd at {endpoint}, files in {folder}", flush=True)
+        _say(
+            f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
+            f"files in {folder}"
+        )
         try:
             while (end := controller.step()) is None:
-                for event in log.new():
-                    _announce(event)
+                if not is_alive():
+                    raise EtcdServerError("the embedded etcd has ended unasked; the job cannot go on without it")
+                _announce(log)
                 controller.wait(0.2)
-            for event in log.new():
-                _announce(event)
         finally:
-            controller.close_nodes()
-            _write_report(run_id, folder, log)
-        failure = controller.failure_text() if end.exit_code else None
+            controller.end_nodes()
+            _announce(log)
+            log.complete(client)
+            if not hurry.is_set():
+                _write_report(place.run_id, folder)
+        failure = controller.failure_text()
     if end.exit_code:
-        print(f"dlrover: job {run_id} failed: {end.reason}", file=sys.stderr)
-        if text := _first_error(folder) or failure:
-            print(text, file=sys.stderr)
+        print(f"dlrover: job {place.run_id} failed: {end.reason}", file=sys.stderr)
+        print(first_traceback(folder / EVENTS_FILE) or failure, file=sys.stderr)
     return end.exit_code
 
 
-def _refuse_ended_job(client: Any, place: Any) -> None:
-    from lightning_dlrover.rdzv.records import JobRecord, decode
-
-    entry = client.get(place.keys.job)
-    if entry is None:
-        return
-    phase = decode(JobRecord, entry.value, entry.key).phase
-    if phase in ("finished", "failed"):
-        raise UsageError(f"job {place.run_id!r} has {phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
-def _announce(event: EventRecord) -> None:
-    if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
-        print(f"[{event.kind}] {event.text}", flush=True)
+def _refuse_unusable_job(client: EtcdClient, place: JobPlace) -> None:
+    """
+    Raises:
+        UsageError: the job has ended, or what etcd holds under its name is not a job's.
+    """
+    from lightning_dlrover.job_view import JobNotFoundError, read_job
+
+    try:
+        found = read_job(client, place.keys)
+    except JobNotFoundError:
+        return  # the usual case: nobody has used the name yet
+    if found.problems:
+        raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
+    job = found.view.job
+    if job is not None and job.phase in ("finished", "failed"):
+        raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
 
 
-def _write_report(run_id: str, folder: Path, log: Any) -> None:
+def _announce(log: EventLog) -> None:
+    for event in log.new():
+        if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
+            _say(f"[{event.kind}] {event.text}")
+
+
+def _write_report(run_id: str, folder: Path) -> None:
     from lightning_dlrover.job_view import EVENTS_FILE, read_event_file
     from lightning_dlrover.report import summary_text, write_report
 
-    log.new()
     file = folder / EVENTS_FILE
     events = read_event_file(file) if file.exists() else []
-    write_report(run_id, events, folder / "report.html")
-    print(summary_text(run_id, events))
-    print(f"report: {folder / 'report.html'}", flush=True)
-
-
-def _first_error(folder: Path) -> str | None:
-    from lightning_dlrover.job_view import EVENTS_FILE, read_event_file
-
-    file = folder / EVENTS_FILE
-    errors = [e for e in (read_event_file(file) if file.exists() else []) if e.kind == "error" and "traceback" in e.data]
-    errors.sort(key=lambda e: e.at)
-    return str(errors[0].data["traceback"]).rstrip() if errors else None
+    if not any(event.kind == "round" for event in events):
+        return  # nothing was trained; an empty report would only hide the error
+    try:
+        write_report(run_id, events, folder / "report.html")
+    except OSError as error:
+        print(f"dlrover: no report was written: {error}", file=sys.stderr)
+        return
+    _say(summary_text(run_id, events))
+    _say(f"report: {folder / 'report.html'}")
 
 
 def _checked_script(text: str) -> Path:
@@ -226,32 +280,68 @@ def _checked_script(text: str) -> Path:
         raise UsageError(f"script {text!r} does not exist or is not a file (looked in {Path.cwd()})")
     try:
         ast.parse(script.read_bytes(), filename=text)
+    except OSError as error:
+        raise UsageError(f"script {text!r} cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"script {text!r} is not valid Python: {error}") from error
     return script.resolve()
 
 
+def _checked_prefix(text: str | None) -> str:
+    from lightning_dlrover.rdzv.records import DEFAULT_PREFIX
+
+    prefix = text or os.environ.get("DLROVER_PREFIX") or DEFAULT_PREFIX
+    # The agents are given it in --rdzv-conf, where ',' and '=' have a meaning.
+    if not re.fullmatch(r"(/[^/,=\s]+)+/?", prefix):
+        raise UsageError(f"--key-prefix {prefix!r} must start with '/' and hold no ',', '=', '//' or space, such as /dlrover")
+    return prefix.rstrip("/")
+
+
 @contextlib.contextmanager
-def _run_folder(folder: Path, run_id: str) -> Iterator[Path]:
-    """The run folder of a new job, locked while the job runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+def _run_folder(folder: Path, run_id: str, endpoint: str | None) -> Iterator[Path]:
+    """The run folder of a job, locked while the job runs.
+
+    Raises:
+        UsageError: a job runs in it, or it is another job's.
+    """
+    from lightning_dlrover.job_view import JOB_FILE, JobNotFoundError, read_job_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise UsageError(f"folder {str(folder)!r} cannot be used: {error.strerror}; choose another --run-dir") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            who = "another `dlrover run`"
+            with contextlib.suppress(JobNotFoundError):
+                who = f"process {read_job_file(folder / JOB_FILE).pid} on {socket.gethostname()}"
             raise UsageError(
-                f"job {run_id!r} is already run by another `dlrover run` (folder {folder}); choose another --rdzv-id, "
+                f"job {run_id!r} is already run by {who} (folder {folder}); choose another --rdzv-id, "
                 "or use `dlrover scale` to resize it"
             ) from error
         if any(each.name != ".lock" for each in folder.iterdir()):
-            raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
-        yield folder.resolve()
+            former = None
+            with contextlib.suppress(JobNotFoundError):
+                former = read_job_file(folder / JOB_FILE).place.endpoint
+            # A job whose controller was killed goes on where its etcd still is.
+            if endpoint is None or former != endpoint:
+                raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
+        try:
+            yield folder.resolve()
+        finally:
+            # A job that was refused leaves nothing that would refuse the next attempt.
+            if [each.name for each in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()
 
 
 @contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    _install_handlers()
+def _signals_as_exceptions(hurry: threading.Event) -> Iterator[None]:
+    former = {number: signal.getsignal(number) for number in _SIGNALS}
+    _install_handlers(hurry)
     try:
         yield
     finally:
@@ -259,14 +349,17 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _install_handlers() -> None:
+def _install_handlers(hurry: threading.Event) -> None:
+    def hasten(number: int, frame: FrameType | None) -> None:
+        hurry.set()
+
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # Ending everything in order takes seconds; a second signal must not break it off half way.
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
+        # Ending everything in order takes seconds; a second signal must not break that off, only hasten it.
+        for each in _SIGNALS:
+            signal.signal(each, hasten)
         raise _Interrupted(number)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in _SIGNALS:
         signal.signal(each, interrupt)
 
 
@@ -274,13 +367,15 @@ def _install_handlers() -> None:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import connect, find_job, read_job
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_job
     from lightning_dlrover.rdzv.client import Put, absent, modified
     from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, encode
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
-    with connect(place) as client:
-        view = read_job(client, place.keys)
+    with connect_to_job(place, options.run_dir) as client:
+        found = read_job(client, place.keys)
+        _tell_problems(found.problems)
+        view = found.view
         if view.job is None:
             raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
         if view.job.phase in ("finished", "failed"):
@@ -312,36 +407,47 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import connect, find_job, read_job
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_job
     from lightning_dlrover.rdzv.records import DrainRecord, encode
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
-    with connect(place) as client:
-        view = read_job(client, place.keys)
+    with connect_to_job(place, options.run_dir) as client:
+        view = read_job(client, place.keys).view
         if options.worker not in view.workers:
             known = ", ".join(view.workers) or "none"
             raise UsageError(f"job {place.run_id!r} has no worker {options.worker!r}; its workers are: {known}")
+        if view.survivors == [options.worker]:
+            raise UsageError(
+                f"{options.worker!r} is the only worker of job {place.run_id!r}: without it the job would stop; "
+                f"`dlrover scale {place.run_id} 2` first"
+            )
         client.put(place.keys.drains + options.worker, encode(DrainRecord(options.worker, "asked for by `dlrover drain`")))
     print(f"job {place.run_id}: {options.worker} will hand over and leave")
     return EXIT_OK
 
 
 def _status(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import connect, find_job, read_events, read_job, show_status
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_events, read_job, show_status
     from lightning_dlrover.perf.samples import StepProfile
     from lightning_dlrover.rdzv.records import RecordError, decode
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
-    with connect(place) as client:
-        view = read_job(client, place.keys)
+    with connect_to_job(place, options.run_dir) as client:
+        found = read_job(client, place.keys)
         profiles: dict[str, StepProfile] = {}
         for entry in client.get_prefix(place.keys.profiles)[1]:
             with contextlib.suppress(RecordError):
                 profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
         events = read_events(client.get_prefix(place.keys.events)[1])
-    status = show_status(place, view, profiles, events)
+    status = show_status(place, found, profiles, events)
     print(json.dumps(status, indent=2) if options.json else _status_text(status))
+    _tell_problems(found.problems)
     return EXIT_OK
+
+
+def _tell_problems(problems: list[str]) -> None:
+    for problem in problems:
+        print(f"dlrover: ignored a record: {problem}", file=sys.stderr)
 
 
 def _status_text(status: dict[str, Any]) -> str:
@@ -391,6 +497,16 @@ def _report(options: argparse.Namespace) -> int:
     write_report(options.job, events, output)
     print(summary_text(options.job, events))
     print(f"report: {output}")
+    return EXIT_OK
+
+
+def _list(options: argparse.Namespace) -> int:
+    from lightning_dlrover.job_view import list_jobs
+
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    jobs = list_jobs(endpoint, options.key_prefix, options.run_dir)
+    where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
+    print("\n".join(f"{run_id:<32} {state}" for run_id, state in jobs) or f"no jobs in {where}")
     return EXIT_OK
 
 

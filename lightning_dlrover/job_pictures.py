@@ -118,9 +118,7 @@ def throughput_picture(story: JobStory) -> Figure:
         label = None if kind in drawn else kind
         drawn.add(kind)
         for axes in (rate, workers):
-            axes.axvline(
-                x, color=colour, linewidth=1.5, linestyle=(0, (4, 2)), label=label if axes is rate else None
-            )
+            axes.axvline(x, color=colour, linewidth=1.5, linestyle=(0, (4, 2)), label=label if axes is rate else None)
         if round_.stall_s:
             rate.axvspan(x, x + round_.stall_s / unit[0], color=colour, alpha=0.18, linewidth=0)
         if len(story.rounds) <= 40:
@@ -141,9 +139,7 @@ def throughput_picture(story: JobStory) -> Figure:
         times = [_x(story, r.at) for r in story.rounds] + [_x(story, story.ended_at)]
         counts = [r.num_workers for r in story.rounds]
         workers.step(times, [*counts, counts[-1]], where="post", color=INK, linewidth=1.8)
-        workers.fill_between(
-            times, [*counts, counts[-1]], step="post", color="#8a8a8a", alpha=0.25, linewidth=0
-        )
+        workers.fill_between(times, [*counts, counts[-1]], step="post", color="#8a8a8a", alpha=0.25, linewidth=0)
         workers.set_ylim(0, max(counts) + 0.6)
     workers.set_ylabel("workers")
     workers.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -217,9 +213,7 @@ def prediction_picture(story: JobStory) -> Figure:
         label="measured",
     )
     labelled = False
-    for decision, until in zip(
-        story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False
-    ):
+    for decision, until in zip(story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False):
         predicted = {c.num_workers: c for c in decision.candidates}
         # A decision holds until the next one; within it the size follows the rounds.
         bounds = [decision.at, *(r.at for r in story.rounds if decision.at < r.at < until), until]
@@ -230,9 +224,7 @@ def prediction_picture(story: JobStory) -> Figure:
                 continue
             span = [_x(story, begin), _x(story, end)]
             label = None if labelled else "predicted for the running size"
-            over_time.plot(
-                span, [1000 * candidate.step_time_s] * 2, color=PREDICTED, linewidth=1.8, label=label
-            )
+            over_time.plot(span, [1000 * candidate.step_time_s] * 2, color=PREDICTED, linewidth=1.8, label=label)
             over_time.fill_between(
                 span,
                 1000 * candidate.low_s,
@@ -242,10 +234,7 @@ def prediction_picture(story: JobStory) -> Figure:
                 linewidth=0,
             )
             labelled = True
-    sizes = sorted(
-        {p.num_workers for p in story.profiles}
-        | {c.num_workers for d in story.decisions for c in d.candidates}
-    )
+    sizes = sorted({p.num_workers for p in story.profiles} | {c.num_workers for d in story.decisions for c in d.candidates})
     place = {size: i for i, size in enumerate(sizes)}
     by_size.plot(
         [place[p.num_workers] - 0.12 for p in profiles],
@@ -278,8 +267,7 @@ def prediction_picture(story: JobStory) -> Figure:
     over_time.set_ylabel("step time (ms)")
     _limit_to_typical(
         over_time,
-        [1000 * p.step_time_s for p in story.profiles]
-        + [1000 * c.high_s for c in (shown.candidates if shown else ())],
+        [1000 * p.step_time_s for p in story.profiles] + [1000 * c.high_s for c in (shown.candidates if shown else ())],
     )
     handles, labels = over_time.get_legend_handles_labels()
     if handles:
@@ -302,9 +290,7 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # its rules would hold for the whole page
     # The page's width decides; the viewBox keeps the shape.
-    return re.sub(
-        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1
-    )
+    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
 
 
 def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, Sequence[Axes]]:

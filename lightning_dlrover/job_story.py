@@ -134,9 +134,7 @@ class JobStory:
         if unmeasured:
             said.append(f"No stall was measured for round {', '.join(map(str, unmeasured))}.")
         if not self.profiles:
-            said.append(
-                "No step profile was recorded: add DLRoverCallback() to the Trainer to get step times."
-            )
+            said.append("No step profile was recorded: add DLRoverCallback() to the Trainer to get step times.")
         if not self.decisions:
             said.append("The planner recorded no decision.")
         if self.finished_step is None:
@@ -162,9 +160,7 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
         losses.setdefault(worker_id, note)  # every survivor that notices may report it
     others = [Note(e.at, e.text or e.kind) for e in timed if e.kind not in KINDS]
     # A window's event is written at its end, and the first step of the job lies before it.
-    started_at = min(
-        [e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0
-    )
+    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0)
     return JobStory(
         run_id=run_id,
         started_at=started_at,
@@ -185,9 +181,7 @@ def measured_after(story: JobStory, decision: Decision) -> float | None:
     """Mean step time at the size a decision chose, until the next one; None if there were none."""
     later = [d.at for d in story.decisions if d.at > decision.at]
     until = min(later, default=math.inf)
-    chosen = [
-        p for p in story.profiles if decision.at < p.at <= until and p.num_workers == decision.chosen_workers
-    ]
+    chosen = [p for p in story.profiles if decision.at < p.at <= until and p.num_workers == decision.chosen_workers]
     num_steps = sum(p.num_steps for p in chosen)
     return sum(p.step_time_s * p.num_steps for p in chosen) / num_steps if num_steps else None
 
@@ -269,9 +263,7 @@ def _loss(event: EventRecord) -> tuple[str, Note]:
 
 
 def _scale(event: EventRecord) -> Note:
-    return Note(
-        event.at, event.text or f"{event.data['source']} asked for {event.data['num_workers']} workers"
-    )
+    return Note(event.at, event.text or f"{event.data['source']} asked for {event.data['num_workers']} workers")
 
 
 def _error(event: EventRecord) -> Note:

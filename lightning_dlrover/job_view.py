@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -13,20 +14,26 @@ from typing import Any
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Mirror
 from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, EventRecord, Keys, RecordError, decode, encode
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRound, EventRecord, JobRecord, Keys, RecordError, decode, encode
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = [
+    "EVENTS_FILE",
+    "JOB_FILE",
     "EventLog",
     "FoundJob",
+    "JobFile",
     "JobNotFoundError",
     "JobPlace",
     "connect",
     "connect_to_job",
     "find_job",
+    "first_traceback",
+    "list_jobs",
     "read_event_file",
     "read_events",
     "read_job",
+    "read_job_file",
     "show_status",
 ]
 
@@ -60,28 +67,80 @@ class JobPlace:
         unfinished.replace(folder / JOB_FILE)
 
 
-def find_job(run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path) -> JobPlace:
-    """The place of a job: as given, else from the environment, else from its run folder.
+@dataclass(frozen=True)
+class JobFile:
+    """What `job.json` says."""
 
-    Raises:
-        JobNotFoundError: no endpoint is given and no run folder of the job is there.
+    place: JobPlace
+    pid: int  # of the `dlrover run` that wrote it
+
+
+def read_job_file(file: Path) -> JobFile:
     """
-    endpoint = endpoint or os.environ.get("DLROVER_ENDPOINT")
-    if endpoint:
-        return JobPlace(run_id, endpoint, prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX))
-    file = run_dir / run_id / JOB_FILE
+    Raises:
+        JobNotFoundError: there is none, or it cannot be read.
+    """
     try:
         content = json.loads(file.read_text())
-        return JobPlace(run_id, str(content["endpoint"]), prefix or str(content["prefix"]))
+        place = JobPlace(str(content["run_id"]), str(content["endpoint"]), str(content["prefix"]))
+        return JobFile(place, int(content["pid"]))
     except FileNotFoundError as error:
         raise JobNotFoundError(
-            f"job {run_id!r} is not known: {file} does not exist; name the etcd it uses with --endpoint HOST:PORT, "
-            "or the folder that `dlrover run` wrote with --run-dir"
+            f"{file} does not exist; name the job's etcd with --endpoint HOST:PORT, or the folder that `dlrover run` wrote "
+            "with --run-dir"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise JobNotFoundError(
-            f"{file} cannot be read ({error}); name the etcd that the job uses with --endpoint HOST:PORT"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise JobNotFoundError(f"{file} cannot be read ({error!r}); name the job's etcd with --endpoint HOST:PORT") from error
+
+
+def find_job(run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path) -> JobPlace:
+    """The place of a job: as given, else from its run folder, else from the environment.
+
+    Raises:
+        JobNotFoundError: none of these knows it.
+    """
+    file = run_dir / run_id / JOB_FILE
+    endpoint = endpoint or (os.environ.get("DLROVER_ENDPOINT") if not file.exists() else None)
+    if endpoint:
+        return JobPlace(run_id, endpoint, prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX))
+    try:
+        place = read_job_file(file).place
+    except JobNotFoundError as error:
+        raise JobNotFoundError(f"job {run_id!r} is not known: {error}") from error
+    return JobPlace(run_id, place.endpoint, prefix or place.prefix)
+
+
+def list_jobs(endpoint: str | None, prefix: str | None, run_dir: Path) -> list[tuple[str, str]]:
+    """Name and state of every job in an etcd or, without an endpoint, in a folder of run folders."""
+    if endpoint:
+        folder = (prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)).rstrip("/") + "/"
+        with connect(JobPlace("list", endpoint)) as client:
+            # Only the jobs' own records are decoded; a job without one has not started yet.
+            entries = client.get_prefix(folder)[1]
+        phases: dict[str, str] = {}
+        for entry in entries:
+            run_id, _, rest = entry.key.removeprefix(folder).partition("/")
+            phases.setdefault(run_id, "not started")
+            if rest == "live/job":
+                try:
+                    phases[run_id] = decode(JobRecord, entry.value, entry.key).phase
+                except RecordError:
+                    phases[run_id] = "unreadable"
+        return sorted(phases.items())
+    return [(file.parent.name, _state_of(file)) for file in sorted(run_dir.glob(f"*/{JOB_FILE}"))]
+
+
+def _state_of(file: Path) -> str:
+    try:
+        job = read_job_file(file)
+    except JobNotFoundError:
+        return "unreadable"
+    with (file.parent / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"run by process {job.pid}, etcd at {job.place.endpoint}"
+    return "ended"
 
 
 def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
@@ -138,7 +197,14 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     def bad(key: str, error: RecordError) -> None:
         problems.append(str(error))
 
-    return FoundJob(read_view({entry.key: entry for entry in entries}, keys, {}, bad), problems)
+    view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
+    for entry in entries:
+        if entry.key == keys.agent_round:  # of no interest to workers
+            try:
+                decode(AgentRound, entry.value, entry.key)
+            except RecordError as error:
+                bad(entry.key, error)
+    return FoundJob(view, problems)
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
@@ -169,14 +235,24 @@ def read_event_file(file: Path) -> list[EventRecord]:
     return events
 
 
+def first_traceback(file: Path) -> str | None:
+    """What the first worker of those that failed last has told the job about its error."""
+    events = read_event_file(file) if file.exists() else []
+    rounds = [event.at for event in events if event.kind == "round"]
+    errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
+    recent = [e for e in errors if e.at >= max(rounds, default=0.0)] or errors[-1:]
+    return str(recent[0].data["traceback"]).rstrip() if recent else None
+
+
 @dataclass
 class EventLog:
-    """Copies a job's events from etcd into its run folder, each once."""
+    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew."""
 
     mirror: Mirror
     file: Path
     _seen: set[str] = field(default_factory=set)
     _revision: int = -1
+    _began: bool = False
 
     def new(self) -> list[EventRecord]:
         """Events since the last call; they are in the file when this returns."""
@@ -186,9 +262,10 @@ class EventLog:
         fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
         events = read_events(fresh)
-        with self.file.open("ab") as stream:
+        with self.file.open("ab" if self._began else "wb") as stream:
             for event in events:
                 stream.write(encode(event) + b"\n")
+        self._began = True
         return events
 
     def complete(self, client: EtcdClient) -> None:
@@ -207,6 +284,7 @@ class EventLog:
         unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
         unfinished.replace(self.file)
+        self._began = True
 
 
 def show_status(
@@ -215,7 +293,7 @@ def show_status(
     """What `dlrover status` prints, as plain data."""
     view = found.view
     job, round_, plan = view.job, view.round, view.plan
-    phase = job.phase if job else "not started"
+    phase: str = job.phase if job else "not started"
     if phase in ("starting", "training") and not view.workers and not view.agents:
         phase = "stopped"  # ended from outside: nobody was left to write it down
     members = round_.members if round_ else []

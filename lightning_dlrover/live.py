@@ -22,7 +22,7 @@ import random
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["LiveTraining", "Position", "model_fingerprint"]
+__all__ = ["LiveTraining", "Position", "can_meet", "model_fingerprint"]
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,11 @@ class _Update:
     manual_steps: dict[str, Any]
 
 
-class _StepBack(Exception):
-    """A round with joiners formed while survivors stand inside a step: it has to be formed again without the joiners."""
+def can_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Whether those entering a round can go on together: joiners can be given the state only between two steps."""
+    positions = [Position.decode(hello) for hello in hellos.values()]
+    standing = [p for p in positions if p is not None]
+    return len(standing) in (0, len(positions)) or all(p.at_boundary and p.batch == standing[0].batch for p in standing)
 
 
 class _RepeatValidation(Exception):
@@ -230,14 +233,7 @@ class LiveTraining:
         # Imported by the first optimizer step otherwise, while all the others wait for this worker's gradients.
 
         formation = self._admission(fingerprint)
-        while True:
-            try:
-                settled = self._attempt(self._settle, formation, None)
-            except _StepBack:
-                formation = self._admission(fingerprint)
-                continue
-            if settled is not None:
-                break
+        while self._attempt(self._settle, formation, None) is None:
             formation = self._recover_formation(b"")
         self._entered = True
         self.is_standby = False
@@ -482,11 +478,7 @@ class LiveTraining:
             self._stall_from = (self._step_end, self._size)
         while True:
             formation = self._recover_formation(position.encode())
-            try:
-                settled = self._attempt(self._settle, formation, position)
-            except _StepBack:
-                continue
-            if settled is not None:
+            if (settled := self._attempt(self._settle, formation, position)) is not None:
                 return settled[0]
 
     def _recover_formation(self, hello: bytes) -> Formation:
@@ -501,12 +493,6 @@ class LiveTraining:
         positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
         standing = {w: p for w, p in positions.items() if p is not None}
         joiners = [w for w in formation.round.members if w not in standing]
-        if (
-            joiners
-            and standing
-            and not all(p.at_boundary and p.batch == next(iter(standing.values())).batch for p in standing.values())
-        ):
-            raise _StepBack
         self.formation = formation
         strategy = self._strategy
         strategy.enter_round(formation.rank, formation.size)

@@ -77,9 +77,7 @@ def _facts(story: JobStory) -> list[_Fact]:
     seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
     if num_stalls:
-        stall = _Fact(
-            "total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}"
-        )
+        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}")
     else:
         stall = _Fact("total stall", "not measured" if story.num_resizes else "none")
     return [
@@ -187,8 +185,7 @@ def _page(story: JobStory) -> str:
         _picture(
             "Predicted and measured step time",
             predicted,
-            "Points are measured windows; lines and diamonds are the planner's prediction, shades "
-            "and bars its interval.",
+            "Points are measured windows; lines and diamonds are the planner's prediction, shades and bars its interval.",
             "Neither decisions nor profiles were recorded.",
         ),
         "<h2>Rounds</h2>" + _rounds_table(story),
@@ -202,9 +199,7 @@ def _page(story: JobStory) -> str:
         # The page needs nothing from outside and runs nothing, whatever its text says.
         "<meta http-equiv='Content-Security-Policy' "
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(sections)
-        + "\n</main></body></html>\n"
+        f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n" + "\n".join(sections) + "\n</main></body></html>\n"
     )
 
 
@@ -212,15 +207,12 @@ def _heading(story: JobStory) -> str:
     tiles = []
     for fact in _facts(story):
         remark = f"<small>{html.escape(fact.remark)}</small>" if fact.remark else ""
-        tiles.append(
-            f"<div><dt>{fact.name.capitalize()}</dt><dd>{html.escape(fact.value)}{remark}</dd></div>"
-        )
+        tiles.append(f"<div><dt>{fact.name.capitalize()}</dt><dd>{html.escape(fact.value)}{remark}</dd></div>")
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.started_at))
     when = f"First event {began}. " if story.num_events else ""
     missing = " ".join(html.escape(sentence) for sentence in story.missing)
     return (
-        f'<h1>Job {html.escape(story.run_id)}</h1><p class="soft">{when}{missing}</p>'
-        f'<dl class="figures">{"".join(tiles)}</dl>'
+        f'<h1>Job {html.escape(story.run_id)}</h1><p class="soft">{when}{missing}</p><dl class="figures">{"".join(tiles)}</dl>'
     )
 
 
@@ -289,10 +281,7 @@ def _notes(story: JobStory) -> str:
     parts = []
     others = sorted((*story.losses, *story.notes), key=lambda note: note.at)
     if others:
-        rows = [
-            f'<tr><td class="n">{_clock(n.at - story.started_at)}</td><td>{html.escape(n.text)}</td></tr>'
-            for n in others
-        ]
+        rows = [f'<tr><td class="n">{_clock(n.at - story.started_at)}</td><td>{html.escape(n.text)}</td></tr>' for n in others]
         parts.append("<h2>Losses, requests and other events</h2>" + _table(("!Time", "Event"), rows, ""))
     if story.errors:
         parts.append("<h2>Errors</h2>")

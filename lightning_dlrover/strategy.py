@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
@@ -30,7 +31,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
-from lightning_dlrover.live import LiveTraining
+from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import World, WorldConfig
 from lightning_dlrover.sampler import ElasticLoader
@@ -84,6 +86,7 @@ class DLRoverStrategy(DDPStrategy):
             raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
+            _end_with_agent()
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self.times = StepTimes()
@@ -160,7 +163,7 @@ class DLRoverStrategy(DDPStrategy):
         backend = self._process_group_backend or ("gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl")
         trainer = self._lightning_trainer
         try:
-            self._world = World(self._world_config, backend)
+            self._world = World(self._world_config, backend, can_meet)
             formation = self._world.start()
         except JobClosedError as error:
             # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
@@ -339,13 +342,19 @@ class DLRoverStrategy(DDPStrategy):
             self._listen_for_sigterm(live)
 
     def _listen_for_sigterm(self, live: LiveTraining) -> None:
+        def leave() -> None:
+            try:
+                live.request_drain()
+            except EtcdError as error:
+                # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
+                log.warning("worker %s ends at once, it cannot say that it leaves: %s", live.world.worker_id, error)
+                os._exit(128 + signal.SIGTERM)
+
         def drain(signum: int, frame: Any) -> None:
             # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
-            threading.Thread(target=live.request_drain, name="dlrover-drain", daemon=True).start()
+            threading.Thread(target=leave, name="dlrover-drain", daemon=True).start()
 
         signal.signal(signal.SIGTERM, drain)
-        # A worker whose agent was killed has nobody to restart it or to end it with its node: it leaves in order.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -369,6 +378,21 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _end_with_agent() -> None:
+    """Let this process receive SIGTERM when its agent ends: nobody would restart it, or end it with its node."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    agent = os.environ.get("DLROVER_AGENT_PID", "")
+    if not agent:
+        return
+    try:
+        has_ended = psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        has_ended = True
+    if has_ended:
+        # While this process was importing torch: too early for the signal.
+        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
 
 
 if DLRoverStrategy.strategy_name not in StrategyRegistry:

@@ -517,6 +517,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_PREFIX": self._config.key_prefix,
             "DLROVER_RUN_ID": self._config.run_id,
             "DLROVER_AGENT_ID": self._agent_id,
+            "DLROVER_AGENT_PID": str(os.getpid()),
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
             "DLROVER_USER": etcd.user,

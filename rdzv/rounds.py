@@ -61,10 +61,25 @@ class View:
 
     @property
     def holders(self) -> list[str]:
-        """Survivors that may hold the job's state: all but joiners that were not given it yet."""
+        """Survivors that may hold the job's state: all but joiners that have not entered the round yet."""
+        joiners = {*self.arriving, *self.stepped_back}
+        return [w for w in self.survivors if w not in joiners]
+
+    @property
+    def arriving(self) -> list[str]:
+        """Joiners among the survivors that are on their way into the current round."""
+        return [w for w in self._joining if w not in self.failed]
+
+    @property
+    def stepped_back(self) -> list[str]:
+        """Joiners among the survivors that could not be given the state in the current round."""
+        return [w for w in self._joining if w in self.failed]
+
+    @property
+    def _joining(self) -> list[str]:
         if self.round is None or self.round.kind == "start":
-            return self.survivors
-        return [w for w in self.survivors if self.workers[w].state != "ready"]
+            return []  # nobody joins there: all of them start together
+        return [w for w in self.survivors if self.workers[w].state == "ready"]
 
     @property
     def cap(self) -> int:
@@ -137,24 +152,25 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
 def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
     """The step in flight cannot complete: go on with everyone who is left.
 
-    Joiners are left out: they can only be given the state between two steps, in the planned round that follows.
+    Spares are not admitted here: they can only be given the state between two steps, in the planned round that follows.
     """
     assert view.job is not None
-    spares = [w for w in (*view.in_state("ready"), *view.survivors) if w not in view.drains and w not in view.holders]
     if not view.holders:
         stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
     elif view.lost:
-        stay, kind, reason = view.holders, "loss", f"lost {', '.join(view.lost)}"
+        # Those arriving may have been given the state since they said so; if not, they step back.
+        stay = [w for w in view.survivors if w not in view.stepped_back]
+        kind, reason = "loss", f"lost {', '.join(view.lost)}"
     else:
         if awaited(view) and waited_s < patience.regroup_s:
             return None
-        stay = [w for w in view.holders if w in view.failed]
-        left_out = [w for w in view.holders if w not in stay]
+        left_out = [w for w in view.holders if w not in view.failed]
+        stay = [w for w in view.survivors if w not in left_out and w not in view.stepped_back]
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
-        if not stay:
-            # Only joiners report that it failed, while those who hold the state are content with it.
-            stay = left_out
+        if not any(w in view.holders for w in stay):
+            stay = view.holders  # only joiners say that it failed; those who hold the state are content with it
+    spares = [w for w in (*view.in_state("ready"), *view.stepped_back) if w not in view.drains]
     if len(stay) + len(spares) < view.job.min_workers:
         return None
     return _round(view, stay, kind, planned=False, reason=reason)

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+CONNECT_TIMEOUT_S = 0.5
+"""How long one attempt to reach the store of a round may take."""
+
 PROBE_INTERVAL_S = 0.3
 """How often a worker sees whether the next rank's process lives."""
 
@@ -59,6 +62,10 @@ class LeftOutError(WorldError):
 
 class _SupersededError(Exception):
     """A newer round exists; the one being formed will never be complete."""
+
+
+class _CannotMeetError(Exception):
+    """The members of a round stand at places from which they cannot go on together."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +169,18 @@ class World:
     Args:
         config: the job and this worker's place in it.
         backend: of the process groups, `gloo` or `cpu:gloo,cuda:nccl`.
+        can_meet: whether workers with these hellos can go on together; must answer alike on all of them. If not, those who
+            were to be admitted wait for another round.
     """
 
-    def __init__(self, config: WorldConfig, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        config: WorldConfig,
+        backend: str = "gloo",
+        can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
+    ) -> None:
         self.config = config
+        self._can_meet = can_meet
         self.backend = backend
         if "nccl" in backend:
             # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
@@ -256,9 +271,7 @@ class World:
         self._admitting = True
         self.formation = None
         self._fingerprint = fingerprint
-        formation = self._enter(self._await_admission(), hello)
-        self._admitting = False
-        return formation
+        return self._enter(self._await_admission(), hello)
 
     def _await_admission(self) -> RoundRecord:
         self._write_state("ready", self._number, self._fingerprint)
@@ -286,12 +299,15 @@ class World:
     def recover(self, hello: bytes) -> Formation:
         """Form the next round with those that are left after a collective of the current one failed.
 
+        An empty `hello` says that this worker was not given the state yet; it may then have to wait to be admitted again.
+
         Raises:
             EvictedError: the others went on without this worker.
             WorldError: no round could be formed in time.
         """
         assert self.formation is not None
         broken = self.formation.round
+        self._admitting = not hello
         self._destroy()
         return self._enter(self._next_after(broken), hello)
 
@@ -356,17 +372,18 @@ class World:
                 raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
             try:
                 formation = self._form(target, hello)
-            except (_SupersededError, RuntimeError) as error:
+            except (_SupersededError, _CannotMeetError, RuntimeError) as error:
                 if isinstance(error, EvictedError):
                     raise
                 log.info(
                     "run %s: round %d did not form: %s",
                     self.config.run_id,
                     target.number,
-                    error or "a newer one exists",
+                    error or type(error).__doc__,
                 )
             else:
                 self.formation = formation
+                self._admitting = False
                 self._write_state("active", target.number)
                 return formation
             self._destroy()
@@ -409,6 +426,9 @@ class World:
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
+            if not self._can_meet(hellos):
+                # Said before anyone connects: the others would wait for a member that has gone away again.
+                raise _CannotMeetError
             timeout = timedelta(seconds=self.config.collective_timeout_s)
             dist.init_process_group(
                 self.backend,
@@ -428,16 +448,19 @@ class World:
     def _connect(self, target: RoundRecord, deadline: float) -> TCPStore:
         while True:
             self._raise_if_superseded(target)
-            # torch's own connect cannot be interrupted, so it is tried only against a port that answers.
-            with contextlib.suppress(OSError):
+            # torch's own connect cannot be interrupted, so it is tried only against a port that answers, and not for long:
+            # the process may die just then.
+            with contextlib.suppress(OSError, dist.DistError):
                 socket.create_connection((target.store_address, target.store_port), timeout=1.0).close()
-                return TCPStore(
+                store = TCPStore(
                     target.store_address,
                     target.store_port,
                     is_master=False,
                     wait_for_workers=False,
-                    timeout=timedelta(seconds=self.config.form_timeout_s),
+                    timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
                 )
+                store.set_timeout(timedelta(seconds=self.config.form_timeout_s))
+                return store
             self.membership.bury_the_dead(target.members[:1])
             if time.monotonic() > deadline:
                 raise WorldError(

@@ -26,9 +26,7 @@ Floats = NDArray[np.float64]
 
 INTERVAL_SIGMAS = 1.645  # nine of ten steps of a normal error lie inside
 MIN_SIGMA = 0.02  # two means over a window of the same steps differ by about this much
-UNTESTED_SIGMA = (
-    0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
-)
+UNTESTED_SIGMA = 0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
 MIN_TESTED_CONFIGURATIONS = 5
 
 # Trees are tried from here on, and used if they cut the cross-validated error by `MIN_TREE_GAIN`: with fewer
@@ -89,9 +87,7 @@ class StepTimeModel:
             ValueError: there is no sample, or one holds a figure that no training step has.
         """
         if not samples:
-            raise ValueError(
-                "cannot fit a step-time model to no samples; wait for the first profile window of the job"
-            )
+            raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
         for index, sample in enumerate(samples):
             _check(index, sample)
         configurations = [configuration_of(sample, node_cores) for sample in samples]
@@ -104,9 +100,7 @@ class StepTimeModel:
         trees = None
         errors = _cross_validated_errors(configurations, samples, list(groups.values()), with_trees=False)
         if len(samples) >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
-            with_trees = _cross_validated_errors(
-                configurations, samples, list(groups.values()), with_trees=True
-            )
+            with_trees = _cross_validated_errors(configurations, samples, list(groups.values()), with_trees=True)
             if np.abs(with_trees).mean() < (1 - MIN_TREE_GAIN) * np.abs(errors).mean():
                 errors = with_trees
                 trees = _fit_trees(configurations, log_s - _log_prior(prior, configurations))
@@ -176,9 +170,7 @@ class StepTimeModel:
 
     def _nearest(self, configuration: Configuration) -> tuple[Configuration, float]:
         """The measured configuration nearest by, and how far off it is in log space."""
-        return min(
-            ((seen, _distance(seen, configuration)) for seen in self.evidence), key=lambda pair: pair[1]
-        )
+        return min(((seen, _distance(seen, configuration)) for seen in self.evidence), key=lambda pair: pair[1])
 
 
 def _check(index: int, sample: StepProfile) -> None:
@@ -187,11 +179,7 @@ def _check(index: int, sample: StepProfile) -> None:
     counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
     not_negative = ("loader_workers", "intra_op_threads", "dense_bytes")
     problems = [
-        *(
-            (n, "must be a finite time above 0")
-            for n in ("step_time_s",)
-            if not 0 < sample.step_time_s < math.inf
-        ),
+        *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
         *((n, "must be a finite time, 0 or more") for n, value in times.items() if not 0 <= value < math.inf),
         *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
         *((n, "must be 0 or more") for n in not_negative if not getattr(sample, n) >= 0),

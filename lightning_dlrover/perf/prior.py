@@ -26,9 +26,7 @@ INTER_NODE_BYTES_PER_S = 1e9  # 10 Gbit/s Ethernet less its protocols: the link 
 INTRA_NODE_BYTES_PER_S = 2e9  # gloo through one machine's loopback
 LATENCY_S = 2e-4  # of one more participant in a collective over TCP
 
-PART_WEIGHT = (
-    0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
-)
+PART_WEIGHT = 0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,12 @@ class Configuration:
     loader_workers: int
     intra_op_threads: int  # 0: as many as `cores`
     dense_bytes: int  # gradient bytes reduced per step
-    node_cores: float = (
-        0.0  # of one node, all its workers together; 0: unknown, workers are taken to share no core
-    )
+    node_cores: float = 0.0  # of one node, all its workers together; 0: unknown, workers are taken to share no core
 
     def __post_init__(self) -> None:
         wrong = (
             [name for name in ("num_workers", "num_nodes", "local_batch") if getattr(self, name) < 1]
-            + [
-                name
-                for name in ("loader_workers", "intra_op_threads", "dense_bytes")
-                if getattr(self, name) < 0
-            ]
+            + [name for name in ("loader_workers", "intra_op_threads", "dense_bytes") if getattr(self, name) < 0]
             + [name for name in ("cores", "node_cores") if not 0 <= getattr(self, name) < math.inf]
             + (["cores"] if self.cores == 0 else [])
         )
@@ -140,11 +132,7 @@ TERMS: tuple[Term, ...] = (
         "core_contention",
         "compute",
         "threads of a node beyond its cores switch, and wait for each other at every barrier",
-        lambda c: (
-            c.local_batch * max(0.0, c.workers_on_node * c.threads / c.node_cores - 1)
-            if c.node_cores
-            else 0.0
-        ),
+        lambda c: c.local_batch * max(0.0, c.workers_on_node * c.threads / c.node_cores - 1) if c.node_cores else 0.0,
         default=0.0,
         doubt=2.0,
     ),

@@ -28,12 +28,8 @@ class Limits:
     min_workers: int
     max_workers: int
     workers_per_node: int = 0  # that a new node starts; 0: all workers stay on the nodes there are
-    min_gain: float = (
-        0.05  # of the time left, or a change is not worth the trouble; doubles with every return to a size
-    )
-    min_marginal: float = (
-        0.2  # an added worker brings at least this share of what a worker brings now; 0: speed only
-    )
+    min_gain: float = 0.05  # of the time left, or a change is not worth the trouble; doubles with every return to a size
+    min_marginal: float = 0.2  # an added worker brings at least this share of what a worker brings now; 0: speed only
     min_explore_gain: float = 0.1  # of the time left, that an untried size has to promise at its best
     max_explore_cost: float = 0.05  # of the time left, that going there and back may cost
     trial_steps: int = 50  # steps until an untried size is judged
@@ -80,9 +76,7 @@ def plan_workers(
         ValueError: a cost or an amount of work is negative or not finite.
     """
     if remaining_samples is not None and not 0 <= remaining_samples < math.inf:
-        raise ValueError(
-            f"remaining_samples is {remaining_samples!r}; pass None if nobody knows how many are left"
-        )
+        raise ValueError(f"remaining_samples is {remaining_samples!r}; pass None if nobody knows how many are left")
     if not 0 <= resize_cost_s < math.inf:
         raise ValueError(f"resize_cost_s is {resize_cost_s!r}, not a finite time of 0 s or more")
     now = _candidate_now(model, current)
@@ -91,9 +85,7 @@ def plan_workers(
         left_s = remaining_samples / current.global_batch * now.step_time_s
     sizes = sorted({*range(limits.min_workers, limits.max_workers + 1), current.num_workers})
     candidates = [
-        now
-        if size == current.num_workers
-        else _candidate(model, current, limits, size, now, left_s, resize_cost_s)
+        now if size == current.num_workers else _candidate(model, current, limits, size, now, left_s, resize_cost_s)
         for size in sizes
     ]
     search = _Search(limits, now, candidates, left_s, resize_cost_s, tuple(d for d in past if d.is_change))
@@ -154,9 +146,7 @@ def _candidate(
     )
 
 
-def _placed(
-    model: StepTimeModel, current: StepProfile, limits: Limits, num_workers: int, local_batch: int
-) -> Configuration:
+def _placed(model: StepTimeModel, current: StepProfile, limits: Limits, num_workers: int, local_batch: int) -> Configuration:
     """The current configuration with another number of workers."""
     num_nodes = min(current.num_nodes, num_workers)
     if limits.workers_per_node:
@@ -266,9 +256,7 @@ class _Search:
             best.num_workers < self.now.num_workers
             and _marginal(best, self.now, self.now.step_time_s) < self.limits.min_marginal / 2
         )
-        return (
-            gives_back and returns == 0 and self.resize_cost_s <= self.limits.max_explore_cost * self.left_s
-        )
+        return gives_back and returns == 0 and self.resize_cost_s <= self.limits.max_explore_cost * self.left_s
 
     def _move(self, to: Candidate) -> str:
         return f"{self.now.num_workers} -> {to.num_workers} workers"

@@ -23,9 +23,7 @@ class Candidate:
     low_s: float
     high_s: float
     samples_per_s: float  # of the whole job
-    worth_s: (
-        float  # seconds by which the rest of the job ends sooner than without a change; negative if later
-    )
+    worth_s: float  # seconds by which the rest of the job ends sooner than without a change; negative if later
     measured: bool  # this size was tried with this batch
     feasible: bool
     note: str = ""  # for people: why not, or why
@@ -72,9 +70,7 @@ class Decision:
         candidates = tuple(_read(Candidate, item) for item in raw)
         decision = _read(cls, {**data, "candidates": candidates})
         if decision.chosen_workers not in [c.num_workers for c in candidates]:
-            raise ValueError(
-                f"decision {decision.decision_id} chose {decision.chosen_workers} workers, no candidate"
-            )
+            raise ValueError(f"decision {decision.decision_id} chose {decision.chosen_workers} workers, no candidate")
         return decision
 
 
@@ -96,9 +92,7 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
         ValueError: the measured time is not a finite time above 0.
     """
     if not 0 < observed_step_time_s < math.inf:
-        raise ValueError(
-            f"decision {decision.decision_id} cannot be judged by a step time of {observed_step_time_s!r} s"
-        )
+        raise ValueError(f"decision {decision.decision_id} cannot be judged by a step time of {observed_step_time_s!r} s")
     chosen = decision.chosen
     ratio = observed_step_time_s / decision.predicted_step_time_s
     expected = chosen.low_s <= observed_step_time_s <= chosen.high_s

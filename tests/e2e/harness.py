@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of t
 
 DEADLINE_S = 60.0
 """What takes longer hangs."""
+
+_PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and is not safe against itself
 
 
 def _fork_server() -> Any:
@@ -81,7 +84,8 @@ class Worker:
         self._records: list[Record] = []
         self._offset = 0
         self.process: BaseProcess = _fork_server().Process(target=run_worker, args=(place, script, settings))
-        self.process.start()
+        with _PROCESSES:
+            self.process.start()
 
     @property
     def name(self) -> str:
@@ -94,7 +98,8 @@ class Worker:
 
     @property
     def exit_code(self) -> int | None:
-        return self.process.exitcode
+        with _PROCESSES:
+            return self.process.exitcode
 
     def records(self, kind: str = "") -> list[Record]:
         """The lines written so far."""
@@ -146,7 +151,7 @@ class Worker:
         return self.output
 
     def _signal(self, signum: int) -> None:
-        if self.process.is_alive():
+        if self.exit_code is None:
             os.kill(self.pid, signum)
 
 
@@ -162,7 +167,7 @@ class Job:
         script: Script = train_toy,
         min_workers: int = 1,
         max_workers: int = 4,
-        lease_ttl_s: int = 5,
+        lease_ttl_s: int = 30,  # a busy machine shall not evict anyone
     ) -> None:
         self.run_id = run_id
         self.folder = folder
@@ -178,10 +183,9 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            if worker.process.is_alive():
-                worker.kill()
+            worker.kill()
         for worker in self.workers:
-            worker.process.join(10)
+            worker.wait(10)
 
     def start(self, script: Script | None = None, settings: Any = None) -> Worker:
         """Fork one more worker."""
@@ -233,7 +237,7 @@ class Job:
             entries = client.get_prefix(Keys(self.run_id).live)[1]
         texts = [f"{entry.key}@{entry.mod_revision}: {entry.value.decode()}" for entry in entries]
         for worker in self.workers:
-            output = worker.stacks() if stacks and worker.process.is_alive() else worker.output
+            output = worker.stacks() if stacks and worker.exit_code is None else worker.output
             last = worker.records()[-1:]
             texts.append(f"--- {worker.name} pid {worker.pid} exit {worker.exit_code} last {last}\n{output[-6000:]}")
         return "\n".join(texts)

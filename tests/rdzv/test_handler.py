@@ -162,6 +162,7 @@ def test_a_worker_is_told_where_the_jobs_state_is(
     assert agent.wait() == 0, agent.output
     told = dict(line.removeprefix("ENV ").split("=", 1) for line in agent.lines("ENV"))
     assert told.pop("DLROVER_AGENT_ID")
+    assert told.pop("DLROVER_AGENT_PID") == str(agent.process.pid)
     assert told == {
         "DLROVER_ENDPOINT": etcd.endpoint,
         "DLROVER_PREFIX": "/dlrover",

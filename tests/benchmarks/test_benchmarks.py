@@ -1,0 +1,79 @@
+"""Every benchmark runs in its short form and says what its documentation promises."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+DEADLINE_S = 170.0  # under 60 s on two idle cores; the tests may share them
+
+
+def quick_result(script: str) -> dict[str, float]:
+    """The `name=value` pairs of the last line that `script --quick` prints."""
+    command = [sys.executable, str(BENCHMARKS / script), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pairs = [pair.split("=") for pair in done.stdout.splitlines()[-1].split()]
+    return {name: float(value) for name, value in pairs}
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
+    result = quick_result("live_resize.py")
+    changes = ["grow_s", "shrink_s", "replace_s", "rank0_leaves_s", "kill_s"]
+    assert list(result) == [*changes, "stock_s", "ratio"]
+    # A stall can come out slightly negative when the machine is busy: a usual step is subtracted from it.
+    assert all(-0.5 < result[name] < result["stock_s"] for name in changes)
+    assert result["ratio"] > 3
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_the_overhead_benchmark_compares_all_three_ways_at_both_step_times() -> None:
+    result = quick_result("overhead.py")
+    assert list(result) == ["strategy_50ms", "strategy_5ms", "callback_50ms", "callback_5ms"]
+    assert all(math.isfinite(ratio) and 0.2 < ratio < 5 for ratio in result.values())
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_a_job_whose_workers_are_killed_finishes() -> None:
+    result = quick_result("kill_recovery.py")
+    assert list(result) == ["finished", "of", "stock_finished", "stock_of"]
+    assert result["finished"] == result["of"] >= 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_leaves_no_process_behind(how: signal.Signals) -> None:
+    benchmark = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "live_resize.py"), "--quick"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        started = _wait_for_processes(benchmark.pid, at_least=4)  # etcd and three agents
+        os.kill(benchmark.pid, how)
+        assert benchmark.wait(30.0) != 0
+        _, alive = psutil.wait_procs(started, timeout=10.0)
+        assert alive == []
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+
+
+def _wait_for_processes(parent_pid: int, at_least: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        found: list[psutil.Process] = psutil.Process(parent_pid).children(recursive=True)
+        if len(found) >= at_least:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"process {parent_pid} did not start {at_least} processes within 60 s")

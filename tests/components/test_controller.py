@@ -1,0 +1,384 @@
+"""The controller against a real etcd and nodes that are only records: each looks to it like a torchrun with one worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
+from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.records import (
+    AgentRecord,
+    ControllerRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=0.3, surplus_s=0.3, register_s=0.2, settle_s=0.1)
+
+FAILED = """\
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+ValueError: bad
+E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed
+  exitcode  : 1 (pid: 7)
+"""
+
+
+@dataclass
+class FakeTarget:
+    """Nodes that start at once and end when they are told to."""
+
+    folder: Path
+    name: str = "fake"
+    nodes: dict[str, AppStatus] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    is_closed: bool = False
+    refuses: str = ""
+
+    def start(self, node: str) -> str:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        assert node not in self.nodes
+        self.nodes[node] = "running"
+        self.log(node).touch()
+        return node
+
+    def status(self, handle: str) -> AppStatus:
+        return self.nodes[handle]
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        for handle in handles:
+            self.nodes[handle] = "cancelled"
+            self.cancelled.append(handle)
+
+    def logs(self, handle: str) -> list[Path]:
+        return [self.log(handle)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def log(self, node: str) -> Path:
+        return self.folder / f"{node}.log"
+
+    @property
+    def living(self) -> list[str]:
+        return [node for node, status in self.nodes.items() if status == "running"]
+
+
+class Job:
+    """A controller, and a hand that writes what nodes and workers would write."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, target: FakeTarget, low: int = 1, high: int = 3) -> None:
+        self.client = client
+        self.keys = keys
+        self.target = target
+        self.shown: list[str] = []
+        self.controller = Controller(client, keys, target, Limits(low, high), show=self.shown.append, patience=QUICK)
+        self.end: Give | None = None
+
+    def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+            assert self.end is None, f"the job ended before {what}: {self.end}"
+            self.end = self.controller.step()
+            self.controller.wait(0.02)
+
+    def run_to_its_end(self) -> Give:
+        self.run_until("the end", lambda: self.end is not None)
+        assert self.end is not None
+        return self.end
+
+    def stays(self, found: Callable[[], bool], steps: int = 10) -> None:
+        for _ in range(steps):
+            assert self.controller.step() is None
+            assert found()
+            self.controller.wait(0.02)
+
+    def phase(self, phase: str) -> None:
+        record = JobRecord(phase, True, 1, 3, "0")  # type: ignore[arg-type]
+        self.client.put(self.keys.job, encode(record))
+
+    def plan(self, num_workers: int, binding: bool = True) -> None:
+        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding)))
+
+    def register(self, *nodes: str) -> None:
+        for node in nodes:
+            agent = AgentRecord(f"agent-{node}", "h", 1, 1, "running", {"node": node})
+            self.client.put(self.keys.agents + agent.agent_id, encode(agent))
+            worker = WorkerRecord(f"worker-{node}", agent.agent_id, "h", 1, 0, "127.0.0.1", 1, "active", 1)
+            self.client.put(self.keys.workers + worker.worker_id, encode(worker))
+
+    def leave(self, node: str) -> None:
+        self.client.delete(f"{self.keys.workers}worker-{node}")
+
+    def round(self, number: int, *nodes: str) -> None:
+        members = [f"worker-{node}" for node in nodes]
+        self.client.put(self.keys.round, encode(RoundRecord(number, members, "", "start", True)))
+
+    def train_with(self, *nodes: str, number: int = 1) -> None:
+        self.phase("training")
+        self.register(*nodes)
+        self.round(number, *nodes)
+
+    def fail(self, node: str, output: str = "") -> None:
+        self.target.log(node).write_text(output)
+        self.leave(node)
+        self.target.nodes[node] = "failed"
+
+
+@pytest.fixture
+def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(**kwargs: int) -> Job:
+        made.append(Job(client, keys, FakeTarget(tmp_path), **kwargs))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.controller.close()
+
+
+MakeJob = Callable[..., Job]
+
+
+def test_a_job_starts_with_the_fewest_workers_and_says_so_in_the_plan(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    entry = client.get(keys.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
+
+
+def test_a_plan_that_is_there_already_is_kept(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.plan, encode(PlanRecord(3, "user", "", True)))
+    job = make_job()
+    job.run_until("three nodes", lambda: len(job.target.living) == 3)
+
+
+def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node1"])
+    job.train_with("node1")
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.plan(99)
+    job.run_until("as many nodes as allowed", lambda: len(job.target.living) == 3)
+    job.stays(lambda: len(job.target.living) == 3)
+
+
+def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.plan(3, binding=False)
+    job.stays(lambda: len(job.target.living) == 1)
+
+
+def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:
+    job = make_job(low=1)
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(1)
+    job.stays(lambda: len(job.target.living) == 2)
+    job.round(2, "node1")
+    job.leave("node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.stays(lambda: job.target.living == ["node1"])
+    assert job.target.cancelled == []
+
+
+def test_a_node_whose_worker_has_left_is_ended_when_it_does_not_end(make_job: MakeJob) -> None:
+    job = make_job(low=1)
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(1)
+    job.stays(lambda: True, steps=3)
+    job.round(2, "node1")
+    job.leave("node2")
+    job.run_until("the end of the second node", lambda: job.target.cancelled == ["node2"])
+    job.stays(lambda: job.target.living == ["node1"])
+
+
+def test_a_killed_node_is_replaced_as_often_as_it_takes(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_failures + 3):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+    job.run_until("a node", lambda: job.target.living)
+
+
+def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.phase("starting")
+    while job.end is None:
+        job.run_until("a node or the end", lambda: job.end or job.target.living)
+        for node in job.target.living:
+            job.fail(node)
+    assert (job.end.exit_code, len(job.target.nodes)) == (1, QUICK.max_failures)
+    entry = client.get(keys.job)
+    assert entry is not None
+    record = decode(JobRecord, entry.value, entry.key)
+    assert record.phase == "failed"
+    assert f"{QUICK.max_failures} nodes in a row" in record.message
+
+
+def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.fail("node2", FAILED)
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert "ValueError: bad" in end.reason
+    assert job.target.cancelled == ["node1"]
+    assert job.controller.failure_text().endswith("ValueError: bad")
+
+
+def test_an_error_that_stops_the_training_is_tried_three_times(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_same_error + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED)
+    assert job.run_to_its_end().exit_code == 1
+    assert len(job.target.nodes) == QUICK.max_same_error
+
+
+def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.plan(2)
+    job.run_until("a joiner", lambda: len(job.target.living) == 2)
+    job.phase("finished")
+    job.run_until("the end of the joiner", lambda: job.target.cancelled == ["node2"])
+    job.stays(lambda: job.target.living == ["node1"])
+    job.leave("node1")
+    job.target.nodes["node1"] = "succeeded"
+    assert job.run_to_its_end().exit_code == 0
+
+
+def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob) -> None:
+    job = make_job()
+    job.target.refuses = "quota exceeded"
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert "quota exceeded" in end.reason
+
+
+def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    entry = client.get(keys.controller)
+    assert entry is not None
+    record = decode(ControllerRecord, entry.value, entry.key)
+    with pytest.raises(ControllerBusyError, match=f"already run by process {record.pid} on {record.host}"):
+        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3))
+    job.stays(lambda: job.target.living == ["node1"])
+    job.controller.close()
+    assert client.get(keys.controller) is None
+    with Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)) as second:
+        assert second.step() is None
+
+
+def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    entry = client.get(keys.controller)
+    assert entry is not None
+    assert decode(ControllerRecord, entry.value, entry.key).apps == {"node1": "node1", "node2": "node2"}
+
+
+def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(f"{keys.agents}a", encode(AgentRecord("a", "h", 1, 1, "running", {"node": "node7"})))
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node8"])
+
+
+def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
+    make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.controller._lease.revoke()
+    job.controller._lease.lost.set()
+    job.stays(lambda: client.get(keys.controller) is not None, steps=2)
+    job.controller._lease.revoke()
+    job.controller._lease.lost.set()
+    with (
+        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)),
+        pytest.raises(ControllerBusyError),
+    ):
+        job.controller.step()
+
+
+def test_leaving_the_controller_ends_all_its_nodes(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.controller.close()
+    assert job.target.cancelled == ["node1", "node2"]
+    assert job.target.is_closed
+
+
+def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    log = job.target.log("node1")
+    with log.open("w") as stream:
+        stream.write("one\ntw")
+        stream.flush()
+        job.stays(lambda: job.shown == ["[node1] one"], steps=3)
+        stream.write("o\nbar 1%\rbar 2%\n\nlast")
+        stream.flush()
+    job.stays(lambda: job.shown == ["[node1] one", "[node1] two", "[node1] bar 2%", "[node1] "], steps=2)
+    job.target.nodes["node1"] = "succeeded"
+    job.run_to_its_end()
+    assert job.shown[-1] == "[node1] last"
+    assert len(job.shown) == 5
+
+
+def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    client.put(keys.plan, b"not a record")
+    client.put(keys.job, b"{}")
+    job.stays(lambda: len(job.target.living) == 1)
+
+
+def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+        job = Job(client, keys, FakeTarget(tmp_path))
+        job.run_until("a node", lambda: job.target.living)
+        job.train_with("node1")
+        job.stays(lambda: True, steps=2)
+        private_etcd.kill()
+        job.run_until("the loss of etcd", lambda: not job.controller._mirror.healthy)
+        job.target.nodes["node1"] = "failed"
+        job.stays(lambda: job.target.living == [])
+        private_etcd.restart()
+        job.run_until("a replacement", lambda: job.target.living == ["node2"])
+        job.controller.close()

@@ -1,0 +1,202 @@
+"""What the controller decides, as a table and as invariants over any situation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlrover.components.reconcile import (
+    Action,
+    AddNode,
+    CancelNode,
+    Give,
+    JobView,
+    Node,
+    Patience,
+    Warn,
+    reconcile,
+)
+
+PATIENCE = Patience()
+LATE_S = 10_000.0
+
+
+def member(name: str = "a") -> Node:
+    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0)
+
+
+def joining(name: str = "b", idle_s: float = 1.0) -> Node:
+    return Node(name, "running", agent_seen=True, idle_s=idle_s, age_s=idle_s)
+
+
+def killed(name: str = "k", ended_s: float = 60.0) -> Node:
+    return Node(name, "failed", ended_s=ended_s)
+
+
+def faulty(name: str = "f", ended_s: float = 60.0, error: str = "ValueError: bad", stopped_job: bool = True) -> Node:
+    return Node(name, "failed", ended_s=ended_s, error=error, stopped_job=stopped_job)
+
+
+def ended(name: str = "e", ended_s: float = 60.0) -> Node:
+    return Node(name, "succeeded", ended_s=ended_s)
+
+
+def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> JobView:
+    return JobView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
+
+
+@pytest.mark.parametrize(
+    ("situation", "view", "kinds"),
+    [
+        ("nothing was started yet", JobView("none", 2, []), [AddNode, AddNode]),
+        ("all is as planned", training(2, member("a"), member("b")), []),
+        ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
+        ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
+        ("the plan has shrunk: the convener chooses who leaves", training(1, member("a"), member("b")), []),
+        ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
+        ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
+        (
+            "a worker has left but its node does not end",
+            training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
+            [CancelNode],
+        ),
+        ("it is replaced once it has ended", training(2, member("a"), ended("b")), [AddNode]),
+        ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
+        ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
+        ("and later each time", training(2, member("a"), killed(), failures=4, since_s=3.9), []),
+        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [Give]),
+        ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
+        ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
+        ("and once more", training(1, *[faulty()] * 3), [Give]),
+        ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
+        ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
+        ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
+        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [AddNode]),
+        ("all left, although the training was not done", training(1, ended()), [Give]),
+        ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
+        ("the script fails before it trains", JobView("none", 2, [faulty(), joining()]), [CancelNode]),
+        ("and nothing is left", JobView("starting", 1, [faulty()]), [Give]),
+        (
+            "a node is killed before it trains",
+            JobView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
+            [AddNode],
+        ),
+        ("a script that trains nothing has ended", JobView("none", 2, [ended("a"), ended("b")]), [Give]),
+        ("on one of two nodes", JobView("none", 2, [ended("a"), joining("b")]), []),
+        ("and the other one was killed", JobView("none", 2, [ended("a", 99.0), killed("b")]), [Give]),
+        ("finished, and the workers run what follows `fit`", JobView("finished", 2, [member("a")]), []),
+        ("finished, and a joiner does not end", JobView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
+        ("finished, all have ended", JobView("finished", 2, [ended("a"), killed("b")]), [Give]),
+        ("failed, as another controller found", JobView("failed", 1, [member("a")]), [CancelNode]),
+        ("a node does not reach etcd", training(1, Node("a", "running", age_s=61.0, idle_s=61.0)), [Warn]),
+        ("which was said already", training(1, Node("a", "running", age_s=99.0, idle_s=99.0, warned=True)), []),
+    ],
+)
+def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: list[type[Action]]) -> None:
+    assert [type(action) for action in reconcile(view)] == kinds, situation
+
+
+@pytest.mark.parametrize(
+    ("view", "exit_code"),
+    [
+        (JobView("finished", 1, [ended()]), 0),
+        (JobView("none", 1, [ended()]), 0),
+        (JobView("failed", 1, [ended()]), 1),
+        (training(1, *[faulty()] * 3), 1),
+        (training(1, ended()), 1),
+        (JobView("starting", 1, [faulty()]), 1),
+    ],
+)
+def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit_code: int) -> None:
+    (give,) = reconcile(view)
+    assert isinstance(give, Give)
+    assert give.exit_code == exit_code
+    assert give.reason
+
+
+def test_the_reason_for_giving_up_names_the_error() -> None:
+    (give,) = reconcile(training(1, *[faulty(error="KeyError: 'label'")] * 3))
+    assert isinstance(give, Give)
+    assert "KeyError: 'label'" in give.reason
+
+
+seconds = st.floats(0, 1000)
+nodes = st.builds(
+    Node,
+    name=st.just(""),
+    status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
+    agent_seen=st.booleans(),
+    has_worker=st.booleans(),
+    is_member=st.booleans(),
+    workerless_s=seconds,
+    idle_s=seconds,
+    age_s=seconds,
+    ended_s=seconds,
+    error=st.sampled_from(["", "ValueError: x"]),
+    stopped_job=st.booleans(),
+    warned=st.booleans(),
+)
+views = st.builds(
+    JobView,
+    phase=st.sampled_from(["none", "starting", "training", "finished", "failed"]),
+    wanted=st.integers(1, 5),
+    nodes=st.lists(nodes, max_size=8).map(lambda found: [replace(n, name=f"node{i}") for i, n in enumerate(found)]),
+    may_act=st.booleans(),
+    failures_in_a_row=st.integers(0, 10),
+    since_failure_s=seconds,
+)
+
+
+@given(views)
+def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) -> None:
+    living = [node for node in view.nodes if node.is_living]
+    added = sum(isinstance(action, AddNode) for action in reconcile(view))
+    assert added == 0 or len(living) + added <= view.wanted
+
+
+@given(views)
+def test_nothing_is_done_without_the_right_to_act(view: JobView) -> None:
+    assert reconcile(replace(view, may_act=False)) == []
+
+
+@given(views)
+def test_only_living_nodes_are_ended_and_each_once(view: JobView) -> None:
+    living = {node.name for node in view.nodes if node.is_living}
+    names = [action.name for action in reconcile(view) if isinstance(action, CancelNode)]
+    assert set(names) <= living
+    assert len(names) == len(set(names))
+
+
+@given(views)
+def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: JobView) -> None:
+    busy = {node.name for node in view.nodes if node.is_member and node.has_worker}
+    actions = reconcile(view)
+    names = {action.name for action in actions if isinstance(action, CancelNode)}
+    gives_up = names == {node.name for node in view.nodes if node.is_living}
+    assert gives_up or not names & busy
+
+
+@given(views)
+def test_the_job_is_given_up_only_when_no_node_is_left(view: JobView) -> None:
+    actions = reconcile(view)
+    if any(isinstance(action, Give) for action in actions):
+        assert len(actions) == 1
+        assert not any(node.is_living for node in view.nodes)
+
+
+@given(views)
+def test_a_job_that_is_over_gets_no_new_node(view: JobView) -> None:
+    if view.phase in ("finished", "failed"):
+        assert not any(isinstance(action, AddNode) for action in reconcile(view))
+
+
+@given(st.integers(1, 30))
+def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> None:
+    patience = Patience(max_failures=100)
+    views_ = [training(1, killed(), failures=n, since_s=29.9) for n in (failures, failures + 1)]
+    now, later = (bool(reconcile(view, patience)) for view in views_)
+    assert now or not later
+    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]

@@ -1,0 +1,161 @@
+"""Real processes through TorchX's local scheduler."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_dlrover.components.targets import LocalTarget, NodeSpec
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+MakeTarget = Callable[..., LocalTarget]
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(f"pids {os.getpid()} {helper.pid} {os.getppid()}", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def wait_for(what: str, look: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not look():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return str(psutil.Process(pid).status()) != "zombie"
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def make_target(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[MakeTarget]:
+    made: list[LocalTarget] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def make(source: str, *arguments: str, **options: object) -> LocalTarget:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        spec = NodeSpec(str(script), arguments, etcd.endpoint, run_id, "/dlrover", 1, 2)
+        made.append(LocalTarget(spec, tmp_path / "logs", **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for target in made:
+        target.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def output(target: LocalTarget, handle: str) -> str:
+    return "".join(file.read_text() for file in target.logs(handle))
+
+
+def pids(target: LocalTarget, handle: str) -> list[int]:
+    wait_for("the worker to start", lambda: "pids" in output(target, handle))
+    line = next(line for line in output(target, handle).splitlines() if line.startswith("pids"))
+    return [int(word) for word in line.split()[1:]]
+
+
+def test_a_node_runs_the_script_with_its_arguments_untouched(make_target: MakeTarget) -> None:
+    target = make_target("import sys; print(sys.argv[1:])", "--lr", "0.1", "--", "-x", "a b")
+    handle = target.start("node1")
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == "succeeded"
+    assert "['--lr', '0.1', '--', '-x', 'a b']" in output(target, handle)
+
+
+def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
+    target = make_target("raise ValueError('bad')")
+    handle = target.start("node1")
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == "failed"
+    assert "ValueError: bad" in output(target, handle)
+
+
+def test_cancelling_leaves_nothing_of_the_node_and_spares_everything_else(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN, grace_s=1.0)
+    handles = [target.start("node1"), target.start("node2")]
+    first, second = (pids(target, handle) for handle in handles)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as unrelated:
+        try:
+            target.cancel([handles[0]])
+            assert not any(is_alive(pid) for pid in first)
+            assert all(is_alive(pid) for pid in [*second, unrelated.pid])
+            assert target.status(handles[0]) not in ("pending", "running")
+            target.close()
+            assert not any(is_alive(pid) for pid in second)
+            assert is_alive(unrelated.pid)
+        finally:
+            unrelated.kill()
+
+
+def test_closing_ends_the_orphans_of_an_agent_that_was_killed(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN, grace_s=0.5)
+    handle = target.start("node1")
+    worker, helper, agent = pids(target, handle)
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(handle) == "failed")
+    assert is_alive(worker)
+    target.close()
+    assert not is_alive(worker)
+    assert not is_alive(helper)
+
+
+def test_a_worker_whose_agent_was_killed_is_asked_to_end(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    handles = [target.start("node1"), target.start("node2")]
+    (worker, _, agent), other = (pids(target, handle) for handle in handles)
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(handles[0]) == "failed")
+    wait_for("the worker to end", lambda: not is_alive(worker))
+    assert all(is_alive(pid) for pid in other)
+
+
+def test_in_a_hurry_there_is_no_grace(make_target: MakeTarget) -> None:
+    hurry = threading.Event()
+    target = make_target(STUBBORN, grace_s=3600.0, hurry=hurry)
+    handle = target.start("node1")
+    started = pids(target, handle)
+    threading.Timer(0.2, hurry.set).start()
+    target.cancel([handle])
+    assert not any(is_alive(pid) for pid in started)
+
+
+def test_a_node_ends_with_the_process_that_started_it(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    source = f"""
+import time
+from pathlib import Path
+from lightning_dlrover.components.targets import LocalTarget, NodeSpec
+target = LocalTarget(NodeSpec({str(script)!r}, (), {etcd.endpoint!r}, {run_id!r}, "/dlrover", 1, 1), Path({str(tmp_path)!r}))
+handle = target.start("node1")
+while not any("pids" in file.read_text() for file in target.logs(handle)):
+    time.sleep(0.05)
+print("".join(file.read_text() for file in target.logs(handle)), flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        line = next(line for line in controller.stdout if line.startswith("pids"))
+        worker, helper, agent = (int(word) for word in line.split()[1:])
+        controller.kill()
+    try:
+        wait_for("the agent and its worker to end", lambda: not is_alive(agent) and not is_alive(worker))
+    finally:
+        psutil.Process(helper).kill()  # the script's own child, in a session of its own: nobody's to end here

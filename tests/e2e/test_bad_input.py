@@ -1,0 +1,195 @@
+"""Mistakes of users that need real processes to be seen: exit code, message, and nothing left behind."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from dlrover_process import REPOSITORY, Dlrover
+
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.records import ControllerRecord, JobRecord, Keys, encode
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+SECONDS = 30.0
+"""For an error that comes at once, on a machine that is busy with other tests."""
+
+
+@pytest.fixture
+def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
+    commands = Dlrover(tmp_path)
+    yield commands
+    commands.end()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that must never be started."""
+    file = tmp_path / "script.py"
+    file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.started').touch()\n")
+    return file
+
+
+def refused(dlrover: Dlrover, *arguments: object, **env: str) -> str:
+    """The message of a command that is refused as a mistake of its user's."""
+    done = dlrover(*arguments, timeout_s=SECONDS, **env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    dlrover.assert_all_ended()
+    assert not list(dlrover.folder.glob("*.started"))
+    assert not list(dlrover.folder.glob("runs/*"))
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--workers", "3:1", "script.py"), "such as 1:3"),
+        (("nowhere.py",), "does not exist"),
+        (("broken.py",), "broken.py' is not valid Python: invalid syntax"),
+    ],
+)
+def test_what_can_be_seen_beforehand_is_refused_beforehand(
+    dlrover: Dlrover, script: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (dlrover.folder / "broken.py").write_text("def f(:\n")
+    assert message in refused(dlrover, "run", *arguments)
+
+
+def test_the_endpoint_of_the_environment_is_used(dlrover: Dlrover, script: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        error = refused(dlrover, "run", script, DLROVER_ENDPOINT=endpoint)
+    assert f"no etcd v3 answered at {endpoint}" in error
+    assert "check that etcd runs" in error
+
+
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
+def test_a_port_where_something_else_listens_is_named(dlrover: Dlrover, script: Path, greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            kept = []
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                kept.append(connection)  # one that says nothing keeps its callers waiting
+                connection.sendall(greeting)
+
+        threading.Thread(target=serve, daemon=True).start()
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        error = refused(dlrover, "run", "--endpoint", endpoint, script)
+        server.shutdown(socket.SHUT_RDWR)
+    assert endpoint in error
+    assert "etcd v3" in error
+
+
+@pytest.mark.parametrize("name", ["job", "round", "agent_round", "agents/x"])
+def test_garbage_under_the_name_of_a_job_refuses_it_and_is_left_alone(
+    dlrover: Dlrover, script: Path, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, name: str
+) -> None:
+    client.put(keys.live + name, b"\xffgarbage")
+    assert repr(keys.live + name) in refused(dlrover, "run", "--endpoint", etcd.endpoint, "--rdzv-id", keys.run_id, script)
+    entry = client.get(keys.live + name)
+    assert entry is not None
+    assert entry.value == b"\xffgarbage"
+
+
+def test_status_shows_what_can_be_read_and_names_what_cannot(
+    dlrover: Dlrover, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0")))
+    client.put(keys.workers + "x", b"{")
+    done = dlrover("status", "--endpoint", etcd.endpoint, keys.run_id)
+    assert done.returncode == 0
+    # It has no worker and no agent, so it does not train whatever its record says.
+    assert f"job {keys.run_id}: stopped, 1 to 3 workers" in done.stdout
+    assert repr(keys.workers + "x") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_controller_learns_who_the_first_is(
+    dlrover: Dlrover, script: Path, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.controller, encode(ControllerRecord("elsewhere", 4711, "local")))
+    error = refused(dlrover, "run", "--endpoint", etcd.endpoint, "--rdzv-id", keys.run_id, script)
+    assert "already run by process 4711 on elsewhere" in error
+
+
+def test_broken_rows_end_the_example_and_are_not_read_again(dlrover: Dlrover, tmp_path: Path) -> None:
+    data = tmp_path / "rows.tsv"
+    data.write_text("\t".join(["1"] + ["0"] * 39) + "\nthis is no row\n")
+    done = dlrover("run", "--workers", "1:2", REPOSITORY / "examples" / "train_ctr.py", "--data", data, timeout_s=120)
+    assert done.returncode == 1
+    assert "line 2" in done.stdout
+    assert f"{data}" in done.stdout
+    assert "[node2]" not in done.stdout
+    dlrover.assert_all_ended()
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(
+    dlrover: Dlrover, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0")))
+    command = f"{sys.executable} -m lightning_dlrover.cli status --endpoint {etcd.endpoint} {keys.run_id} | true"
+    assert dlrover.process(["bash", "-c", command]).stderr == ""
+
+
+# --- what may be missing -----------------------------------------------------------------------------------------------------
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def python(dlrover: Dlrover, code: str) -> CompletedProcess[str]:
+    return dlrover.process([sys.executable, "-c", code])
+
+
+def test_the_package_itself_needs_nothing_heavy(dlrover: Dlrover) -> None:
+    names = {"torch", "lightning", "numpy", "grpc", "torchx", "torchrec"}
+    clock = "import time; t = time.process_time(); import lightning_dlrover; print(time.process_time() - t)"
+    done = python(dlrover, WITHOUT.format(names=names) + clock)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.3
+
+
+def test_a_script_needs_neither_torchx_nor_torchrec(dlrover: Dlrover) -> None:
+    code = WITHOUT.format(names={"torchx", "torchrec", "fbgemm_gpu"}) + (
+        "from lightning_dlrover import DLRoverCallback, DLRoverStrategy\n"
+        "import lightning as L\n"
+        "L.Trainer(strategy='dlrover', callbacks=[DLRoverCallback()], accelerator='cpu', logger=False)\n"
+    )
+    done = python(dlrover, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_controllers_need_neither_torch_nor_lightning(dlrover: Dlrover) -> None:
+    code = WITHOUT.format(names={"torch", "lightning", "torchrec"}) + (
+        "import lightning_dlrover.components.controller, lightning_dlrover.components.targets, lightning_dlrover.report\n"
+    )
+    done = python(dlrover, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plain_script_trains_without_etcd_and_gets_a_recommendation(dlrover: Dlrover) -> None:
+    script = Path(__file__).with_name("tiny_script.py")
+    done = dlrover.process([sys.executable, str(script), "--steps", "150", "--step-s", "0.01", "--window-s", "0.2"], 90)
+    assert done.returncode == 0, done.stderr
+    assert "trained for 150 steps" in done.stdout
+    assert "DLRover: " in done.stdout + done.stderr
+    assert "`dlrover run` resizes a job while it trains" in done.stdout + done.stderr
+    dlrover.assert_all_ended()

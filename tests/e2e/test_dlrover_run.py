@@ -1,0 +1,225 @@
+"""`dlrover run` and the commands beside it, with real nodes, real workers and real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from dlrover_process import Dlrover, Run
+
+SCRIPT = Path(__file__).with_name("tiny_script.py")
+PROBLEM = "the script's own error at step 3"
+
+
+@pytest.fixture
+def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
+    commands = Dlrover(tmp_path)
+    yield commands
+    commands.end()
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of somebody else's, in the terminal in which the job was started."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def members(num_workers: int, without: tuple[str, ...] = ()) -> Callable[[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Looks in a status for a round of so many workers."""
+
+    def look(status: dict[str, Any]) -> list[dict[str, Any]] | None:
+        found = [w for w in status["workers"] if w["rank"] is not None]
+        active = all(w["state"] == "active" for w in found)
+        return found if len(found) == num_workers and active and not {w["worker_id"] for w in found} & {*without} else None
+
+    return look
+
+
+def wait_for_workers(run: Run, num_workers: int, without: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    look = members(num_workers, without)
+    return run.wait_for(lambda: look(run.status()), f"{num_workers} workers without {without}", timeout_s=90)
+
+
+def wait_for_first_round(run: Run) -> None:
+    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=90)
+
+
+@pytest.mark.timeout(400)
+def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    run = dlrover.start("--workers", "1:3", SCRIPT, "--until", until)
+    wait_for_first_round(run)
+
+    assert dlrover("scale", "job", 3).returncode == 0
+    three = wait_for_workers(run, 3)
+    assert [w["rank"] for w in three] == [0, 1, 2]
+    status = run.status()
+    assert (status["phase"], status["min_workers"], status["max_workers"]) == ("training", 1, 3)
+    assert status["plan"] == {"num_workers": 3, "source": "user", "reason": "set to 3 by hand", "binding": True}
+    text = dlrover("status", "job").stdout
+    assert "job job: training, 1 to 3 workers" in text
+    assert all(w["worker_id"] in text for w in three)
+
+    os.kill(three[2]["pid"], signal.SIGKILL)
+    replaced = wait_for_workers(run, 3, without=(three[2]["worker_id"],))
+    assert {w["worker_id"] for w in three[:2]} < {w["worker_id"] for w in replaced}
+
+    agent = psutil.Process(replaced[1]["pid"]).parent()
+    assert agent is not None
+    assert "torch.distributed.run" in agent.cmdline()
+    agent.kill()
+    wait_for_workers(run, 3, without=(replaced[1]["worker_id"],))
+    assert replaced[1]["pid"] not in dlrover.processes()
+
+    assert dlrover("scale", "job", 1).returncode == 0
+    survivor = wait_for_workers(run, 1)
+    assert survivor[0]["worker_id"] == three[0]["worker_id"]
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    dlrover.assert_all_ended()
+
+    events = run.events
+    assert [e.at for e in events] == sorted(e.at for e in events)
+    rounds = [e.data for e in events if e.kind == "round"]
+    assert [r["number"] for r in rounds] == list(range(1, len(rounds) + 1))
+    assert events[-1].kind == "finished"
+    assert {"round", "loss", "scale", "profile", "stall", "finished"} <= {e.kind for e in events}
+    assert [e.data["num_workers"] for e in events if e.kind == "scale"] == [3, 1]
+    report = run.folder / "report.html"
+    assert "<svg" in report.read_text()
+    report.unlink()
+    done = dlrover("report", "job")
+    assert done.returncode == 0, done.stderr
+    assert "finished after" in done.stdout or "workers lost" in done.stdout
+    assert report.exists()
+
+
+@pytest.mark.parametrize(
+    "number, to_group, code", [(signal.SIGINT, False, 130), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)]
+)
+def test_a_signal_ends_the_job_in_order_and_nothing_else(
+    dlrover: Dlrover, bystander: subprocess.Popen[bytes], number: signal.Signals, to_group: bool, code: int
+) -> None:
+    run = dlrover.start("--workers", "1:2", SCRIPT)
+    wait_for_first_round(run)
+    pid = run.process.pid
+    os.killpg(pid, number) if to_group else os.kill(pid, number)
+    assert run.wait_for_exit() == code, run.output
+    dlrover.assert_all_ended()
+    assert bystander.poll() is None
+    assert f"job job was ended by {number.name}" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_job_that_has_not_begun_to_train_is_ended_by_ctrl_c(dlrover: Dlrover) -> None:
+    run = dlrover.start("--workers", "2:2", SCRIPT)
+    run.wait_for(lambda: workers_of(dlrover), "a worker that imports torch")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait_for_exit() == 130, run.output
+    dlrover.assert_all_ended()
+
+
+def workers_of(dlrover: Dlrover) -> list[int]:
+    """Process ids of those that run the script itself."""
+    return [
+        pid for pid, command in dlrover.processes().items() if "tiny_script.py" in command and "--rdzv-" not in command
+    ]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_nothing_outlives_a_dlrover_run_that_was_killed(dlrover: Dlrover, is_training: bool) -> None:
+    run = dlrover.start("--workers", "1:2", SCRIPT)
+    if is_training:
+        wait_for_first_round(run)
+    else:
+        run.wait_for(lambda: workers_of(dlrover), "a worker that imports torch")
+    run.process.kill()
+    run.process.wait()
+    left = dlrover.processes
+    with_deadline(lambda: not left(), lambda: f"the end of {left()}", timeout_s=20)
+
+
+def test_a_worker_whose_agent_is_killed_while_it_imports_torch_ends(dlrover: Dlrover, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    run = dlrover.start("--workers", "1:1", SCRIPT, "--until", until)
+    [worker] = run.wait_for(lambda: workers_of(dlrover), "a worker that imports torch")
+    agent = psutil.Process(worker).parent()
+    assert agent is not None
+    agent.kill()
+    with_deadline(lambda: worker not in dlrover.processes(), lambda: f"the end of worker {worker}", timeout_s=40)
+    wait_for_first_round(run)
+    assert len(workers_of(dlrover)) == 1
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+
+
+@pytest.mark.timeout(300)
+def test_a_script_that_always_fails_in_training_is_not_started_for_ever(dlrover: Dlrover) -> None:
+    run = dlrover.start("--workers", "2:2", SCRIPT, "--fail-at", 3)
+    assert run.wait_for_exit(200) == 1, run.output
+    dlrover.assert_all_ended()
+    lines = run.output.rstrip().splitlines()
+    assert lines[-1] == f"ArithmeticError: {PROBLEM}"
+    last = run.output.rindex("dlrover: job job failed: ")
+    shown = run.output[last:].splitlines()
+    assert PROBLEM in shown[0]
+    assert shown[1] == "Traceback (most recent call last):"
+    assert any("tiny_script.py" in line and "training_step" in line for line in shown)
+
+
+def test_a_script_that_cannot_be_imported_is_run_once_and_its_traceback_comes_last(dlrover: Dlrover, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\nfrom nowhere import nothing\n")
+    run = dlrover.start("--workers", "1:2", script)
+    assert run.wait_for_exit(60) == 1
+    dlrover.assert_all_ended()
+    assert run.output.count("] here") == 1
+    *_, first, where, what, last = run.output.rstrip().splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert where == f'  File "{script}", line 2, in <module>'
+    assert what == "    from nowhere import nothing"
+    assert last == "ModuleNotFoundError: No module named 'nowhere'"
+
+
+def test_two_runs_of_one_job_cannot_exist(dlrover: Dlrover, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    run = dlrover.start("--workers", "1:1", SCRIPT, "--until", until)
+    wait_for_first_round(run)
+    endpoint = run.status()["endpoint"]
+
+    same_folder = dlrover("run", "--rdzv-id", "job", SCRIPT)
+    assert same_folder.returncode == 2
+    assert f"already run by process {run.process.pid} on" in same_folder.stderr
+    same_etcd = dlrover("run", "--rdzv-id", "job", "--endpoint", endpoint, "--run-dir", tmp_path / "other", SCRIPT)
+    assert same_etcd.returncode == 2
+    assert f"already run by process {run.process.pid} on {os.uname().nodename}" in same_etcd.stderr
+
+    assert len(workers_of(dlrover)) == 1
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert [e.data["kind"] for e in run.events if e.kind == "round"] == ["start"]
+    assert "loss" not in {e.kind for e in run.events}
+    dlrover.assert_all_ended()
+    again = dlrover("run", "--rdzv-id", "job", SCRIPT)
+    assert again.returncode == 2
+    assert "holds an earlier job's files" in again.stderr
+
+
+def with_deadline(found: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
+    """Like `eventually`, for what can only be named when it did not happen."""
+    from dlrover_process import eventually
+
+    try:
+        eventually(found, "it", timeout_s)
+    except AssertionError:
+        raise AssertionError(f"waited {timeout_s:.0f} s in vain for {what()}") from None

@@ -1,0 +1,109 @@
+"""The callback in a real Trainer of one process: what it measures, logs, plans and says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.perf.samples import STEP_PARTS
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.fail_at = -1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise ArithmeticError("the model's own")
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def loader(num_rows: int = 800) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.randn(num_rows, 8)), batch_size=8)
+
+
+def trainer(tmp_path: Path, callback: DLRoverCallback, **kwargs: object) -> L.Trainer:
+    defaults = {
+        "strategy": DLRoverStrategy(),
+        "accelerator": "cpu",
+        "callbacks": [callback],
+        "max_epochs": 2,
+        "logger": CSVLogger(str(tmp_path), name="", version=""),
+        "log_every_n_steps": 10,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**defaults, **kwargs})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    run = trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0.01))
+    run.fit(Model(), loader(), loader(16))
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    windows = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    found = [w for w in windows if w.get("dlrover/step_time_s")]
+    assert found
+    for window in found:
+        parts = sum(float(window[f"dlrover/{part}_s"]) for part in STEP_PARTS)
+        assert parts == pytest.approx(float(window["dlrover/step_time_s"]), rel=1e-3)
+        assert float(window["dlrover/num_workers"]) == 1
+        assert float(window["dlrover/global_batch"]) == 8
+    last = [r.getMessage() for r in said.records if r.getMessage().startswith("DLRover: ")]
+    assert len(last) == 1
+    assert "`dlrover run` resizes a job while it trains" in last[0]
+
+
+def test_planning_can_be_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0)).fit(Model(), loader())
+    assert not [r for r in said.records if r.getMessage().startswith("DLRover: ")]
+
+
+def test_one_callback_may_be_used_for_several_fits(tmp_path: Path) -> None:
+    callback = DLRoverCallback(window_s=0.01, plan_every_s=0.01)
+    for number in range(2):
+        run = trainer(tmp_path / str(number), callback, max_steps=30)
+        run.fit(Model(), loader())
+        assert run.global_step == 30
+
+
+def test_the_scripts_own_error_is_not_hidden(tmp_path: Path) -> None:
+    model = Model()
+    model.fail_at = 5
+    with pytest.raises(ArithmeticError, match="the model's own"):
+        trainer(tmp_path, DLRoverCallback(window_s=0.001)).fit(model, loader())
+
+
+def test_another_strategy_is_refused_with_the_line_to_change(tmp_path: Path) -> None:
+    run = trainer(tmp_path, DLRoverCallback(), strategy="auto")
+    with pytest.raises(TypeError, match=r"strategy=DLRoverStrategy\(\)"):
+        run.fit(Model(), loader())
+
+
+@pytest.mark.parametrize("window_s, plan_every_s", [(0.0, 1.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_settings_without_meaning_are_refused(window_s: float, plan_every_s: float) -> None:
+    with pytest.raises(ValueError, match="window_s"):
+        DLRoverCallback(window_s, plan_every_s)

@@ -1,0 +1,271 @@
+"""What `dlrover` says and returns when nothing has to be trained for it; whole jobs are in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover import cli
+from lightning_dlrover.job_view import EventLog, JobPlace, list_jobs, read_event_file
+from lightning_dlrover.rdzv.client import EtcdClient, Mirror
+from lightning_dlrover.rdzv.records import (
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dlrover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
+    """Runs a command in an empty folder; returns exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("DLROVER_")]:
+        monkeypatch.delenv(name)
+    Path("script.py").write_text("print('never run')\n")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = int(str(end.code))
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def job(client: EtcdClient, keys: Keys) -> Keys:
+    """A job of 1 to 3 workers that trains with two."""
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0", global_batch_size=64)))
+    client.put(keys.plan, encode(PlanRecord(2, "planner", "2 is best", True)))
+    client.put(keys.round, encode(RoundRecord(4, ["w-b", "w-a"], "w-a joined", "grow", True)))
+    for number, worker in enumerate(["w-a", "w-b", "w-c"]):
+        state = "standby" if worker == "w-c" else "active"
+        record = WorkerRecord(worker, "agent", "host", 100 + number, 0, "127.0.0.1", 1, state, 4)  # type: ignore[arg-type]
+        client.put(keys.workers + worker, encode(record))
+    client.put(f"{keys.events}{1:020d}-x", encode(EventRecord("round", 1.0, "round 4: w-a joined")))
+    return keys
+
+
+def test_help_takes_less_than_half_a_second_of_computing() -> None:
+    code = "import os, sys; from lightning_dlrover.cli import main; sys.argv = ['dlrover', '--help']\ntry: main()\nfinally: "
+    code += "print(os.times().user + os.times().system, *(m for m in ('torch', 'lightning', 'torchx') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "COMMAND" in done.stdout
+    seconds, *imported = done.stdout.splitlines()[-1].split()
+    assert float(seconds) < 0.5
+    assert imported == []
+
+
+def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd, job: Keys) -> None:
+    code = "import sys; from lightning_dlrover.cli import main; main(sys.argv[1:])\n"
+    code += "print('IMPORTED', *(m for m in ('torch', 'lightning', 'torchx') if m in sys.modules))"
+    command = [sys.executable, "-c", code, "status", "--endpoint", etcd.endpoint, job.run_id]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "IMPORTED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--workers", "3:1", "script.py"], "'3:1': MIN must be at least 1 and at most MAX, such as 1:3"),
+        (["run", "--workers", "0:2", "script.py"], "MIN must be at least 1"),
+        (["run", "--workers", "two", "script.py"], "'two' is not MIN:MAX, such as 1:3"),
+        (["run", "--workers", "-1:2", "script.py"], "--workers"),
+        (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
+        (["run", "."], "script '.' does not exist or is not a file"),
+        (["run", "broken.py"], "script 'broken.py' is not valid Python"),
+        (["run", "binary.py"], "script 'binary.py' is not valid Python"),
+        (["run", "--rdzv-id", "a/b", "script.py"], "--rdzv-id 'a/b' cannot name a folder"),
+        (["run", "--rdzv-id", "..", "script.py"], "--rdzv-id '..' cannot name a folder"),
+        (["run", "--max-restarts", "-1", "script.py"], "--max-restarts is -1"),
+        (["run", "--key-prefix", "jobs", "script.py"], "--key-prefix 'jobs' must start with '/'"),
+        (["run", "--key-prefix", "/a,live=0", "script.py"], "--key-prefix '/a,live=0'"),
+        (["run", "--endpoint", "nonsense", "script.py"], "etcd endpoint 'nonsense'"),
+        (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
+        (["run"], "script"),
+        ([], "COMMAND"),
+        (["dance"], "dance"),
+        (["scale", "job", "2"], "job 'job' is not known: runs/job/job.json does not exist"),
+        (["status", "job"], "job 'job' is not known"),
+        (["drain", "job", "w"], "job 'job' is not known"),
+        (["report", "job"], "runs/job/events.jsonl does not exist"),
+    ],
+)
+def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: list[str], message: str) -> None:
+    Path("broken.py").write_text("def f(:\n")
+    Path("binary.py").write_bytes(b"\x00\x01")
+    code, _, errors = dlrover(*arguments)
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_an_etcd_that_does_not_answer_is_named_within_seconds(dlrover: RunCli) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+    started = time.monotonic()
+    code, _, errors = dlrover("run", "--endpoint", endpoint, "script.py")
+    assert code == 2
+    assert endpoint in errors
+    assert time.monotonic() - started < 20
+
+
+def test_a_port_that_is_not_etcd_is_named_within_seconds(dlrover: RunCli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        code, _, errors = dlrover("status", "--endpoint", endpoint, "job")
+    assert code == 2
+    assert endpoint in errors
+
+
+def test_a_job_that_has_ended_in_a_shared_etcd_is_not_run_again(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
+    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "script.py")
+    assert code == 2
+    assert "has finished" in errors
+
+
+def test_a_folder_of_an_earlier_job_is_not_written_into(dlrover: RunCli) -> None:
+    Path("runs/job").mkdir(parents=True)
+    Path("runs/job/events.jsonl").write_text("precious\n")
+    code, _, errors = dlrover("run", "--rdzv-id", "job", "script.py")
+    assert code == 2
+    assert "holds an earlier job's files" in errors
+    assert Path("runs/job/events.jsonl").read_text() == "precious\n"
+
+
+def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, output, _ = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
+    assert code == 0
+    assert "3 workers wanted" in output
+    entry = client.get(job.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.source, plan.binding) == (3, "user", True)
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(job.events)[1]]
+    assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
+
+
+@pytest.mark.parametrize("num_workers", [0, 4, -1])
+def test_scale_refuses_what_the_job_was_not_started_for(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, num_workers: int
+) -> None:
+    before = client.get(job.plan)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, num_workers)
+    assert code == 2
+    assert "was started for 1 to 3 workers" in errors
+    assert client.get(job.plan) == before
+
+
+def test_scale_refuses_a_job_that_is_over_or_unknown(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.job, encode(JobRecord("failed", True, 1, 3, "0")))
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 2)
+    assert (code, "has failed" in errors) == (2, True)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, "unknown", 2)
+    assert (code, "holds no job 'unknown'" in errors) == (2, True)
+
+
+def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert decode(DrainRecord, entry.value, entry.key).worker_id == "w-b"
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
+    assert (code, "w-a, w-b, w-c" in errors) == (2, True)
+
+
+def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    client.put(job.round, encode(RoundRecord(5, ["w-b"], "", "shrink", True)))
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
+    assert (code, "the only worker" in errors) == (2, True)
+    assert client.get(f"{job.drains}w-b") is None
+
+
+def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    for part in (
+        "training, 1 to 3 workers",
+        "round 4 (grow): w-a joined",
+        "plan: 2 workers, by planner: 2 is best",
+        "host:101",
+    ):
+        assert part in text
+    code, text, _ = dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)
+    status = json.loads(text)
+    assert (status["phase"], status["round"]["number"]) == ("training", 4)
+    assert [(w["worker_id"], w["rank"], w["state"]) for w in status["workers"]] == [
+        ("w-b", 0, "active"),
+        ("w-a", 1, "active"),
+        ("w-c", None, "standby"),
+    ]
+
+
+def test_the_report_of_a_job_comes_from_its_folder_when_its_etcd_is_gone(dlrover: RunCli) -> None:
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "127.0.0.1:1").write(folder)
+    event = EventRecord("round", 1.0, "", {"number": 1, "members": ["w"], "kind": "start", "planned": True, "reason": "start"})
+    (folder / "events.jsonl").write_bytes(encode(event) + b'\n{"half')
+    code, output, errors = dlrover("report", "job")
+    assert code == 0, errors
+    assert "rounds            1" in output
+    assert (folder / "report.html").exists()
+    assert dlrover("report", "job", "--output", "other.html")[0] == 0
+    assert Path("other.html").exists()
+
+
+def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("list") == (0, "no jobs in folder runs\n", "")
+    Path("runs/old").mkdir(parents=True)
+    JobPlace("old", "127.0.0.1:1").write(Path("runs/old"))
+    Path("runs/odd").mkdir()
+    Path("runs/odd/job.json").write_text("[]")
+    assert list_jobs(None, None, Path("runs")) == [("odd", "unreadable"), ("old", "ended")]
+    assert (job.run_id, "training") in list_jobs(etcd.endpoint, None, Path("runs"))
+    assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
+
+
+def test_events_are_copied_once_each_and_kept_in_order(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text("of an earlier attempt\n")
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        copied = []
+        for number in range(20):
+            client.put(f"{keys.events}{number:020d}-x", encode(EventRecord("note", float(number), str(number))))
+            copied += log.new()
+        client.put(f"{keys.events}{5:020d}-y", encode(EventRecord("late", 5.5, "5.5")))
+        client.put(f"{keys.events}{6:020d}-y", b"not an event")
+        log.complete(client)
+    assert [e.at for e in read_event_file(file)] == sorted([*map(float, range(20)), 5.5])
+
+
+def test_arguments_after_the_script_are_not_ours() -> None:
+    options = cli._parser().parse_args(["run", "--workers", "2", "train.py", "--workers", "9", "--", "--help", "-v"])
+    assert options.workers == (2, 2)
+    assert options.script_args == ["--workers", "9", "--", "--help", "-v"]

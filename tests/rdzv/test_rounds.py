@@ -1,0 +1,207 @@
+"""The membership protocol as a pure function: what holds for every view, then the cases one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, next_round
+
+JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
+NAMES = [f"w{i}" for i in range(7)]
+
+
+def worker(name: str, state: str = "active", number: int = 1) -> WorkerRecord:
+    return WorkerRecord(name, f"agent-{name}", "host", 1, 0, "127.0.0.1", 1000 + int(name[1:]), state, number)  # type: ignore[arg-type]
+
+
+def view(members: str = "", others: str = "", gone: str = "", **changes: object) -> View:
+    """Members of round 1 and others by digit; `gone` members have no record; others are ready."""
+    workers = {f"w{i}": worker(f"w{i}") for i in members if i not in gone}
+    workers |= {f"w{i}": worker(f"w{i}", "ready", 0) for i in others}
+    round_ = RoundRecord(1, [f"w{i}" for i in members], "", "grow", planned=True) if members else None
+    return replace(View(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    low = draw(st.integers(1, 3))
+    job = replace(JOB, min_workers=low, max_workers=draw(st.integers(low, 5)))
+    number = draw(st.integers(1, 9))
+    kind = draw(st.sampled_from(["start", "grow", "loss", "retry"]))
+    members = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
+    round_ = RoundRecord(number, members, "", kind, planned=kind in ("start", "grow")) if members else None  # type: ignore[arg-type]
+    workers = {}
+    for name in draw(st.permutations(NAMES)):
+        if draw(st.booleans()):
+            state = draw(st.sampled_from(["starting", "standby", "ready", "active", "reforming"]))
+            workers[name] = worker(name, state, draw(st.sampled_from([0, number - 1, number])))
+    plan = PlanRecord(draw(st.integers(1, 6)), "planner", "", binding=draw(st.booleans())) if draw(st.booleans()) else None
+    drains = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
+    agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
+    return View(job, round_, plan, workers, agents, drains)
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_a_new_round_has_living_distinct_members_and_the_next_number(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    assert proposal == next_round(seen, waited_s)
+    if proposal is None:
+        return
+    assert seen.job is not None
+    assert proposal.number == (seen.round.number + 1 if seen.round else 1)
+    assert len(set(proposal.members)) == len(proposal.members)
+    assert set(proposal.members) <= set(seen.workers)
+    if proposal.kind == "stop":
+        assert proposal.members == []
+        assert set(seen.survivors) <= seen.drains
+        return
+    first = seen.workers[proposal.members[0]]
+    assert (proposal.store_address, proposal.store_port) == (first.address, first.port)
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_rank_0_of_a_new_round_held_the_state_if_anyone_did(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or not proposal.members or not seen.holders:
+        return
+    kept = [w for w in proposal.members if w in seen.holders]
+    assert kept
+    if proposal.planned and seen.survivors:
+        assert proposal.members[0] in seen.holders
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_joiners_never_take_a_round_above_the_cap(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or seen.round is None or not proposal.planned:
+        return
+    added = [w for w in proposal.members if w not in seen.round.members]
+    leaving_later = bool(set(proposal.members) & seen.drains)
+    assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
+
+
+def test_nothing_changes_while_all_is_as_planned() -> None:
+    assert next_round(view("012"), 1e9) is None
+
+
+def test_a_ready_worker_joins_behind_those_that_train() -> None:
+    proposal = next_round(view("10", others="2"), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w0", "w2"], "grow", True)
+
+
+def test_a_ready_worker_waits_while_the_plan_has_no_room() -> None:
+    assert next_round(view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)), 0.0) is None
+
+
+def test_a_recommendation_keeps_nobody_out() -> None:
+    proposal = next_round(view("01", others="2", plan=PlanRecord(2, "planner", "", binding=False)), 0.0)
+    assert proposal is not None
+    assert len(proposal.members) == 3
+
+
+def test_a_smaller_plan_drops_the_highest_rank() -> None:
+    proposal = next_round(view("012", plan=PlanRecord(1, "planner", "", binding=True)), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0"], "shrink")
+
+
+def test_a_drained_worker_is_replaced_by_a_spare_in_one_round() -> None:
+    seen = view("01", others="2", drains=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w1", "w2"], "replace")
+
+
+def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:
+    proposal = next_round(view("0", others="1", drains=frozenset({"w0"})), 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w0", "w1"]
+
+
+def test_the_job_stops_when_every_worker_was_asked_to_leave() -> None:
+    proposal = next_round(view("01", drains=frozenset({"w0", "w1"})), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == ([], "stop")
+
+
+def test_a_drained_worker_stays_when_too_few_would_be_left() -> None:
+    seen = view("01", drains=frozenset({"w1"}), job=replace(JOB, min_workers=2))
+    assert next_round(seen, 0.0) is None
+
+
+def test_after_a_loss_the_others_go_on_at_once() -> None:
+    proposal = next_round(view("012", gone="0"), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2"], "loss", False)
+
+
+def test_after_a_loss_below_the_minimum_the_job_waits_for_spares() -> None:
+    few = view("01", gone="0", job=replace(JOB, min_workers=2))
+    assert next_round(few, 1e9) is None
+    with_spare = replace(few, workers={**few.workers, "w2": worker("w2", "ready", 0)})
+    proposal = next_round(with_spare, 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w1"]
+
+
+def test_a_round_that_failed_is_formed_again_once_everyone_says_so() -> None:
+    seen = view("01")
+    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
+    assert next_round(one, 0.0) is None
+    assert awaited(one) == ["w1"]
+    both = replace(one, workers={**one.workers, "w1": worker("w1", "reforming", 1)})
+    proposal = next_round(both, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w1"], "retry")
+
+
+def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
+    seen = view("01")
+    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
+    proposal = next_round(one, 10.0, Patience(regroup_s=9.0))
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0"], "loss")
+
+
+@pytest.mark.parametrize(
+    "number, members",
+    [(0, ["w0", "w2"]), (1, ["w0"])],
+    ids=["a joiner on its way may have the state already", "a joiner that stepped back has not"],
+)
+def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: int, members: list[str]) -> None:
+    seen = view("012", gone="1")
+    seen = replace(seen, workers={**seen.workers, "w2": worker("w2", "ready", number)})
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert proposal.members == members
+
+
+def test_workers_that_all_lost_their_state_start_again() -> None:
+    seen = view("01", gone="0")
+    seen = replace(seen, workers={"w1": worker("w1", "ready", 1)})
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w1"], "start")
+
+
+def test_the_first_round_waits_for_every_announced_agent() -> None:
+    agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in ("w0", "w1")}
+    seen = View(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
+    assert next_round(seen, 1.0) is None
+    assert awaited(seen) == ["agent-w1"]
+    late = next_round(seen, 61.0)
+    assert late is not None
+    assert late.members == ["w0"]
+
+
+def test_a_finished_job_has_no_further_rounds() -> None:
+    assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
