@@ -81,6 +81,7 @@ class Block:
     pid: int
     global_rank: int
     durations_s: list[float]
+    cpu_s: float  # that the worker's threads used for these steps, all together
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -123,9 +124,13 @@ class Workspace:
 
     def __enter__(self) -> Workspace:
         def interrupt(signum: int, frame: FrameType | None) -> None:
+            # Once: a second one must not break off the cleaning up.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
 
-        signal.signal(signal.SIGTERM, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

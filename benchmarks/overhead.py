@@ -4,10 +4,11 @@
 
 Three jobs of two workers are alive at once: stock DDP (torchrun, c10d backend), ours, and ours with `DLRoverCallback`. They
 take turns in blocks of a second or so, so that other load on the machine hits all alike; whoever has no turn is stopped by
-SIGSTOP, background threads included. Both with steps of about 5 ms and of about 50 ms, by size of the batch.
+SIGSTOP, background threads included. In turn with steps of about 5 ms and of about 50 ms, by the number of samples.
 
-The ratios are medians of all steps over the median of all stock steps. The callback's share is if anything overstated: its
-background work goes by the wall clock, of which a job's own turn is a third.
+The ratios are medians of all steps over the median of all stock steps. CPU ms is what one worker's threads used for a step.
+The callback's share is if anything overstated: its background work goes by the wall clock, of which a job's own turn is a
+third.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from typing import TextIO
 
 import torch
@@ -36,6 +37,7 @@ from jobs import (
     result_line,
     stock_agent,
 )
+from training import NUM_FEATURES, Perceptron
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
@@ -44,20 +46,9 @@ NUM_IGNORED_STEPS = 5
 """At the start of every block: caches are cold, and threads that were stopped have some work to catch up on."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model, and how long a step of it shall take."""
-
-    step_s: float
-    framework_s: float  # roughly what Lightning, DDP and the optimizer take of it
-    width: int
-    num_layers: int
-
-
-WORKLOADS = {
-    "50ms": Workload(step_s=0.050, framework_s=0.008, width=512, num_layers=4),
-    "5ms": Workload(step_s=0.005, framework_s=0.0025, width=128, num_layers=2),
-}
+STEPS_S = {"50ms": 0.050, "5ms": 0.005}
+FRAMEWORK_S = 0.003  # roughly what Lightning, DDP and the optimizer take of a step
+WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 2, 16
 
 
 class Contestant:
@@ -65,7 +56,7 @@ class Contestant:
 
     def __init__(self, name: str, job: Job, gate: socket.socket) -> None:
         self.name = name
-        self.blocks: list[list[float]] = []  # seconds of each step of rank 0
+        self.blocks: dict[str, list[Block]] = {label: [] for label in STEPS_S}  # of rank 0
         self._job = job
         self._gate = gate
         self._channels: list[TextIO] = []
@@ -86,15 +77,15 @@ class Contestant:
             self._channels.append(self._job.wait_for(f"{self.name} to start", accept, START_TIMEOUT_S))
         self._collect()
 
-    def take_turn(self) -> None:
+    def take_turn(self, label: str, num_steps: int, repeats: int) -> None:
         for pid in self._pids:
             os.kill(pid, signal.SIGCONT)
         for channel in self._channels:
-            channel.write("go\n")
+            channel.write(f"{num_steps} {repeats}\n")
             channel.flush()
-        self.blocks.append(self._collect())
+        self.blocks[label].append(self._collect())
 
-    def _collect(self) -> list[float]:
+    def _collect(self) -> Block:
         try:
             blocks = [Block.decode(channel.readline()) for channel in self._channels]
         except (TimeoutError, ValueError) as error:
@@ -102,51 +93,45 @@ class Contestant:
         self._pids = [block.pid for block in blocks]
         for pid in self._pids:
             os.kill(pid, signal.SIGSTOP)
-        return next(block.durations_s[NUM_IGNORED_STEPS:] for block in blocks if block.global_rank == 0)
+        return next(block for block in blocks if block.global_rank == 0)
 
 
-def batch_size_for(workload: Workload) -> int:
-    """Samples per worker and step with which forward and backward pass take about what is left of a step."""
-    from training import NUM_FEATURES, Perceptron
-
+def repeats_for(step_s: float) -> int:
+    """How many times a step computes on its batch so that it takes about `step_s`."""
     torch.set_num_threads(1)
-    model = Perceptron(workload.width, workload.num_layers)
+    model = Perceptron(WIDTH, NUM_LAYERS)
 
-    def seconds(batch_size: int) -> float:
-        inputs = torch.randn(batch_size, NUM_FEATURES)
+    def cpu_s(repeats: int) -> float:
+        inputs = torch.randn(BATCH_SIZE * repeats, NUM_FEATURES)
         took = []
-        for _ in range(7):
-            started = time.perf_counter()
+        for _ in range(9):
+            started = time.process_time()
             model.net(inputs).sum().backward()
-            took.append(time.perf_counter() - started)
-        return statistics.median(took[2:])
+            took.append(time.process_time() - started)
+        return statistics.median(took)
 
-    small, large = 32, 1024
-    fixed_s, per_sample_s = (times := [seconds(small), seconds(large)])[0], (times[1] - times[0]) / (large - small)
-    return max(8, small + round((workload.step_s - workload.framework_s - fixed_s) / per_sample_s))
+    few, many = 2, 52
+    return max(1, round((step_s - FRAMEWORK_S) / ((cpu_s(many) - cpu_s(few)) / (many - few))))
 
 
 @contextlib.contextmanager
-def contestants(space: Workspace, etcd: EmbeddedEtcd, label: str, workload: Workload, block: int) -> Iterator[list[Contestant]]:
+def contestants(space: Workspace, etcd: EmbeddedEtcd) -> Iterator[list[Contestant]]:
     live = ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=live=1", "--nnodes=1:2"]
     live += [f"--nproc-per-node={NUM_WORKERS}", "--max-restarts=0"]
-    batch_size = batch_size_for(workload)
-    model = [f"--width={workload.width}", f"--num-layers={workload.num_layers}", f"--batch-size={batch_size}"]
+    model = [f"--width={WIDTH}", f"--num-layers={NUM_LAYERS}", f"--batch-size={BATCH_SIZE}"]
     kinds = {
         "stock": (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
-        "strategy": ([*live, f"--rdzv-id=strategy-{label}"], ["--strategy=dlrover"]),
-        "callback": ([*live, f"--rdzv-id=callback-{label}"], ["--strategy=dlrover", "--profiled"]),
+        "strategy": ([*live, "--rdzv-id=strategy"], ["--strategy=dlrover"]),
+        "callback": ([*live, "--rdzv-id=callback"], ["--strategy=dlrover", "--profiled"]),
     }
     with contextlib.ExitStack() as stack:
         found = []
         for name, (torchrun_options, arguments) in kinds.items():
-            address = space.folder / f"{name}-{label}.gate"
+            address = space.folder / f"{name}.gate"
             gate = stack.enter_context(socket.socket(socket.AF_UNIX))
             gate.bind(str(address))
             gate.listen(NUM_WORKERS)
-            job = stack.enter_context(
-                space.job(f"{name}-{label}", [*arguments, *model, f"--gate={address}", f"--block={block}"])
-            )
+            job = stack.enter_context(space.job(name, [*arguments, *model, f"--gate={address}"]))
             # A stopped worker cannot renew its lease.
             job.environment["DLROVER_LEASE_TTL_S"] = "120"
             job.start_agent(torchrun_options)
@@ -158,17 +143,22 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, label: str, workload: Work
 
 def report(label: str, found: list[Contestant]) -> dict[str, float | int]:
     """Print a table; returns the ratios of medians to stock."""
-    steps = {c.name: [s for block in c.blocks for s in block] for c in found}
+    measured = {c.name: [block.durations_s[NUM_IGNORED_STEPS:] for block in c.blocks[label]] for c in found}
+    steps = {name: list(chain.from_iterable(blocks)) for name, blocks in measured.items()}
     medians = {name: statistics.median(of_job) for name, of_job in steps.items()}
     means = {name: statistics.mean(of_job) for name, of_job in steps.items()}
-    block_medians = {c.name: [statistics.median(block) for block in c.blocks] for c in found}
-    columns = f"{'median ms':>11}{'mean ms':>9}{'p90 ms':>9}{'steps':>7}{'ratio':>8}{'of means':>10}{'by block':>10}"
+    block_medians = {name: [statistics.median(block) for block in blocks] for name, blocks in measured.items()}
+    cpu_s = {c.name: statistics.median(b.cpu_s / len(b.durations_s) for b in c.blocks[label]) for c in found}
+    columns = (
+        f"{'median ms':>11}{'mean ms':>9}{'p90 ms':>9}{'CPU ms':>9}{'steps':>7}{'ratio':>8}{'of means':>10}{'by block':>10}"
+    )
     print(f"{label + ' steps':12}{columns}")
     for name, of_job in steps.items():
         by_block = statistics.median(a / b for a, b in zip(block_medians[name], block_medians["stock"], strict=True))
+        milliseconds = (medians[name], means[name], statistics.quantiles(of_job, n=10)[-1], cpu_s[name])
         print(
-            f"{name:12}{1e3 * medians[name]:11.3f}{1e3 * means[name]:9.3f}{1e3 * statistics.quantiles(of_job, n=10)[-1]:9.3f}"
-            f"{len(of_job):7}{medians[name] / medians['stock']:8.3f}{means[name] / means['stock']:10.3f}{by_block:10.3f}",
+            f"{name:11}{''.join(f' {1e3 * s:8.3f}' for s in milliseconds)} {len(of_job):8}"
+            f"{medians[name] / medians['stock']:8.3f}{means[name] / means['stock']:10.3f}{by_block:10.3f}",
             flush=True,
         )
     return {f"{name}_{label}": medians[name] / medians["stock"] for name in medians if name != "stock"}
@@ -183,16 +173,15 @@ def main() -> int:
     cycles, turn_s = (4, 0.5) if options.quick else (options.cycles, 1.5)
     ratios: dict[str, float | int] = {}
     print(describe_machine(), flush=True)
-    with Workspace("overhead", options.keep) as space:
-        etcd = space.etcd()
-        for label, workload in WORKLOADS.items():
-            block = NUM_IGNORED_STEPS + round(turn_s / workload.step_s)
-            with contestants(space, etcd, label, workload, block) as found:
-                for cycle in range(cycles):
-                    # Everyone follows everyone else equally often.
-                    order = found if cycle % 2 == 0 else found[::-1]
-                    for contestant in order[cycle % 3 :] + order[: cycle % 3]:
-                        contestant.take_turn()
+    repeats = {label: repeats_for(step_s) for label, step_s in STEPS_S.items()}
+    with Workspace("overhead", options.keep) as space, contestants(space, space.etcd()) as found:
+        for cycle in range(cycles):
+            # Everyone follows everyone else equally often.
+            order = found if cycle % 2 == 0 else found[::-1]
+            for label, step_s in STEPS_S.items():
+                for contestant in order[cycle % 3 :] + order[: cycle % 3]:
+                    contestant.take_turn(label, NUM_IGNORED_STEPS + round(turn_s / step_s), repeats[label])
+        for label in STEPS_S:
             ratios |= report(label, found)
     names = ("strategy_50ms", "strategy_5ms", "callback_50ms", "callback_5ms")
     print(result_line({name: ratios[name] for name in names}))

@@ -41,8 +41,7 @@ class Options:
     checkpoint_every: int
     digests: bool
     step_floor_s: float  # forward pass of a step takes at least this long
-    gate: str
-    block: int  # steps between two visits to the gate
+    gate: str  # socket at which `overhead.py` waits
 
     @staticmethod
     def from_command_line() -> Options:
@@ -61,7 +60,6 @@ class Options:
         parser.add_argument("--digests", action="store_true")
         parser.add_argument("--step-floor-s", type=float, default=0.0)
         parser.add_argument("--gate", default="")
-        parser.add_argument("--block", type=int, default=0)
         return Options(**vars(parser.parse_args()))
 
 
@@ -90,13 +88,15 @@ class Perceptron(L.LightningModule):
             layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
         self._step_floor_s = step_floor_s
+        self.repeats = 1  # how often a step computes on its rows, as if the batch were so many times larger
         self.samples: list[int] = []  # of the step that is being made, also when it is made again
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
         self.samples = numbers.tolist()
         time.sleep(self._step_floor_s)
-        loss: torch.Tensor = (self.net(inputs) - targets).square().mean()
+        outputs = self.net(inputs.repeat(self.repeats, 1))
+        loss: torch.Tensor = (outputs - targets.repeat(self.repeats, 1)).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -131,23 +131,28 @@ class Recorder(L.Callback):
 class Gate(L.Callback):
     """After every block of steps: hand their durations to the benchmark and wait until it is our turn again."""
 
-    def __init__(self, address: str, block: int) -> None:
+    def __init__(self, address: str) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
         self._channel = connection.makefile("rw")
-        self._block = block
+        self._num_steps = 5
         self._durations_s: list[float] = []
         self._ended_s = 0.0
+        self._cpu_from_s = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         now = time.perf_counter()
         if self._ended_s:
             self._durations_s.append(now - self._ended_s)
+        else:
+            self._cpu_from_s = time.process_time()
         self._ended_s = now
-        if len(self._durations_s) == self._block:
-            self._channel.write(Block(os.getpid(), trainer.global_rank, self._durations_s).encode())
+        if len(self._durations_s) == self._num_steps:
+            cpu_s = time.process_time() - self._cpu_from_s
+            self._channel.write(Block(os.getpid(), trainer.global_rank, self._durations_s, cpu_s).encode())
             self._channel.flush()
-            self._channel.readline()
+            assert isinstance(pl_module, Perceptron)
+            self._num_steps, pl_module.repeats = map(int, self._channel.readline().split())
             self._durations_s = []
             self._ended_s = 0.0  # the step that follows contains the wait
 
@@ -181,7 +186,7 @@ def main() -> None:
     if options.checkpoint is not None:
         callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))
     if options.gate:
-        callbacks.append(Gate(options.gate, options.block))
+        callbacks.append(Gate(options.gate))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if is_live else int(os.environ["LOCAL_WORLD_SIZE"]),

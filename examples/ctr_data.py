@@ -140,9 +140,7 @@ def load(path: Path | None, seed: int, rows: int) -> ClickData:
         DataError: the path or a row of it cannot be used.
     """
     if rows < 100:
-        raise DataError(
-            f"{rows} rows are too few to split into training, validation and test rows: ask for 100 or more"
-        )
+        raise DataError(f"{rows} rows are too few to split into training, validation and test rows: ask for 100 or more")
     if path is None:
         if DEFAULT_ADULT.is_dir():
             return _load_adult(DEFAULT_ADULT, seed, "no --data given: using")
@@ -207,9 +205,7 @@ def _load_adult(folder: Path, seed: int, how: str) -> ClickData:
             f"{folder}: {' and '.join(missing)} not found; the folder given with --data must hold both Adult "
             "files (UCI Machine Learning Repository), or name a Criteo-format TSV file instead"
         )
-    given, test = (
-        _read(folder / name, ",", ADULT_NUMBERS, ADULT_CATEGORIES, ADULT_LABELS, 14) for name in names
-    )
+    given, test = (_read(folder / name, ",", ADULT_NUMBERS, ADULT_CATEGORIES, ADULT_LABELS, 14) for name in names)
     order = np.random.default_rng(seed).permutation(len(given.labels))
     num_val = len(order) // 10
     val, train = order[:num_val], order[num_val:]
@@ -227,8 +223,7 @@ def _load_adult(folder: Path, seed: int, how: str) -> ClickData:
     return ClickData(
         name="adult",
         about=(
-            f"{how} the Adult rows in {folder}: {len(train):,} to train, {len(val):,} to validate, "
-            f"{len(test.labels):,} to test"
+            f"{how} the Adult rows in {folder}: {len(train):,} to train, {len(val):,} to validate, {len(test.labels):,} to test"
         ),
         train=parts[0],
         val=parts[1],
@@ -243,8 +238,7 @@ def _load_criteo(path: Path, rows: int) -> ClickData:
     num_rows = len(columns.labels)
     if num_rows < 100:
         raise DataError(
-            f"{path}: {num_rows} rows are too few to split into training, validation and test rows: "
-            "give 100 or more"
+            f"{path}: {num_rows} rows are too few to split into training, validation and test rows: give 100 or more"
         )
     # The rows of a click log are in time order: test on the newest, as a recommender would be.
     train, val, test = _split_in_order(num_rows)
@@ -263,10 +257,7 @@ def _load_criteo(path: Path, rows: int) -> ClickData:
     categories = np.stack(ids, axis=1)
     return ClickData(
         name=path.name,
-        about=(
-            f"using {num_rows:,} rows of {path}: {train.stop:,} to train, "
-            f"the newest {num_rows - test.start:,} to test"
-        ),
+        about=(f"using {num_rows:,} rows of {path}: {train.stop:,} to train, the newest {num_rows - test.start:,} to test"),
         train=ClickRows(numbers[train], categories[train], columns.labels[train]),
         val=ClickRows(numbers[val], categories[val], columns.labels[val]),
         test=ClickRows(numbers[test], categories[test], columns.labels[test]),
@@ -368,17 +359,13 @@ def _read(
     )
 
 
-def _read_rows(
-    path: Path, delimiter: str, num_columns: int, max_rows: int | None
-) -> tuple[list[list[str]], list[int]]:
+def _read_rows(path: Path, delimiter: str, num_columns: int, max_rows: int | None) -> tuple[list[list[str]], list[int]]:
     """Rows of `num_columns` fields and the line of each; blank lines and those after a | are skipped."""
     rows: list[list[str]] = []
     lines: list[int] = []
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.reader(
-                file, delimiter=delimiter, quoting=csv.QUOTE_NONE, skipinitialspace=delimiter == ","
-            )
+            reader = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE, skipinitialspace=delimiter == ",")
             for row in reader:
                 if not row or (len(row) == 1 and not row[0].strip()) or row[0].startswith("|"):
                     continue
@@ -394,8 +381,7 @@ def _read_rows(
                     _reject(
                         path,
                         reader.line_num,
-                        f"{len(row)} columns, expected {num_columns} separated by {separator}, "
-                        f"in {start[:60]!r}",
+                        f"{len(row)} columns, expected {num_columns} separated by {separator}, in {start[:60]!r}",
                     )
                 rows.append(row)
                 lines.append(reader.line_num)
@@ -407,21 +393,15 @@ def _read_rows(
             "the file may be compressed or in another format: decompress or export it as text first"
         ) from error
     except csv.Error as error:
-        raise DataError(
-            f"{path}: near line {(lines or [0])[-1] + 1}: {error}; is this a text file of rows?"
-        ) from error
+        raise DataError(f"{path}: near line {(lines or [0])[-1] + 1}: {error}; is this a text file of rows?") from error
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check its permissions or give another --data"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions or give another --data") from error
     if not rows:
         raise DataError(f"{path}: holds no rows; download it again or give another --data")
     return rows, lines
 
 
-def _to_numbers(
-    path: Path, column: npt.NDArray[np.str_], lines: list[int], name: str, may_be_empty: bool
-) -> Floats:
+def _to_numbers(path: Path, column: npt.NDArray[np.str_], lines: list[int], name: str, may_be_empty: bool) -> Floats:
     text = np.where(column == "", "nan", column) if may_be_empty else column
     try:
         values = text.astype(np.float64)
@@ -439,9 +419,7 @@ def _check_hex(path: Path, column: npt.NDArray[np.str_], lines: list[int], name:
     for value in np.unique(column).tolist():
         if value and (len(value) > 16 or not all(c in "0123456789abcdefABCDEF" for c in value)):
             row = int((column == value).argmax())
-            _reject(
-                path, lines[row], f"column {name!r} is {value[:60]!r}, expected hexadecimal digits or nothing"
-            )
+            _reject(path, lines[row], f"column {name!r} is {value[:60]!r}, expected hexadecimal digits or nothing")
 
 
 def _float_or_inf(text: str) -> float:

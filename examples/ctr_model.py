@@ -49,9 +49,7 @@ class WideAndDeep(L.LightningModule):
         # One table for all categories: category c owns the rows from offsets[c].
         offsets = torch.tensor((0, *cardinalities[:-1])).cumsum(0)
         self.register_buffer("offsets", offsets, persistent=False)
-        self.register_buffer(
-            "pairs", torch.triu_indices(num_vectors, num_vectors, offset=1), persistent=False
-        )
+        self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, offset=1), persistent=False)
         self.embedding = nn.Embedding(sum(cardinalities), embedding_dim)
         nn.init.normal_(self.embedding.weight, std=0.1)
         self.wide_categories = nn.Embedding(sum(cardinalities), 1)

@@ -107,33 +107,18 @@ class Demo:
             if found is not None:
                 return found
             if self.process.poll() is not None:
-                hint = (
-                    "it trained too quickly: raise --epochs"
-                    if self.process.returncode == 0
-                    else "see its output below"
-                )
-                raise DemoError(
-                    f"the job ended (exit code {self.process.returncode}) while waiting for {what}; {hint}"
-                )
+                hint = "it trained too quickly: raise --epochs" if self.process.returncode == 0 else "see its output below"
+                raise DemoError(f"the job ended (exit code {self.process.returncode}) while waiting for {what}; {hint}")
             if time.monotonic() > deadline:
-                raise DemoError(
-                    f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}"
-                )
+                raise DemoError(f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}")
             time.sleep(POLL_S)
 
-    def round_of(
-        self, num_workers: int, after: int = 0, without: str = ""
-    ) -> Callable[[], RoundRecord | None]:
+    def round_of(self, num_workers: int, after: int = 0, without: str = "") -> Callable[[], RoundRecord | None]:
         """A look for a round of this size that is newer than round `after` and lacks the worker `without`."""
 
         def look() -> RoundRecord | None:
             found = self.round()
-            if (
-                found is None
-                or found.number <= after
-                or len(found.members) != num_workers
-                or without in found.members
-            ):
+            if found is None or found.number <= after or len(found.members) != num_workers or without in found.members:
                 return None
             return found
 
@@ -144,11 +129,7 @@ class Demo:
 
         def look() -> RoundRecord | None:
             found = self.round()
-            return (
-                found
-                if found is not None and found.number > after and worker_id not in found.members
-                else None
-            )
+            return found if found is not None and found.number > after and worker_id not in found.members else None
 
         return look
 
@@ -160,9 +141,7 @@ class Demo:
 
     def train_steadily(self) -> None:
         begun = time.monotonic()
-        self.wait(
-            "steady training", lambda: True if time.monotonic() - begun > STEADY_S else None, STEADY_S + 5
-        )
+        self.wait("steady training", lambda: True if time.monotonic() - begun > STEADY_S else None, STEADY_S + 5)
 
     def kill(self, worker_id: str) -> None:
         """SIGKILL to one worker of this job and to nothing else.
@@ -176,15 +155,11 @@ class Demo:
         # Process ids are reused and etcd may be shared: both must say that it is ours.
         command = _command_line(worker.pid)
         if worker.host not in (os.uname().nodename, "localhost") or str(SCRIPT) not in command:
-            raise DemoError(
-                f"process {worker.pid} of {worker.host} is not a worker of this demo; nothing was killed"
-            )
+            raise DemoError(f"process {worker.pid} of {worker.host} is not a worker of this demo; nothing was killed")
         try:
             os.kill(worker.pid, signal.SIGKILL)
         except OSError as error:
-            raise DemoError(
-                f"worker {worker_id}: process {worker.pid} cannot be killed ({error.strerror})"
-            ) from error
+            raise DemoError(f"worker {worker_id}: process {worker.pid} cannot be killed ({error.strerror})") from error
 
     def scale(self, num_workers: int) -> None:
         command = [
@@ -196,13 +171,9 @@ class Demo:
             str(self.folder.parent),
         ]
         command += [self.run_id, str(num_workers)]
-        done = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode != 0:
-            raise DemoError(
-                f"dlrover scale {self.run_id} {num_workers} failed: {(done.stderr or done.stdout).strip()}"
-            )
+            raise DemoError(f"dlrover scale {self.run_id} {num_workers} failed: {(done.stderr or done.stdout).strip()}")
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the job's end.
@@ -213,9 +184,7 @@ class Demo:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise DemoError(
-                f"waited {timeout_s:.0f} s in vain for the job to finish; its output is in {self.log}"
-            ) from error
+            raise DemoError(f"waited {timeout_s:.0f} s in vain for the job to finish; its output is in {self.log}") from error
         if code != 0:
             raise DemoError(f"the job failed with exit code {code}")
 
@@ -270,9 +239,7 @@ class Demo:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Grow, kill, replace and shrink a live training job on this machine."
-    )
+    parser = argparse.ArgumentParser(description="Grow, kill, replace and shrink a live training job on this machine.")
     parser.add_argument("--data", type=Path, help="as of train_ctr.py: Adult folder or Criteo-format TSV")
     parser.add_argument("--rdzv-id", default=time.strftime("demo-%Y%m%d-%H%M%S"), help="name of the job")
     parser.add_argument("--run-dir", type=Path, default=REPOSITORY / "runs")
@@ -308,30 +275,21 @@ def play(demo: Demo) -> None:
     Raises:
         DemoError: a stage did not happen.
     """
-    demo.say(
-        f"dlrover run --workers 1:2 --rdzv-id {demo.run_id} examples/train_ctr.py; "
-        f"its output goes to {demo.log}"
-    )
+    demo.say(f"dlrover run --workers 1:2 --rdzv-id {demo.run_id} examples/train_ctr.py; its output goes to {demo.log}")
     demo.connect()
     first = demo.wait("the first round", demo.round_of(1), timeout_s=60)
     demo.say("1 worker trains; waiting for the planner to want another one")
-    grown = demo.wait(
-        "the planner to grow the job to 2 workers", demo.round_of(2, after=first.number), timeout_s=90
-    )
+    grown = demo.wait("the planner to grow the job to 2 workers", demo.round_of(2, after=first.number), timeout_s=90)
     plan = demo.plan()
     if plan is None or plan.source != "planner":
-        raise DemoError(
-            f"the job grew, but the plan came from {plan.source if plan else 'nobody'}, not from the planner"
-        )
+        raise DemoError(f"the job grew, but the plan came from {plan.source if plan else 'nobody'}, not from the planner")
     demo.say(f"grown to 2 workers while training (round {grown.number}). {plan.reason}")
     demo.train_steadily()
 
     victim = grown.members[-1]
     demo.kill(victim)
     demo.say(f"killed worker {victim} with SIGKILL")
-    lost = demo.wait(
-        "the survivor to go on alone", demo.round_without(victim, after=grown.number), timeout_s=30
-    )
+    lost = demo.wait("the survivor to go on alone", demo.round_without(victim, after=grown.number), timeout_s=30)
     demo.say(f"round {lost.number} goes on with {len(lost.members)} worker(s): {lost.reason}")
     replaced = demo.wait(
         "a replacement of the killed worker",

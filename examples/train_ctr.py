@@ -49,13 +49,9 @@ def main() -> int:
         print(f"train_ctr: {error}", file=sys.stderr)
         return 2
 
-    model = WideAndDeep(
-        data.cardinalities, data.num_numbers, width=options.width, learning_rate=options.learning_rate
-    )
+    model = WideAndDeep(data.cardinalities, data.num_numbers, width=options.width, learning_rate=options.learning_rate)
     loader_workers = options.loader_workers
-    train_loader = DataLoader(
-        data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers
-    )
+    train_loader = DataLoader(data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
     val_loader = DataLoader(data.val, options.batch_size, collate_fn=collate)
 
     trainer = L.Trainer(
@@ -98,21 +94,13 @@ def parse_options() -> Options:
         help="folder with the Adult files, or a Criteo-format TSV file (default: ../shared/data/adult "
         "beside the repository where it exists, else generated rows)",
     )
-    parser.add_argument(
-        "--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV"
-    )
+    parser.add_argument("--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV")
     parser.add_argument("--epochs", type=_positive, default=8)
-    parser.add_argument(
-        "--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)"
-    )
-    parser.add_argument(
-        "--batch-size", type=_positive, default=1024, help="samples per step, all workers together"
-    )
+    parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
+    parser.add_argument("--batch-size", type=_positive, default=1024, help="samples per step, all workers together")
     parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument(
-        "--width", type=_positive, default=1024, help="hidden units; a step's cost grows with the square"
-    )
+    parser.add_argument("--width", type=_positive, default=1024, help="hidden units; a step's cost grows with the square")
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads per worker")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--seed", type=int, default=1)

@@ -23,9 +23,7 @@ def test_auc_with_weights_equals_auc_of_repeated_rows() -> None:
     positive, negative = rng.integers(0, 5, size=(2, 40))
     repeated = np.concatenate([np.repeat(scores, positive), np.repeat(scores, negative)])
     labels = np.concatenate([np.ones(positive.sum()), np.zeros(negative.sum())])
-    assert weighted_auc(scores, positive, negative) == pytest.approx(
-        weighted_auc(repeated, labels, 1 - labels)
-    )
+    assert weighted_auc(scores, positive, negative) == pytest.approx(weighted_auc(repeated, labels, 1 - labels))
 
 
 def test_auc_is_not_a_number_when_a_class_is_absent() -> None:

@@ -12,8 +12,7 @@ from ctr_data import DataError, collate, generate, load
 from torch.utils.data import DataLoader
 
 ADULT_ROW = (
-    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
-    "Cuba, <=50K"
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Cuba, <=50K"
 )
 ADULT_RICH = "50, ?, 83311, Masters, 14, Divorced, Sales, Husband, Black, Female, 0, 99, 13, Laos, >50K"
 
@@ -38,9 +37,7 @@ def criteo_file(tmp_path: Path, rows: list[str]) -> Path:
 def many_criteo_rows(num_rows: int = 200) -> list[str]:
     rng = np.random.default_rng(0)
     return [
-        criteo_row(
-            str(rng.integers(2)), str(rng.integers(-2, 9)) if i % 3 else "", f"{i % 7:08x}" if i % 5 else ""
-        )
+        criteo_row(str(rng.integers(2)), str(rng.integers(-2, 9)) if i % 3 else "", f"{i % 7:08x}" if i % 5 else "")
         for i in range(num_rows)
     ]
 
@@ -59,9 +56,7 @@ def test_a_model_that_knows_the_planted_clicks_reaches_the_auc_that_is_claimed(
     assert 0.7 < data.best_auc < 0.95
 
 
-def test_generated_rows_say_so_and_have_criteos_schema(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_generated_rows_say_so_and_have_criteos_schema(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ctr_data, "DEFAULT_ADULT", tmp_path / "nowhere")
     data = load(None, seed=1, rows=2000)
     assert "no --data given" in data.about

@@ -44,15 +44,11 @@ def test_training_lowers_the_loss(generated: ClickData) -> None:
     model = small_model(generated)
     rows = generated.train
     with torch.no_grad():
-        before = torch.nn.functional.binary_cross_entropy_with_logits(
-            model(rows.numbers, rows.categories), rows.labels
-        )
+        before = torch.nn.functional.binary_cross_entropy_with_logits(model(rows.numbers, rows.categories), rows.labels)
     fit(generated, model, epochs=3)
     model.eval()
     with torch.no_grad():
-        after = torch.nn.functional.binary_cross_entropy_with_logits(
-            model(rows.numbers, rows.categories), rows.labels
-        )
+        after = torch.nn.functional.binary_cross_entropy_with_logits(model(rows.numbers, rows.categories), rows.labels)
     assert after < 0.9 * before
 
 
@@ -63,9 +59,7 @@ def test_the_logged_validation_figures_are_those_of_the_whole_set(generated: Cli
     with torch.no_grad():
         logits = model(generated.val.numbers, generated.val.categories)
     labels = generated.val.labels
-    assert float(trainer.callback_metrics["val_auc"]) == pytest.approx(
-        roc_auc_score(labels, logits), abs=1e-4
-    )
+    assert float(trainer.callback_metrics["val_auc"]) == pytest.approx(roc_auc_score(labels, logits), abs=1e-4)
     expected_loss = float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(expected_loss, abs=1e-5)
     assert "train_loss" in trainer.callback_metrics
@@ -97,9 +91,7 @@ def test_measuring_the_auc_leaves_the_model_in_its_mode_and_without_gradients(ge
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.skipif(
-    not ctr_data.DEFAULT_ADULT.is_dir(), reason="the Adult rows are not beside this repository"
-)
+@pytest.mark.skipif(not ctr_data.DEFAULT_ADULT.is_dir(), reason="the Adult rows are not beside this repository")
 def test_two_epochs_on_adult_reach_a_test_auc_of_0_90() -> None:
     data = load(None, seed=1, rows=1000)
     L.seed_everything(1, verbose=False)

@@ -28,9 +28,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def watched(
-    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> Iterator[Demo]:
+def watched(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> Iterator[Demo]:
     """A demo whose job is a process that sleeps, connected to a real etcd."""
     folder = tmp_path / keys.run_id
     folder.mkdir()

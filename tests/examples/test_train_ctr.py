@@ -16,19 +16,14 @@ SCRIPT = Path(ctr_data.__file__).with_name("train_ctr.py")
 def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
     command = [sys.executable, str(SCRIPT), "--accelerator", "cpu", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd)
 
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
     """1,000 rows in Criteo's format whose first number decides the label."""
     numbers = np.random.default_rng(0).integers(0, 50, 1000)
-    rows = [
-        "\t".join([str(int(n > 25)), str(n), *["1"] * 12, *[f"{i % 5:08x}"] * 26])
-        for i, n in enumerate(numbers)
-    ]
+    rows = ["\t".join([str(int(n > 25)), str(n), *["1"] * 12, *[f"{i % 5:08x}"] * 26]) for i, n in enumerate(numbers)]
     path = tmp_path / "clicks.tsv"
     path.write_text("\n".join(rows) + "\n")
     return path

@@ -31,9 +31,7 @@ def stall_event(at: float, round_number: int, seconds: float, kind: str) -> Even
     return EventRecord("stall", BEGIN + at, "stalled", data)
 
 
-def profile_event(
-    at: float, round_number: int, num_workers: int, step_time_s: float, first_step: int
-) -> EventRecord:
+def profile_event(at: float, round_number: int, num_workers: int, step_time_s: float, first_step: int) -> EventRecord:
     profile = StepProfile(
         worker_id="worker-0",
         round_number=round_number,
@@ -216,9 +214,7 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
         EventRecord("round", BEGIN, "", {"number": 1}),
         EventRecord("round", BEGIN, "", {"number": "one", "members": [], "kind": "start"}),
         EventRecord("profile", BEGIN, "", {"step_time_s": math.nan}),
-        dataclasses.replace(
-            profile_event(1, 1, 1, 0.1, 0), data={**profile_event(1, 1, 1, 0.1, 0).data, "forward_s": -1}
-        ),
+        dataclasses.replace(profile_event(1, 1, 1, 0.1, 0), data={**profile_event(1, 1, 1, 0.1, 0).data, "forward_s": -1}),
         EventRecord(
             "decision",
             BEGIN,
@@ -249,17 +245,13 @@ def test_no_field_of_any_event_can_break_the_summary(data: st.DataObject) -> Non
     fields: dict[str, Any] = dict(events[place].data)
     if fields:
         fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(JSON)
-    events[place] = dataclasses.replace(
-        events[place], data=fields, at=data.draw(st.floats() | st.just(BEGIN))
-    )
+    events[place] = dataclasses.replace(events[place], data=fields, at=data.draw(st.floats() | st.just(BEGIN)))
     assert summary_text("job", events)
 
 
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_no_number_of_any_event_can_break_the_pictures(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_number_of_any_event_can_break_the_pictures(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     events = whole_job()
     for _ in range(5):
         place = data.draw(st.integers(0, len(events) - 1))

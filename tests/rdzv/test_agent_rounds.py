@@ -35,9 +35,7 @@ ONE_TO_TWO = Limits(1, 2)
     choices=st.data(),
     limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
 )
-def test_whatever_agents_do_no_round_forms_beside_a_running_one(
-    num_steps: int, choices: st.DataObject, limits: Limits
-) -> None:
+def test_whatever_agents_do_no_round_forms_beside_a_running_one(num_steps: int, choices: st.DataObject, limits: Limits) -> None:
     """Agents come, enter, leave and die in any order; rounds never overlap and keep to the limits."""
     view = _view(None)
     for step in range(num_steps):
@@ -47,13 +45,9 @@ def test_whatever_agents_do_no_round_forms_beside_a_running_one(
         if action == "come" and len(agents) < 6:
             agents[f"a{step}"] = _agent(f"a{step}", "waiting", view.round_number, step)
         elif action == "enter" and inside:
-            agents[inside[0]] = _agent(
-                inside[0], "running", view.round_number, agents[inside[0]].since_revision
-            )
+            agents[inside[0]] = _agent(inside[0], "running", view.round_number, agents[inside[0]].since_revision)
         elif action == "leave" and inside:
-            agents[inside[-1]] = _agent(
-                inside[-1], "waiting", view.round_number, agents[inside[-1]].since_revision
-            )
+            agents[inside[-1]] = _agent(inside[-1], "waiting", view.round_number, agents[inside[-1]].since_revision)
         elif action == "die" and agents:
             del agents[choices.draw(st.sampled_from(sorted(agents)))]
         view = dataclasses.replace(view, agents=agents)

@@ -49,9 +49,7 @@ def test_endpoints_are_read_as_host_and_port(text: str, endpoints: list[tuple[st
     assert parse_endpoints(text) == endpoints
 
 
-@pytest.mark.parametrize(
-    "text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"]
-)
+@pytest.mark.parametrize("text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"])
 def test_what_is_not_an_endpoint_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="--rdzv-endpoint"):
         parse_endpoints(text)
@@ -118,9 +116,7 @@ def test_a_transaction_acts_only_when_all_its_conditions_hold(client: EtcdClient
     assert client.get(other) == KeyValue(other, b"new", done.revision, done.revision, 1, 0)
 
 
-def test_of_many_writers_that_compare_and_swap_exactly_one_wins_each_time(
-    client: EtcdClient, keys: Keys
-) -> None:
+def test_of_many_writers_that_compare_and_swap_exactly_one_wins_each_time(client: EtcdClient, keys: Keys) -> None:
     key = keys.root + "counter"
 
     def increase(_: int) -> None:

@@ -138,9 +138,7 @@ def test_a_failed_run_can_be_started_again(start_agent: StartAgent) -> None:
     assert start_agent("").wait() == 0
 
 
-def test_an_agent_ended_by_a_signal_is_gone_at_once(
-    start_agent: StartAgent, client: EtcdClient, keys: Keys
-) -> None:
+def test_an_agent_ended_by_a_signal_is_gone_at_once(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
     agent = start_agent("import time; print('STARTED', flush=True); time.sleep(60)", conf="lease_ttl=60")
     _started(agent, "STARTED")
     assert len(client.get_prefix(keys.agents)[1]) == 1
@@ -194,9 +192,7 @@ print("DONE", flush=True)
 """
 
 
-def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(
-    start_agent: StartAgent, client: EtcdClient, keys: Keys
-) -> None:
+def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
     first = start_agent(LIVE, nnodes="1:3", nproc=2)
     _started(first, "STARTED 1/2")
     second = start_agent(LIVE, nnodes="1:3")
@@ -315,9 +311,7 @@ def test_ranks_of_a_round_are_distinct_and_all_agree_on_the_master(make_handler:
     assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1
 
 
-def test_an_agent_taken_for_dead_registers_again(
-    make_handler: MakeHandler, client: EtcdClient, keys: Keys
-) -> None:
+def test_an_agent_taken_for_dead_registers_again(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     handler = make_handler()
     handler.next_rendezvous()
     assert handler._lease is not None
@@ -343,9 +337,7 @@ def test_a_closed_run_admits_nobody_and_wakes_those_who_wait(make_handler: MakeH
         other.next_rendezvous()
 
 
-@pytest.mark.parametrize(
-    ("phase", "text"), [("finished", "has finished"), ("failed", "has failed .*bad luck")]
-)
+@pytest.mark.parametrize(("phase", "text"), [("finished", "has finished"), ("failed", "has failed .*bad luck")])
 def test_a_job_that_is_over_cannot_be_joined(
     phase: str, text: str, make_handler: MakeHandler, client: EtcdClient, keys: Keys
 ) -> None:
@@ -365,9 +357,7 @@ def test_a_corrupt_record_is_named_with_its_run_and_key(
         make_handler().next_rendezvous()
 
 
-def test_only_the_agents_own_dead_workers_are_deleted(
-    make_handler: MakeHandler, client: EtcdClient, keys: Keys
-) -> None:
+def test_only_the_agents_own_dead_workers_are_deleted(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     handler = make_handler()
     handler.next_rendezvous()
     own = decode(AgentRecord, client.get_prefix(keys.agents)[1][0].value, "").agent_id

@@ -39,9 +39,7 @@ def test_no_bytes_decode_to_anything_but_a_record_or_a_record_error(raw: bytes) 
         decode(JobRecord, raw, "the/key")
 
 
-@pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(AgentRound) if f.name in ("number", "agents")]
-)
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AgentRound) if f.name in ("number", "agents")])
 def test_a_record_without_a_required_field_is_refused_by_its_name(field: str) -> None:
     document = json.loads(encode(RECORDS[1]))
     del document[field]
@@ -49,9 +47,7 @@ def test_a_record_without_a_required_field_is_refused_by_its_name(field: str) ->
         decode(AgentRound, json.dumps(document).encode(), "k")
 
 
-@pytest.mark.parametrize(
-    "change", [{"number": "3"}, {"number": True}, {"agents": [1]}, {"state": "open"}, {"x": 1}, {"v": 2}]
-)
+@pytest.mark.parametrize("change", [{"number": "3"}, {"number": True}, {"agents": [1]}, {"state": "open"}, {"x": 1}, {"v": 2}])
 def test_a_wrong_type_an_unknown_field_or_another_version_is_refused(change: dict[str, Any]) -> None:
     document = json.loads(encode(RECORDS[1])) | change
     with pytest.raises(RecordError):

@@ -99,9 +99,7 @@ def test_a_users_etcd_variables_do_not_reach_the_server(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("version", "wins"), [("99.0.0", True), ("0.0.1", False)])
-def test_the_newest_binary_wins(
-    version: str, wins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_binary_wins(version: str, wins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "etcd"
     fake.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
     fake.chmod(0o755)

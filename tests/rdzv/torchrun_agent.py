@@ -42,9 +42,7 @@ class Agent:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"torchrun still runs after {timeout_s:g} s; its output:\n{self.output}"
-            ) from None
+            raise AssertionError(f"torchrun still runs after {timeout_s:g} s; its output:\n{self.output}") from None
 
     def kill_with_workers(self) -> None:
         """As if the machine lost power. torchrun starts each worker in a session of its own."""

@@ -113,9 +113,7 @@ def test_one_world_size_is_enough_to_predict_any_other(
     factor=st.integers(2, 20),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_larger_local_batch_is_never_faster_by_the_prior(
-    times: list[float], workers: int, small: int, factor: int
-) -> None:
+def test_a_larger_local_batch_is_never_faster_by_the_prior(times: list[float], workers: int, small: int, factor: int) -> None:
     prior_samples = [window(1 + i, t) for i, t in enumerate(times)]
     prior = PhysicalPrior.fit([configuration_of(s) for s in prior_samples], prior_samples)
     base = replace(configuration_of(prior_samples[0]), num_workers=workers, local_batch=small)
@@ -163,10 +161,7 @@ def test_the_interval_narrows_as_sizes_are_measured() -> None:
 
 def test_the_same_samples_give_the_same_model() -> None:
     rng = random.Random(3)
-    samples = [
-        window(1 + i % 7, rng.uniform(0.01, 0.02), global_batch=32 * (1 + i % 5) * (1 + i % 7))
-        for i in range(70)
-    ]
+    samples = [window(1 + i % 7, rng.uniform(0.01, 0.02), global_batch=32 * (1 + i % 5) * (1 + i % 7)) for i in range(70)]
     asked = configuration_of(window(12, 1.0))
     assert StepTimeModel.fit(samples).predict(asked) == StepTimeModel.fit(list(samples)).predict(asked)
 
@@ -205,9 +200,7 @@ def test_an_impossible_configuration_is_refused(field: str) -> None:
 
 
 def test_windows_whose_parts_were_not_measured_still_fit() -> None:
-    samples = [
-        replace(window(w, 0.01 + 0.08 / w), forward_s=0.0, backward_s=0.0) for w in (1, 2, 4) for _ in (0, 1)
-    ]
+    samples = [replace(window(w, 0.01 + 0.08 / w), forward_s=0.0, backward_s=0.0) for w in (1, 2, 4) for _ in (0, 1)]
     prediction = StepTimeModel.fit(samples).predict(configuration_of(window(8, 1.0)))
     assert prediction.step_time_s == pytest.approx(0.02, rel=0.15)
 

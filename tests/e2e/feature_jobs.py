@@ -1,0 +1,149 @@
+"""Scripts of the feature tests: each is what a user of that feature would write, plus the toy model's records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from toy_job import Recorder, Rows, ToyModel, make_trainer
+
+from lightning_dlrover import DLRoverStrategy
+
+NUM_ROWS, BATCH_SIZE = 240, 8
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What the script of a feature test uses."""
+
+    name: str
+    epochs: int = 3
+    max_steps: int = -1
+    step_s: float = 0.02
+
+
+class Scheduled(ToyModel):
+    """A learning rate that follows steps, and a second factor that follows epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        by_step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": by_step, "interval": "step"}}
+
+
+class Manual(ToyModel):
+    """Two optimizers that take turns within one batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
+            self.recorder.moment("forward" if number == 0 else "second_forward")
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+
+    def configure_optimizers(self) -> Any:
+        first, last = self.net[0], self.net[2]
+        return [torch.optim.Adam(first.parameters(), 1e-2), torch.optim.SGD(last.parameters(), 1e-2)]
+
+
+class Normed(ToyModel):
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class Failing(ToyModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 5:
+            raise ZeroDivisionError("a mistake of the user's")
+        return super().training_step(batch, batch_idx)
+
+
+class Logged(ToyModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM_ROWS - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Rows(NUM_ROWS))  # type: ignore[call-overload, no-any-return]
+
+
+MODELS: dict[str, type[ToyModel]] = {
+    "scheduler": Scheduled,
+    "manual": Manual,
+    "batch_norm": Normed,
+    "failing": Failing,
+    "csv_logger": Logged,
+}
+
+
+def run_feature(recorder: Recorder, feature: Feature) -> None:
+    """The script."""
+    L.seed_everything(1, verbose=False)
+    folder = Path(recorder.place.folder)
+    options: dict[str, Any] = {}
+    strategy: Any = DLRoverStrategy(check_interval_s=0.03)
+    match feature.name:
+        case "clipping":
+            options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+        case "bf16":
+            options = {"precision": "bf16-mixed"}
+        case "csv_logger":
+            options = {"logger": CSVLogger(folder, flush_logs_every_n_steps=1), "log_every_n_steps": 1}
+        case "checkpoint" | "resume":
+            callback = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
+            options = {"callbacks": [callback], "enable_checkpointing": True}
+        case "early_stopping":
+            options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
+        case "by_name":
+            strategy = "dlrover"
+    model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
+    data: Any = Stream() if feature.name == "iterable" else Rows(NUM_ROWS)
+    sampler = Backwards() if feature.name == "sampler" else None
+    shuffle = None if feature.name in ("iterable", "sampler") else True
+    loader = DataLoader(data, BATCH_SIZE, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "drop_last")
+    val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
+    trainer = make_trainer(
+        recorder.place.folder,
+        strategy=strategy,
+        max_epochs=feature.epochs,
+        max_steps=feature.max_steps,
+        limit_val_batches=None if val_loader else 0,
+        **options,
+    )
+    trainer.fit(model, loader, val_loader)
+    recorder.write("after_fit", step=trainer.global_step)
+
+
+def run_other_model(recorder: Recorder, feature: Feature) -> None:
+    """The same script with a model that has other parameters."""
+    model = ToyModel(recorder)
+    model.net = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1))
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs)
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))

@@ -1,0 +1,173 @@
+"""What Lightning offers goes on working while workers join, leave and die."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, run_feature, run_other_model
+from harness import Job, Record
+
+STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
+
+MakeJob = Callable[..., Job]
+
+
+def by_step(job: Job) -> dict[tuple[int, int], list[Record]]:
+    steps: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in job.records("done"):
+        steps[record["epoch"], record["batch"]].append(record)
+    return steps
+
+
+def assert_all_agree(job: Job, num_batches: int) -> None:
+    """Every batch was done, and by all workers of its round with the same result."""
+    steps = by_step(job)
+    assert len(steps) == num_batches
+    for place, records in steps.items():
+        assert len({record["parameters"] for record in records}) == 1, place
+        assert len({record["step"] for record in records}) == 1, place
+        assert len({str(record["lr"]) for record in records}) == 1, place
+
+
+def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward") -> Job:
+    """A job of 1 -> 2 -> 3 workers that loses one in the middle of a step and lets another one, rank 0, go."""
+    job = make_job(feature, script=run_feature)
+    first = job.start()
+    job.wait_for_step(3)
+    second = job.start()
+    job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+    second.arm(moment)
+    job.wait_for_world(2)
+    first.terminate()
+    job.wait_for_world(1)
+    codes = job.finish()
+    assert codes == [0, -9, 0], job.report()
+    return job
+
+
+@pytest.mark.parametrize("name", ["by_name", "bf16", "batch_norm", "drop_last"])
+def test_workers_agree_at_every_step_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature(name))
+    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+
+
+def test_gradient_accumulation_and_clipping_count_the_same_updates_as_an_unresized_run(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("clipping", epochs=4))
+    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
+    assert job.step == 4 * STEPS_PER_EPOCH // 2
+
+
+def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: MakeJob) -> None:
+    still = make_job(Feature("scheduler", step_s=0.0), script=run_feature)
+    still.start()
+    assert still.finish() == [0]
+    job = grown_and_killed(make_job, Feature("scheduler"))
+    expected = {place: records[0]["lr"] for place, records in by_step(still).items()}
+    assert {place: records[0]["lr"] for place, records in by_step(job).items()} == expected
+
+
+@pytest.mark.parametrize("moment", ["forward", "second_forward"])
+def test_a_step_of_manual_optimization_is_taken_back_and_done_again_when_a_worker_dies_at(
+    moment: str, make_job: MakeJob
+) -> None:
+    job = grown_and_killed(make_job, Feature("manual", epochs=4), moment)
+    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
+    assert job.step == 2 * 4 * STEPS_PER_EPOCH
+
+
+def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("sampler"))
+    for (epoch, batch), records in by_step(job).items():
+        number = records[0]["round"]
+        shares = {
+            r["rank"]: r["ids"] for r in job.records("share") if (r["epoch"], r["batch"], r["round"]) == (epoch, batch, number)
+        }
+        first = NUM_ROWS - 1 - batch * BATCH_SIZE
+        assert [i for rank in sorted(shares) for i in shares[rank]] == list(range(first, first - BATCH_SIZE, -1))
+
+
+def test_max_steps_ends_the_job_at_that_step_on_all_workers(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("max_steps", epochs=-1, max_steps=100))
+    assert job.step == 100
+
+
+def test_no_checkpoint_is_missing_when_rank_0_has_left(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("checkpoint"))
+    steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+
+
+def test_no_row_of_the_csv_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("csv_logger"))
+    with next(job.folder.rglob("metrics.csv")).open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    assert steps == list(range(3 * STEPS_PER_EPOCH))
+
+
+def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) -> None:
+    job = make_job(Feature("early_stopping", epochs=50), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    assert {record["step"] for record in job.records("after_fit")} == {2 * STEPS_PER_EPOCH}
+
+
+def test_a_leaver_runs_nothing_of_the_script_after_fit(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("by_name"))
+    first, _, third = job.workers
+    assert first.records("after_fit") == []
+    assert len(third.records("after_fit")) == 1
+
+
+def test_an_iterable_dataset_is_refused_with_what_to_do_instead(make_job: MakeJob) -> None:
+    job = make_job(Feature("iterable"), script=run_feature)
+    worker = job.start()
+    assert worker.wait() == 1
+    assert "Stream is an IterableDataset" in worker.output
+    assert "map-style dataset" in worker.output
+
+
+def test_the_only_worker_asked_to_leave_ends_with_143_instead_of_hanging(make_job: MakeJob) -> None:
+    job = make_job(Feature("by_name", epochs=100), script=run_feature)
+    worker = job.start()
+    job.wait_for_step(3)
+    worker.terminate()
+    assert worker.wait() == 143
+
+
+def test_a_mistake_of_the_users_ends_its_workers_with_the_traceback(make_job: MakeJob) -> None:
+    job = make_job(Feature("failing"), script=run_feature)
+    workers = [job.start(), job.start()]
+    for worker in workers:
+        assert worker.wait() == 1
+    assert any("a mistake of the user's" in worker.output for worker in workers)
+
+
+def test_a_worker_with_another_model_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
+    job = make_job(Feature("by_name", epochs=8), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    stranger = job.start(script=run_other_model)
+    assert stranger.wait() == 1
+    assert "other parameter names or shapes" in stranger.output
+    assert job.finish() == [0, 1]
+    assert_all_agree(job, 8 * STEPS_PER_EPOCH)
+
+
+def test_a_job_all_of_whose_workers_died_goes_on_from_its_newest_checkpoint(make_job: MakeJob) -> None:
+    job = make_job(Feature("resume", epochs=4), script=run_feature)
+    worker = job.start()
+    job.wait_for_step(45)
+    worker.kill()
+    worker.wait()
+    again = job.start()
+    assert again.wait() == 0, job.report()
+    steps = [record["step"] for record in again.records("done")]
+    assert steps[0] > 40
+    assert steps[-1] == 4 * STEPS_PER_EPOCH
