@@ -308,7 +308,7 @@ class LiveJob(Job):
             f"--rdzv-id={name}",
             f"--nnodes={num_workers}",
             "--nproc-per-node=1",
-            "--max-restarts=100",
+            "--max-restarts=3",  # enough for every worker that is killed, and soon over when one cannot start
             "--rdzv-conf=live=1",
         ]
         self._client = EtcdClient(EtcdConfig(endpoint))

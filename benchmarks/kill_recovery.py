@@ -173,7 +173,7 @@ def stock_options(name: str, num_agents: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=20)
-    parser.add_argument("--stock-jobs", type=int, default=5)
+    parser.add_argument("--stock-jobs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3, help="per job")
     parser.add_argument("--steps", type=int, default=600, help="per job")
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds that a job may take")

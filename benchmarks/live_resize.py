@@ -186,8 +186,9 @@ class LiveResize:
         """SIGKILL the worker of this rank; its agent starts it again, as a spare."""
         change = self._begin("kill", -1, f"rank {victim}")
         os.kill(change.before[victim], signal.SIGKILL)
+        self._await_steps(change, 1)
+        self._job.plan(change.workers_after)  # or it would be admitted again before enough steps are measured
         self._measure(change)
-        self._job.plan(change.workers_after)
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
@@ -198,16 +199,21 @@ class LiveResize:
         time.sleep(self._dice.uniform(0.0, 0.3))  # a change comes at any moment of a step
         return Change(kind, view.round.number, before, len(before) + num_more, time.monotonic(), note)
 
-    def _measure(self, change: Change) -> None:
+    def _await_steps(self, change: Change, num_steps: int) -> dict[int, list[Step]]:
+        """All steps of every worker, once one has made so many after the change."""
+
         def look() -> dict[int, list[Step]] | None:
             by_pid: dict[int, list[Step]] = defaultdict(list)
             for step in self._job.steps():
                 by_pid[step.pid].append(step)
-            made = [change.steps_after(steps) for steps in by_pid.values()]
-            return by_pid if max(len(steps) for steps in made) >= self._size.steady_steps + SETTLING_STEPS else None
+            made = max(len(change.steps_after(steps)) for steps in by_pid.values())
+            return by_pid if made >= num_steps else None
 
-        what = f"{self._size.steady_steps} steps of {change.workers_after} workers after {change.kind}"
-        by_pid = self._job.wait_for(what, look, STEP_TIMEOUT_S)
+        what = f"{num_steps} steps of {change.workers_after} workers after {change.kind}"
+        return self._job.wait_for(what, look, STEP_TIMEOUT_S)
+
+    def _measure(self, change: Change) -> None:
+        by_pid = self._await_steps(change, self._size.steady_steps + SETTLING_STEPS)
         after = self._job.member_pids()
         survivors = [pid for pid in change.before if pid in after]
         if len(survivors) != change.num_survivors:

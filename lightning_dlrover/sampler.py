@@ -7,6 +7,7 @@ current rank and world size. Resizing therefore changes neither the samples of a
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -79,6 +80,10 @@ class _LoaderWorkerInit:
         self._parent = os.getpid() if start_method != "forkserver" else None
 
     def __call__(self, worker_id: int) -> None:
+        # Garbage of the worker's may hold a process group or a connection, whose destructor waits for threads that were not
+        # forked: it must never be collected here.
+        gc.freeze()
+        gc.enable()
         if self._parent is not None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != self._parent:
@@ -271,7 +276,13 @@ class ElasticLoader:
     def _start(self) -> None:
         method = (self._loader.multiprocessing_context or multiprocessing).get_start_method()
         self._loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
-        self._batches = iter(self._loader)
+        was_enabled = gc.isenabled()
+        gc.disable()  # in loader workers, until they are initialised
+        try:
+            self._batches = iter(self._loader)
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def _seeded_init(self) -> Callable[[int], None] | None:
         if self._user_init is not None or not int(os.environ.get("PL_SEED_WORKERS", "0")):

@@ -12,13 +12,16 @@ main thread is blocked in raise at once: gloo has no abort, but its sockets can 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 import os
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,8 +63,8 @@ class LeftOutError(WorldError):
         self.round = round_
 
 
-class _SupersededError(Exception):
-    """A newer round exists; the one being formed will never be complete."""
+class _VoidRoundError(Exception):
+    """A newer round exists, or a member has given up on this one: it will never be complete."""
 
 
 class _CannotMeetError(Exception):
@@ -186,6 +189,7 @@ class World:
             # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self.formation: Formation | None = None
+        _protect_forks()
         self._client = EtcdClient(config.etcd)
         self._client.check()
         address = _own_address(config.etcd.endpoints)
@@ -210,6 +214,7 @@ class World:
         self._listener = (listener_fd, os.stat(listener_fd).st_ino)
         self._forming = False
         self._severed = False
+        self._dismissed = False  # a planned round goes on without this worker
         self._next_probe = 0.0
         self._admitting = False  # standing at the training loop's entrance, without the job's state
         self._fingerprint = ""
@@ -367,12 +372,13 @@ class World:
             if self.worker_id not in target.members and self._admitting:
                 target = self._await_admission()
             if self.worker_id not in target.members:
-                if target.planned:
+                if target.planned or self._dismissed or self.worker_id in self.membership.view.drains:
+                    # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
                 raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
             try:
                 formation = self._form(target, hello)
-            except (_SupersededError, _CannotMeetError, RuntimeError) as error:
+            except (_VoidRoundError, _CannotMeetError, RuntimeError) as error:
                 if isinstance(error, EvictedError):
                     raise
                 log.info(
@@ -422,21 +428,23 @@ class World:
             self._forming = True
         try:
             deadline = time.monotonic() + self.config.form_timeout_s
-            store = self._server if rank == 0 else self._connect(target, deadline)
+            # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
+            store = self._connect(target, deadline)
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
             if not self._can_meet(hellos):
                 # Said before anyone connects: the others would wait for a member that has gone away again.
                 raise _CannotMeetError
-            timeout = timedelta(seconds=self.config.collective_timeout_s)
-            dist.init_process_group(
-                self.backend,
-                store=PrefixStore("group", rendezvous),
-                rank=rank,
-                world_size=len(target.members),
-                timeout=timeout,
-            )
+            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline)
+            with _as_gloo(gloo):
+                dist.init_process_group(
+                    self.backend,
+                    store=PrefixStore("group", rendezvous),
+                    rank=rank,
+                    world_size=len(target.members),
+                    timeout=timedelta(seconds=self.config.collective_timeout_s),
+                )
         finally:
             with self._lock:
                 self._forming = False
@@ -447,7 +455,7 @@ class World:
 
     def _connect(self, target: RoundRecord, deadline: float) -> TCPStore:
         while True:
-            self._raise_if_superseded(target)
+            self._raise_if_void(target)
             # torch's own connect cannot be interrupted, so it is tried only against a port that answers, and not for long:
             # the process may die just then.
             with contextlib.suppress(OSError, dist.DistError):
@@ -476,7 +484,7 @@ class World:
             missing = [w for w in missing if not store.check([f"hello/{w}"])]
             if not missing:
                 return {w: store.get(f"hello/{w}") for w in target.members}
-            self._raise_if_superseded(target)
+            self._raise_if_void(target)
             if time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(missing)
@@ -498,10 +506,44 @@ class World:
                 if time.monotonic() > deadline:
                     raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
 
-    def _raise_if_superseded(self, target: RoundRecord) -> None:
-        newest = self.membership.view.round
-        if newest is not None and newest.number > target.number:
-            raise _SupersededError
+    def _connect_gloo(self, target: RoundRecord, store: Store, deadline: float) -> dist.ProcessGroupGloo:
+        """Gloo's connections among the members of a round.
+
+        Gloo waits for a member that has died meanwhile as long as for a slow one, several times the timeout of a collective,
+        and where it waits for the other to connect there is no socket to shut down. So it waits in a thread of its own, which
+        is left behind when the round has become void.
+        """
+        connected: Future[dist.ProcessGroupGloo] = Future()
+
+        def connect() -> None:
+            timeout = timedelta(seconds=self.config.collective_timeout_s)
+            try:
+                rank = target.members.index(self.worker_id)
+                connected.set_result(dist.ProcessGroupGloo(store, rank, len(target.members), timeout))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
+        next_probe = time.monotonic() + 0.1
+        while not wait([connected], timeout=0.02).done:
+            self._raise_if_void(target)
+            if time.monotonic() > next_probe:
+                next_probe = time.monotonic() + 0.1
+                self.membership.bury_the_dead(target.members)
+            if time.monotonic() > deadline:
+                raise WorldError(f"round {target.number}: the workers could not connect to each other")
+        return connected.result()
+
+    def _is_void(self, view: View) -> bool:
+        """Whether the round that is being formed will never be complete."""
+        newest = view.round
+        if newest is None or newest.number < self._number:
+            return False
+        return newest.number > self._number or any(w != self.worker_id for w in view.failed)
+
+    def _raise_if_void(self, target: RoundRecord) -> None:
+        if self._is_void(self.membership.view):
+            raise _VoidRoundError
         if self.membership.evicted:
             raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")
 
@@ -538,10 +580,18 @@ class World:
     def _on_view(self, view: View) -> None:
         """Membership thread: cut the group off when its round has ended without an agreement."""
         newest = view.round
-        if newest is None or self._severed or self._number == 0:
+        if newest is None or self._number == 0:
             return
-        superseded = newest.number > self._number and (self._forming or not newest.planned)
-        if superseded or self.membership.evicted:
+        if newest.number > self._number:
+            self._dismissed = self.worker_id not in newest.members and (newest.planned or self._dismissed)
+        if self._forming:
+            # Again and again: what the main thread waits on may have been opened after the last time.
+            is_over = self._is_void(view)
+        else:
+            is_over = newest.number > self._number and not newest.planned
+            if self._severed:
+                return
+        if is_over or self.membership.evicted:
             self._sever()
 
     def _on_tick(self) -> None:
@@ -565,15 +615,46 @@ class World:
                 doomed, self._sockets = self._sockets, []
             etcd_ports = {port for _, port in parse_endpoints(self.config.etcd.endpoints)}
             for fd, inode in doomed:
-                _shut_down(fd, inode, etcd_ports)
+                _shut_down(fd, inode, etcd_ports, self._server.port)
             if not quietly and "nccl" in self.backend and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):
                     dist.distributed_c10d._abort_process_group()
 
 
+@contextlib.contextmanager
+def _as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
+    """Let `init_process_group` take a gloo backend that is connected already instead of making its own."""
+    original = dist.distributed_c10d.ProcessGroupGloo
+
+    class Meta(type):
+        def __call__(cls, *args: object, **kwargs: object) -> dist.ProcessGroupGloo:
+            return connected
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+    class Connected(metaclass=Meta):
+        pass
+
+    dist.distributed_c10d.ProcessGroupGloo = Connected  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        dist.distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
+
+
 class _Done:
     def wait(self) -> None:
         return None
+
+
+@functools.cache
+def _protect_forks() -> None:
+    """Keep forked children, such as loader workers, from collecting process groups that their parent has left behind.
+
+    A group's destructor waits for its threads, which do not exist in the child: it would hang there for good.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _own_address(endpoints: str) -> str:
@@ -603,7 +684,7 @@ def _inet_sockets() -> dict[int, int]:
     return found
 
 
-def _shut_down(fd: int, inode: int, spared_peer_ports: set[int]) -> None:
+def _shut_down(fd: int, inode: int, spared_peer_ports: set[int], store_port: int) -> None:
     try:
         if os.stat(fd).st_ino != inode:
             return  # the descriptor belongs to something else by now
@@ -614,6 +695,9 @@ def _shut_down(fd: int, inode: int, spared_peer_ports: set[int]) -> None:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return
             if sock.getpeername()[1] in spared_peer_ports:
+                return
+            # Others may be connected to our store already for a newer round than the one that is cut off.
+            if sock.getsockname()[1] == store_port:
                 return
             sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -20,10 +20,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from toy_job import Place, Script, ToySettings, run_worker, train_toy
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.records import Keys, RoundRecord, decode
 from lightning_dlrover.sampler import share
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
@@ -145,8 +146,9 @@ class Worker:
         return self.exit_code
 
     def stacks(self) -> str:
-        """Where all its threads stand."""
-        self._signal(signal.SIGUSR1)
+        """Where all its threads stand, and those of its loader workers."""
+        for process in (psutil.Process(self.pid), *psutil.Process(self.pid).children()):
+            process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
         return self.output
 
@@ -173,6 +175,7 @@ class Job:
         self.folder = folder
         self.workers: list[Worker] = []
         self._endpoint = endpoint
+        self._client = EtcdClient(EtcdConfig(endpoint))
         self._settings = settings
         self._script = script
         self._limits = (min_workers, max_workers, lease_ttl_s)
@@ -186,6 +189,7 @@ class Job:
             worker.kill()
         for worker in self.workers:
             worker.wait(10)
+        self._client.close()
 
     def start(self, script: Script | None = None, settings: Any = None) -> Worker:
         """Fork one more worker."""
@@ -213,6 +217,12 @@ class Job:
 
         return self.wait_until(look, f"a step of {size} workers after step {after}")
 
+    @property
+    def round_number(self) -> int:
+        """Of the newest round in etcd, whether formed or not."""
+        entry = self._client.get(Keys(self.run_id).round)
+        return decode(RoundRecord, entry.value, entry.key).number if entry else 0
+
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
         try:
             return eventually(lambda: found() or self._all_ended(), what, timeout_s)  # type: ignore[return-value]
@@ -233,13 +243,12 @@ class Job:
 
     def report(self, stacks: bool = False) -> str:
         """For people: where every worker stands and the end of its output."""
-        with EtcdClient(EtcdConfig(self._endpoint)) as client:
-            entries = client.get_prefix(Keys(self.run_id).live)[1]
+        entries = self._client.get_prefix(Keys(self.run_id).live)[1]
         texts = [f"{entry.key}@{entry.mod_revision}: {entry.value.decode()}" for entry in entries]
         for worker in self.workers:
             output = worker.stacks() if stacks and worker.exit_code is None else worker.output
             last = worker.records()[-1:]
-            texts.append(f"--- {worker.name} pid {worker.pid} exit {worker.exit_code} last {last}\n{output[-6000:]}")
+            texts.append(f"--- {worker.name} pid {worker.pid} exit {worker.exit_code} last {last}\n{output[-20000:]}")
         return "\n".join(texts)
 
 

@@ -23,7 +23,7 @@ MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end", "validati
 class Action:
     """Something that happens to the job."""
 
-    kind: str  # grow, shrink, replace, kill, kill_joiner
+    kind: str  # grow, shrink, replace, kill, kill_joiner, kill_forming
     step: int  # as soon as this step was done
     delay_s: float  # and a little later
     moment: str = ""  # kill: of the victim's own program; empty: at once
@@ -63,7 +63,7 @@ def random_schedule(seed: int) -> Schedule:
     step = 0
     for _ in range(rng.randint(2, 6)):
         step += rng.randint(0, 8)
-        kind = rng.choice(["grow", "grow", "grow", "shrink", "replace", "kill", "kill", "kill_joiner"])
+        kind = rng.choice(["grow", "grow", "grow", "shrink", "replace", "kill", "kill", "kill_joiner", "kill_forming"])
         moment = rng.choice(["", *moments]) if kind == "kill" else ""
         delay_s = rng.choice([0.0, rng.uniform(0.0, 0.03), rng.uniform(0.0, 0.3)])
         actions.append(Action(kind, min(step, settings.num_steps - 4), delay_s, moment, rng.randrange(100)))
@@ -86,6 +86,8 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
     for worker, code in zip(job.workers, exit_codes, strict=True):
         # An armed worker need not come by its moment any more; one that was asked to leave may not have started yet.
         allowed = {0, -9} if worker.killed else {0}
+        if worker.doomed and worker.records("after_fit"):
+            allowed.add(-15)  # asked too late: the script itself has the signal again
         if code not in allowed:
             bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
     return bad
@@ -99,6 +101,8 @@ def _act(action: Action, job: Job) -> None:
             joiner.doomed = joiner.killed = True
             time.sleep(action.delay_s)
             joiner.kill()
+    if action.kind == "kill_forming":
+        _kill_while_forming(action, job)
     # One that holds the state must stay: with the last one goes the job.
     standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
     if action.kind not in ("shrink", "replace", "kill") or len(standing) < 2:
@@ -110,6 +114,21 @@ def _act(action: Action, job: Job) -> None:
         victim.arm(action.moment)
     else:
         victim.kill()
+
+
+def _kill_while_forming(action: Action, job: Job) -> None:
+    """Let a worker join, and kill one of those that form the new round with it."""
+    if sum(not w.doomed for w in job.workers) >= 5:
+        return
+    number = job.round_number
+    joiner = job.start()
+    deadline = time.monotonic() + 5.0  # none is formed if the job ends now, or has no room
+    while job.round_number == number and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    time.sleep(action.delay_s / 20)
+    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
+    victims = [joiner, *standing] if len(standing) > 1 else [joiner]
+    victims[action.victim % len(victims)].kill()
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
