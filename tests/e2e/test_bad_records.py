@@ -1,0 +1,98 @@
+"""Garbage under a job's prefix, other releases and endpoints that do not answer: a clear error, and no harm to the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+from harness import Job, violations
+from toy_job import ToySettings
+
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.records import JobRecord, Keys, RoundRecord, decode, encode
+
+MakeJob = Callable[..., Job]
+
+LONG = ToySettings(max_epochs=4, step_s=0.02)
+
+GARBAGE = {
+    "not JSON": b"\xff\x00 surely not JSON",
+    "not a record": b'["a", "list"]',
+    "a field is missing": b'{"v":1}',
+    "another format": b'{"v":99,"phase":"training"}',
+}
+
+
+@pytest.mark.parametrize("place", ["job", "round", "plan", "convener", "workers/stranger", "agents/stranger", "drains/stranger"])
+def test_garbage_in_a_record_of_a_running_job_does_not_stop_it(place: str, make_job: MakeJob, client: EtcdClient) -> None:
+    job = make_job(LONG)
+    job.start()
+    job.start()
+    job.wait_for_world(2, since=0)
+    client.put(Keys(job.run_id).live + place, GARBAGE["not JSON"])
+    job.wait_for_step(job.step + 20)
+    if place == "job":
+        # The last step of the job writes this record; give it back what its users have lost.
+        record = JobRecord("training", True, 1, 4, "0", start_workers=1)
+        client.put(Keys(job.run_id).job, encode(record))
+    assert job.finish() == [0, 0]
+    assert violations(job, LONG) == []
+
+
+@pytest.mark.parametrize("kind", list(GARBAGE))
+def test_a_job_whose_record_cannot_be_read_is_not_joined(kind: str, make_job: MakeJob, client: EtcdClient) -> None:
+    job = make_job(LONG)
+    client.put(Keys(job.run_id).job, GARBAGE[kind])
+    worker = job.start()
+    assert worker.wait() == 1
+    assert f"run '{job.run_id}' cannot be joined" in worker.output
+    assert Keys(job.run_id).job in worker.output
+    entry = client.get(Keys(job.run_id).job)
+    assert entry is not None
+    assert entry.value == GARBAGE[kind]
+
+
+def test_a_worker_of_another_release_is_refused_and_the_job_goes_on(make_job: MakeJob, client: EtcdClient) -> None:
+    job = make_job(LONG)
+    job.start()
+    job.wait_for_step(1)
+    key = Keys(job.run_id).job
+    entry = client.get(key)
+    assert entry is not None
+    client.put(key, encode(dataclasses.replace(decode(JobRecord, entry.value, key), version="9.9.9")))
+    stranger = job.start()
+    assert stranger.wait() == 1
+    assert "is run by lightning-dlrover 9.9.9, this worker has" in stranger.output
+    assert "install the same release on every node" in stranger.output
+    assert job.finish() == [0, 1]
+
+
+def test_a_round_written_by_another_release_is_left_alone(make_job: MakeJob, client: EtcdClient) -> None:
+    """A newer format is no reason to stop, nor to overwrite it with an older one."""
+    job = make_job(LONG)
+    job.start()
+    job.wait_for_step(1)
+    key = Keys(job.run_id).round
+    entry = client.get(key)
+    assert entry is not None
+    newer = {**json.loads(encode(decode(RoundRecord, entry.value, key))), "v": 2}
+    client.put(key, json.dumps(newer).encode())
+    stranger = job.start()
+    assert stranger.wait() == 1
+    assert "format version 2" in stranger.output
+    assert job.finish() == [0, 1]
+    assert violations(job, LONG) == []
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:1", "no-such-host.invalid:2379"])
+def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: str, make_job: MakeJob) -> None:
+    job = make_job(ToySettings(), endpoint=endpoint)
+    began = time.monotonic()
+    worker = job.start()
+    assert worker.wait() == 1
+    assert time.monotonic() - began < 20
+    assert endpoint in worker.output
+    assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.client.EtcdUnavailableError")
