@@ -177,13 +177,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=3, help="per job")
     parser.add_argument("--steps", type=int, default=600, help="per job")
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds that a job may take")
+    parser.add_argument("--stock-deadline", type=float, default=180.0, help="seconds that a stock job may take")
     parser.add_argument("--first", type=int, default=0, help="number of the first job, to repeat one of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one short job of each, under 60 s")
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
     if options.quick:
-        options.jobs, options.stock_jobs, options.steps, options.kills, options.deadline = 1, 1, 200, 2, 40.0
+        options.jobs, options.stock_jobs, options.steps, options.kills = 1, 1, 200, 2
+        options.stock_deadline = 25.0
     outcomes: list[Outcome] = []
     stock_outcomes: list[Outcome] = []
     print(describe_machine(), flush=True)
@@ -199,7 +201,8 @@ def main() -> int:
                 is_live = kind == "live"
                 with space.job(name, arguments) as job:
                     torchrun = live_options(etcd, name) if is_live else stock_options(name, scenario.num_agents)
-                    outcome = run(job, torchrun, scenario, options.deadline, checked=is_live)
+                    deadline_s = options.deadline if is_live else options.stock_deadline
+                    outcome = run(job, torchrun, scenario, deadline_s, checked=is_live)
                     if not outcome.finished and is_live:
                         space.keep()
                         print("\n".join(job.ends_of_logs()), file=sys.stderr)

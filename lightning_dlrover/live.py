@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lightning_dlrover import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import MembershipError
-from lightning_dlrover.rdzv.records import CheckpointRecord
+from lightning_dlrover.rdzv.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError, is_group_failure
 from lightning_dlrover.sampler import ElasticLoader, LoaderState
 
@@ -449,6 +449,9 @@ class LiveTraining:
         collective = self._collective
         while True:
             self._validation, self._collective = self._num_validations, collective
+            for results in (self._results, self._missed):  # of an attempt that is started over
+                for key in [key for key in results if key > (self._batch, collective)]:
+                    del results[key]
             try:
                 result = self._attempt(run)
                 if result is None:
@@ -733,8 +736,8 @@ class LiveTraining:
             if self._rank == 0:
                 self.world.membership.event("finished", f"finished after {step} steps", {"global_step": step})
                 self.world.membership.flush()
-        except EtcdError as error:
-            # The work is done; an etcd that is away now must not turn it into a failure.
+        except (EtcdError, RecordError) as error:
+            # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self.world.config.run_id, error)
 
     def _take_over_rank_zero(self) -> None:

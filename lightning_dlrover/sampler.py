@@ -6,6 +6,7 @@ current rank and world size. Resizing therefore changes neither the samples of a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import multiprocessing
@@ -105,7 +106,7 @@ class ElasticLoader:
     """Iterates over this worker's share of every global batch of a map-style `DataLoader`.
 
     Args:
-        loader: the user's loader as Lightning prepared it. Changed in place: its batch sampler becomes ours.
+        loader: the user's loader.
         global_batch_size: samples per step over all workers.
         training: skips nothing and never yields an empty share: where a global batch has fewer samples than workers, the
             others get one sample with weight 0. Else (validation, test) a worker without samples simply ends earlier.
@@ -129,6 +130,7 @@ class ElasticLoader:
         materialise: Callable[[list[int]], list[int]] = lambda order: order,
     ) -> None:
         check_supported(loader)
+        loader = copy.copy(loader)  # its batch sampler becomes ours
         self.dataset = loader.dataset
         self.batch_sampler = self  # Lightning calls `set_epoch` on `batch_sampler.sampler`
         self.sampler = self
@@ -150,10 +152,7 @@ class ElasticLoader:
         sampler = loader.sampler
         self._user_sampler: Any = None
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        if isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
-            self._user_sampler = sampler.dataset._sampler  # wrapped by Lightning
-            self._shuffle, self._seed = False, sampler.seed
-        elif isinstance(sampler, DistributedSampler):
+        if isinstance(sampler, DistributedSampler):
             self._shuffle, self._seed = sampler.shuffle, sampler.seed
         elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None:
             self._shuffle = True

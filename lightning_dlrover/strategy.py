@@ -87,15 +87,16 @@ class DLRoverStrategy(DDPStrategy):
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
             _end_with_agent()
+            self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self.times = StepTimes()
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
-        self._collective_timeout = timeout
         self._world: World | None = None
         self._live: LiveTraining | None = None
         self._start_workers = 0
+        self._use_distributed_sampler: bool | None = None  # what the Trainer was made with
         self._trainer: Any = None
 
     # --- who we are ----------------------------------------------------------------------------------------------------
@@ -132,10 +133,7 @@ class DLRoverStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._world_config is None:
             return super().distributed_sampler_kwargs
-        if self.lightning_module is not None and self._lightning_trainer.predicting:
-            return {"num_replicas": self.world_size, "rank": self.global_rank if self.world_size > 1 else 0}
-        # Lightning's sampler only carries dataset, shuffle and seed to `process_dataloader`, where the split is made.
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.world_size, "rank": self.global_rank if self.world_size > 1 else 0}
 
     def _configure_launcher(self) -> None:
         if self._world_config is None and self._is_single:
@@ -156,6 +154,7 @@ class DLRoverStrategy(DDPStrategy):
             return
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
+        self._take_loaders_as_they_are()
         if self._world_config is None or self._live is not None:
             return
         reset_seed()
@@ -180,6 +179,15 @@ class DLRoverStrategy(DDPStrategy):
         else:
             # Alone until it is admitted, and never the one that logs.
             self.enter_round(self._world_config.max_workers, 1)
+
+    def _take_loaders_as_they_are(self) -> None:
+        """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
+        connector = self._lightning_trainer._accelerator_connector
+        if self._use_distributed_sampler is None:
+            self._use_distributed_sampler = connector.use_distributed_sampler
+        # Predictions are split by Lightning, which has to know their indices.
+        predicting = self._lightning_trainer.state.fn == TrainerFn.PREDICTING
+        connector.use_distributed_sampler = predicting and self._use_distributed_sampler
 
     @property
     def _lightning_trainer(self) -> Any:

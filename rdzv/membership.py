@@ -529,6 +529,9 @@ class Membership:
             self._fence = election.create_revision
         else:
             self._fence = 0
+            if self.keys.workers + election.value.decode(errors="replace") not in entries:
+                # Of a worker that is gone while its lease still lasts, or not of a worker at all: nobody would convene.
+                self._client.txn([modified(self.keys.convener) == election.mod_revision], [Delete(self.keys.convener)])
             return
         view = self._view
         situation = (self._round_number(), tuple(awaited(view)))

@@ -186,6 +186,8 @@ def _planned(view: View) -> RoundRecord | None:
     staying = [w for w in members if w not in view.drains]
     joiners = [w for w in view.in_state("ready") if w not in view.drains]
     if not staying and not joiners:
+        if any(w not in view.drains for w in view.in_state("standby")):
+            return None  # a replacement is starting; those who leave train until they can hand over
         return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
     if staying:
         staying = staying[: view.cap]

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from toy_job import Place, Script, ToySettings, run_worker, train_toy
+from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import Keys, RoundRecord, decode
-from lightning_dlrover.sampler import share
+from lightning_dlrover.sampler import epoch_order, share
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
 
@@ -301,14 +301,20 @@ def violations(job: Job, settings: ToySettings) -> list[str]:
         for batch in window.batches:
             bad += _bad_split(settings, window.epoch, batch, number, world, shares[window.epoch, batch, number])
     for epoch in range(settings.max_epochs):
-        trained = []
+        trained: list[int] = []
+        order = epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
         for window in (w for w in _windows(settings) if w.epoch == epoch and done[w.epoch, w.batches[-1]]):
             number = done[epoch, window.batches[-1]][0]["round"]
             for batch in window.batches:
                 length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
-                for rank, r in shares[epoch, batch, number].items():
+                for rank, r in sorted(shares[epoch, batch, number].items()):
                     start, stop = share(length, rank, r["world"])
                     trained += r["ids"][: stop - start]
+            first = window.batches[0] * settings.batch_size
+            if trained[first:] != order[first : first + len(trained) - first]:
+                bad.append(
+                    f"epoch {epoch} batches {window.batches}: {trained[first:]} instead of {order[first : len(trained)]}"
+                )
         if sorted(trained) != list(range(settings.num_rows)):
             doubled = sorted({i for i in trained if trained.count(i) > 1})
             missing = sorted(set(range(settings.num_rows)) - set(trained))

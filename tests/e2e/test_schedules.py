@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from harness import Job, Worker, violations
@@ -138,3 +138,16 @@ def test_every_sample_is_trained_on_exactly_once_whatever_happens(first: int, ma
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(carry_out, schedules, jobs))
     assert not {schedule.seed: bad for schedule, bad in zip(schedules, results, strict=True) if bad}
+
+
+def test_the_only_worker_stays_until_its_replacement_has_started(make_job: Callable[..., Job]) -> None:
+    settings = ToySettings(max_epochs=4, step_s=0.02)
+    job = make_job(settings)
+    only = job.start()
+    job.wait_for_step(2)
+    replacement = job.start(settings=replace(settings, slow_start_s=1.0))
+    job.wait_until(lambda: replacement.records("fit_start"), "the replacement to start")
+    only.terminate()
+    assert job.finish() == [0, 0]
+    assert replacement.records("done")
+    assert violations(job, settings) == []

@@ -31,6 +31,8 @@ from lightning_dlrover.live import LiveTraining
 
 torch.set_num_threads(1)
 
+SEED = 1
+
 Script = Callable[["Recorder", Any], None]
 
 
@@ -144,6 +146,7 @@ class ToySettings:
     num_val_rows: int = 0
     val_every: int | None = None  # batches; None: once per epoch
     global_batch_size: int | None = None
+    slow_start_s: float = 0.0  # before the training loop is reached
 
     @property
     def batches_per_epoch(self) -> int:
@@ -157,11 +160,12 @@ class ToySettings:
 class ToyModel(L.LightningModule):
     """Writes a line for every share it is given, every batch it has finished and every validation batch."""
 
-    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+    def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         self.step_s = step_s
+        self.slow_start_s = slow_start_s
         self.recorder = recorder
         self._share: dict[str, Any] = {}
 
@@ -179,6 +183,10 @@ class ToyModel(L.LightningModule):
     def record_share(self, batch: Any, batch_idx: int) -> None:
         self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
         self.recorder.write("share", **self._share, ids=batch[2].tolist())
+
+    def on_fit_start(self) -> None:
+        self.recorder.write("fit_start")
+        time.sleep(self.slow_start_s)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.record_share(batch, batch_idx)
@@ -264,7 +272,7 @@ def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
 
 def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     """The script of most tests."""
-    L.seed_everything(1, verbose=False)
+    L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(global_batch_size=settings.global_batch_size or settings.batch_size, check_interval_s=0.03),
@@ -277,5 +285,5 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
         Rows(settings.num_rows), settings.batch_size, shuffle=settings.shuffle, num_workers=settings.loader_workers
     )
     val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(ToyModel(recorder, settings.step_s), loader, val_loader)
+    trainer.fit(ToyModel(recorder, settings.step_s, settings.slow_start_s), loader, val_loader)
     recorder.write("after_fit", step=trainer.global_step)

@@ -133,6 +133,14 @@ def test_the_job_stops_when_every_worker_was_asked_to_leave() -> None:
     assert (proposal.members, proposal.kind) == ([], "stop")
 
 
+def test_the_only_worker_stays_until_its_replacement_has_started() -> None:
+    starting = replace(view("0", drains=frozenset({"w0"})), workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)})
+    assert next_round(starting, 1e9) is None
+    both_leave = next_round(replace(starting, drains=frozenset({"w0", "w1"})), 0.0)
+    assert both_leave is not None
+    assert both_leave.kind == "stop"
+
+
 def test_a_drained_worker_stays_when_too_few_would_be_left() -> None:
     seen = view("01", drains=frozenset({"w1"}), job=replace(JOB, min_workers=2))
     assert next_round(seen, 0.0) is None

@@ -1,0 +1,107 @@
+"""What workers tell each other on entering a round, and what makes their models alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_dlrover.live import Position, _adopt_csv_log, can_meet, model_fingerprint
+
+BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
+INSIDE = replace(BETWEEN, in_step=True, at_boundary=False)
+JOINER = b""
+
+
+def hellos(*said: Position | bytes) -> dict[str, bytes]:
+    return {f"w{i}": each if isinstance(each, bytes) else each.encode() for i, each in enumerate(said)}
+
+
+@pytest.mark.parametrize("position", [BETWEEN, INSIDE, replace(INSIDE, collective=7, validation=2)])
+def test_a_position_is_understood_as_it_was_said(position: Position) -> None:
+    assert Position.decode(position.encode()) == position
+
+
+def test_a_joiner_has_no_position() -> None:
+    assert Position.decode(JOINER) is None
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ((BETWEEN, JOINER), True),
+        ((BETWEEN, BETWEEN, JOINER, JOINER), True),
+        ((INSIDE, JOINER), False),  # the state of a step that is not done cannot be handed over
+        ((BETWEEN, INSIDE, JOINER), False),
+        ((BETWEEN, replace(BETWEEN, batch=6), JOINER), False),  # who would be right?
+        ((replace(BETWEEN, at_boundary=False), JOINER), False),  # in a validation, or inside an accumulation window
+        ((BETWEEN, INSIDE), True),  # survivors alone come to terms wherever they stand
+        ((JOINER, JOINER), True),  # nobody has a state: all begin
+    ],
+)
+def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_steps(
+    said: tuple[Position | bytes, ...], expected: bool
+) -> None:
+    assert can_meet(hellos(*said)) is expected
+    assert can_meet(hellos(*reversed(said))) is expected
+
+
+# --- models -------------------------------------------------------------------------------------------------------------------
+
+
+def model(width: int = 4, **more: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), **more})
+
+
+def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() -> None:
+    torch.manual_seed(1)
+    one = model()
+    torch.manual_seed(2)
+    assert model_fingerprint(one) == model_fingerprint(model())
+
+
+@pytest.mark.parametrize("other", [model(5), model(more=nn.Linear(1, 1)), model().double(), nn.Linear(3, 4)])
+def test_another_shape_name_or_type_is_another_fingerprint(other: nn.Module) -> None:
+    assert model_fingerprint(other) != model_fingerprint(model())
+
+
+# --- logs ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(tmp_path: Path) -> None:
+    former = CSVLogger(tmp_path, name="log", version=0)
+    for step in range(3):
+        former.log_metrics({"loss": float(step)}, step)
+    former.save()
+    successor = CSVLogger(tmp_path, name="log", version=0)
+    _adopt_csv_log(successor)
+    successor.log_metrics({"loss": 3.0}, 3)
+    successor.save()
+    rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
+    assert rows[0].split(",") == ["loss", "step"]
+    assert len(rows) == 5
+
+
+def test_a_new_column_after_taking_over_a_csv_log_costs_no_rows(tmp_path: Path) -> None:
+    former = CSVLogger(tmp_path, name="log", version=0)
+    former.log_metrics({"loss": 1.0}, 0)
+    former.save()
+    successor = CSVLogger(tmp_path, name="log", version=0)
+    _adopt_csv_log(successor)
+    successor.log_metrics({"loss": 2.0, "val": 0.5}, 1)
+    successor.save()
+    rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert "val" in rows[0]
+
+
+def test_there_is_nothing_to_take_over_where_no_log_was_written(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="log", version=0)
+    _adopt_csv_log(logger)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.save()
+    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2

@@ -1,0 +1,315 @@
+"""Which worker gets which samples: nothing is lost, doubled or reordered, however the world changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dlrover.sampler import ElasticLoader, UnsupportedLoaderError, epoch_order, share
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Backwards(Sampler[int]):
+    """A user's own order."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length - 1, -1, -1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def elastic(
+    length: int = 20, global_batch_size: int = 8, training: bool = True, place: tuple[int, int] = (0, 1), **loader: Any
+) -> ElasticLoader:
+    loader = {"batch_size": global_batch_size, **loader}
+    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, place=lambda: place)
+    iter(made)
+    return made
+
+
+def indices(batch: Tensor) -> list[int]:
+    return [int(i) for i in batch]
+
+
+def rest_of(loader: ElasticLoader) -> list[list[int]]:
+    """What the loader still gives; a `for` loop would begin anew."""
+    batches = []
+    with suppress(StopIteration):
+        while True:
+            batches.append(indices(next(loader)))
+    return batches
+
+
+def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
+    """The global batches of an epoch, put together from those of all ranks."""
+    ranks = [elastic(place=(rank, world_size), **kwargs) for rank in range(world_size)]
+    return [[i for loader in ranks for i in indices(next(loader))] for _ in range(len(ranks[0]))]
+
+
+# --- for any world ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.integers(1, 70))
+def test_shares_follow_each_other_and_differ_by_at_most_one(num_samples: int, world_size: int) -> None:
+    shares = [share(num_samples, rank, world_size) for rank in range(world_size)]
+    assert shares[0][0] == 0
+    assert shares[-1][1] == num_samples
+    assert all(before[1] == after[0] for before, after in pairwise(shares))
+    lengths = {stop - start for start, stop in shares}
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50))
+def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(num_samples: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_samples, True, seed, epoch)
+    assert torch.equal(order, epoch_order(num_samples, True, seed, epoch))
+    assert sorted(order.tolist()) == list(range(num_samples))
+    assert epoch_order(num_samples, False, seed, epoch).tolist() == list(range(num_samples))
+
+
+def test_epochs_differ_in_order() -> None:
+    assert not torch.equal(epoch_order(100, True, 0, 0), epoch_order(100, True, 0, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 40), st.integers(1, 9))
+def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
+    data: st.DataObject, length: int, global_batch_size: int
+) -> None:
+    alone = elastic(length, global_batch_size)
+    world_size = 1
+    loaders = [elastic(length, global_batch_size)]
+    for batch in range(len(alone)):
+        new_size = data.draw(st.sampled_from([world_size, world_size, 1, 2, 3, 5]))
+        while len(loaders) < new_size:  # a joiner stands at the beginning until it is told where the others are
+            loaders.append(elastic(length, global_batch_size))
+            loaders[-1].load_state(loaders[0].state())
+        loaders = loaders[:new_size]
+        if new_size != world_size or data.draw(st.booleans()):
+            rewind = 1 if batch and data.draw(st.booleans()) else 0
+            for rank, loader in enumerate(loaders):
+                loader.reshard(rank, new_size, rewind)
+                if rewind:
+                    next(loader)  # the batch before, again
+        world_size = new_size
+        found: list[int] = []
+        weights = []
+        for loader in loaders:
+            part, weight = indices(next(loader)), loader.loss_weight(batch)
+            weights.append(weight)
+            found += part if weight else []
+        assert found == indices(next(alone))
+        assert sum(weights) == pytest.approx(world_size)
+    for loader in loaders:
+        with pytest.raises(StopIteration):
+            next(loader)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
+    length: int, global_batch_size: int, world_size: int
+) -> None:
+    ranks = [elastic(length, global_batch_size, place=(rank, world_size)) for rank in range(world_size)]
+    for number, batch in enumerate(elastic(length, global_batch_size)):
+        losses = [next(loader).double().mean() * loader.loss_weight(number) for loader in ranks]
+        assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+def test_validation_sees_every_sample_once_and_a_worker_without_samples_ends_earlier(
+    length: int, global_batch_size: int, world_size: int
+) -> None:
+    seen: list[int] = []
+    for rank in range(world_size):
+        seen += [i for batch in elastic(length, global_batch_size, training=False, place=(rank, world_size)) for i in batch]
+    assert sorted(int(i) for i in seen) == list(range(length))
+
+
+# --- what the loader was made with ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_drop_last_drops_the_rest_of_the_global_batch(world_size: int) -> None:
+    batches = epoch_of(world_size, length=20, global_batch_size=8, drop_last=True)
+    assert [len(batch) for batch in batches] == [8, 8]
+    assert len(elastic(20, 8, drop_last=False)) == 3
+
+
+def test_shuffling_is_kept_and_follows_the_epoch() -> None:
+    loader = elastic(50, 50, shuffle=True)
+    first = indices(next(loader))
+    loader.set_epoch(1)
+    iter(loader)
+    second = indices(next(loader))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+
+
+def test_the_seed_of_lightnings_sampler_decides_the_order() -> None:
+    def first_batch(seed: int) -> list[int]:
+        sampler: Sampler[int] = DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)
+        return indices(next(elastic(40, 40, sampler=sampler)))
+
+    assert first_batch(1) == first_batch(1)
+    assert first_batch(1) != first_batch(2)
+
+
+def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
+    sampler = Backwards(20)
+    loader = elastic(20, 8, sampler=sampler, place=(1, 2))
+    assert [indices(batch) for batch in loader] == [[15, 14, 13, 12], [7, 6, 5, 4], [1, 0]]
+    assert sampler.epochs == [0]
+
+
+def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
+    """Every process would draw another order, so it is drawn where `materialise` says."""
+    drawn: list[list[int]] = []
+
+    def materialise(order: list[int]) -> list[int]:
+        drawn.append(order)
+        return drawn[0]
+
+    sampler = WeightedRandomSampler([1.0] * 12, 12)
+    parts = []
+    for rank in range(2):
+        loader = ElasticLoader(
+            DataLoader(Numbers(12), 4, sampler=sampler), 4, True, place=lambda rank=rank: (rank, 2), materialise=materialise
+        )
+        parts.append([indices(batch) for batch in loader])
+    assert len(drawn) == 2
+    together = [a + b for a, b in zip(*parts, strict=True)]
+    assert [i for batch in together for i in batch] == drawn[0]
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(Numbers(9), replacement=True), RandomSampler(Numbers(9), num_samples=5)])
+def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampler) -> None:
+    loader = elastic(9, 3, sampler=sampler)
+    assert sum(len(batch) for batch in loader) == len(sampler)
+
+
+def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
+    there = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    next(there)
+    joiner = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    joiner.load_state(there.state())
+    expected = rest_of(there)
+    assert len(expected) == 2
+    assert rest_of(joiner) == expected
+
+
+# --- loader workers -----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
+    loader = elastic(40, 8, num_workers=2, prefetch_factor=4)
+    try:
+        assert indices(next(loader)) == list(range(8))
+        loader.reshard(1, 2)  # by now all batches of a world of one lie in the loader's queue
+        assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
+    finally:
+        loader.close()
+
+
+def test_loader_workers_survive_a_change_of_the_world() -> None:
+    loader = elastic(40, 8, num_workers=1)
+    try:
+        next(loader)
+        before = loader._loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        loader.reshard(0, 2)
+        next(loader)
+        assert loader._loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+    finally:
+        loader.close()
+
+
+def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
+    loader = elastic(16, 8, num_workers=1)
+    try:
+        loader.warm_up()
+        assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_loader_workers_work_however_they_are_started(context: str) -> None:
+    loader = elastic(8, 8, num_workers=1, multiprocessing_context=context)
+    try:
+        assert indices(next(loader)) == list(range(8))
+    finally:
+        loader.close()
+
+
+def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None:
+    for persistent in (False, True):
+        loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
+        next(loader)
+        assert (loader._loader._iterator is not None) == persistent
+        loader.close()
+
+
+# --- what cannot be split ----------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class OwnBatches(BatchSampler):
+    """Decides itself what a batch is."""
+
+
+@pytest.mark.parametrize(
+    "loader, advice",
+    [
+        (DataLoader(Stream()), "map-style dataset"),
+        (DataLoader(Numbers(5), batch_size=None), "give it a batch_size"),
+        (
+            DataLoader(Numbers(5), batch_sampler=OwnBatches(SequentialSampler(Numbers(5)), 2, False)),
+            "give the DataLoader a batch_size",
+        ),
+    ],
+)
+def test_a_loader_that_cannot_be_split_is_refused_with_what_to_do(loader: DataLoader[Any], advice: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=advice):
+        ElasticLoader(loader, 4, training=True)

@@ -1,0 +1,121 @@
+"""The strategy without a job around it: what it refuses, and that a plain script trains as ever."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dlrover
+from lightning_dlrover import DLRoverStrategy
+
+JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train(folder: Path, strategy: Any) -> Model:
+    L.seed_everything(0, verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
+    model = Model()
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, DataLoader(rows, batch_size=6))  # any other distributed strategy of Lightning's would shuffle it
+    assert trainer.world_size == 1
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_plain_script_trains_exactly_as_without_the_strategy(by_name: bool, tmp_path: Path) -> None:
+    ours = train(tmp_path, "dlrover" if by_name else DLRoverStrategy())
+    stock = train(tmp_path, "auto")
+    assert ours.losses == stock.losses
+    assert len(ours.losses) == 8
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_plain_script_has_no_live_job(tmp_path: Path) -> None:
+    strategy = DLRoverStrategy()
+    train(tmp_path, strategy)
+    assert strategy.live is None
+    assert strategy.times.run_s >= strategy.times.forward_s + strategy.times.backward_s > 0
+
+
+def test_the_strategy_is_known_by_name() -> None:
+    assert lightning_dlrover.DLRoverStrategy is DLRoverStrategy
+    assert "dlrover" in StrategyRegistry
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"global_batch_size": 0}, "global_batch_size is 0, it must be at least 1"),
+        ({"check_interval_s": 0.0}, "check_interval_s is 0.0, it must be above 0"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DLRoverStrategy(**arguments)
+
+
+@pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
+def test_half_of_a_jobs_environment_is_an_error_that_names_the_other_half(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in JOB.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
+        DLRoverStrategy()
+
+
+def test_a_number_in_the_environment_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**JOB, "DLROVER_MAX_NODES": "many"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="DLROVER_MAX_NODES is 'many', not a whole number"):
+        DLRoverStrategy()
+
+
+def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
+    assert strategy._world_config is not None
+    assert strategy._world_config.collective_timeout_s == 77

@@ -1,0 +1,183 @@
+"""Process groups of rounds, without Lightning: what any PyTorch loop could use. Several workers: see tests/e2e."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, Keys, encode
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.world import WorldConfig, _inet_sockets, _shut_down, is_group_failure
+
+JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
+
+
+# --- configuration ------------------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_a_job_there_is_no_configuration() -> None:
+    assert WorldConfig.from_environment({"RANK": "0", "WORLD_SIZE": "2"}, "1") is None
+
+
+def test_limits_are_counted_in_workers_not_nodes() -> None:
+    environ = {**JOB, "DLROVER_MIN_NODES": "2", "DLROVER_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    config = WorldConfig.from_environment(environ, "1")
+    assert config is not None
+    assert (config.min_workers, config.max_workers, config.local_rank) == (8, 12, 1)
+    assert config.prefix == DEFAULT_PREFIX
+
+
+@pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
+def test_a_missing_variable_is_named_with_what_to_do(missing: str) -> None:
+    environ = {name: value for name, value in JOB.items() if name != missing}
+    with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
+        WorldConfig.from_environment(environ, "1")
+
+
+def test_a_password_is_not_printed() -> None:
+    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD": "secret"}, "1")
+    assert config is not None
+    assert config.etcd.password == "secret"
+    assert "secret" not in repr(config)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"), True),
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), False),
+        (ValueError("Connection closed by peer"), False),
+        (KeyError("gloo/transport"), False),
+    ],
+)
+def test_a_lost_peer_is_told_from_a_mistake_of_the_users(error: Exception, expected: bool) -> None:
+    assert is_group_failure(error) is expected
+
+
+# --- sockets ------------------------------------------------------------------------------------------------------------------
+
+
+def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:
+    listener = socket.create_server(("127.0.0.1", port))
+    client = socket.create_connection(listener.getsockname())
+    return listener, client, listener.accept()[0]
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.settimeout(0.2)
+    try:
+        return sock.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def test_a_connection_is_shut_down_so_that_both_ends_notice() -> None:
+    listener, client, accepted = connected_pair()
+    with listener, client, accepted:
+        fd = client.fileno()
+        _shut_down(fd, _inet_sockets()[fd], set(), 0)
+        assert not is_open(client)
+        assert not is_open(accepted)
+
+
+def test_a_descriptor_that_belongs_to_another_socket_by_now_is_left_alone() -> None:
+    listener, client, accepted = connected_pair()
+    with listener, client, accepted:
+        _shut_down(client.fileno(), _inet_sockets()[client.fileno()] + 1, set(), 0)
+        assert is_open(client)
+
+
+def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
+    """Others may be connected to our store for a newer round than the one that is cut off."""
+    listener, client, accepted = connected_pair()
+    with listener, client, accepted:
+        port = listener.getsockname()[1]
+        inodes = _inet_sockets()
+        _shut_down(client.fileno(), inodes[client.fileno()], {port}, 0)
+        _shut_down(accepted.fileno(), inodes[accepted.fileno()], set(), port)
+        _shut_down(listener.fileno(), inodes[listener.fileno()], set(), 0)
+        assert is_open(client)
+        assert is_open(accepted)
+        socket.create_connection(listener.getsockname()).close()
+
+
+# --- a round that cannot be completed --------------------------------------------------------------------------------------
+
+MEMBER = """
+import os, signal, sys, threading, time
+import torch.distributed as dist
+from lightning_dlrover.rdzv.world import World, WorldConfig
+
+connect = dist.ProcessGroupGloo
+
+def die_while_connecting(store, rank, size, timeout):
+    threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    return connect(store, rank, size, timeout)
+
+if len(sys.argv) > 1:
+    dist.ProcessGroupGloo = die_while_connecting
+config = WorldConfig.from_environment(os.environ, "1")
+world = World(config)
+formation = world.start()
+print("FORMED", formation.round.number, formation.size, flush=True)
+while formation.size == 3:
+    try:
+        dist.barrier()
+        time.sleep(0.01)
+    except RuntimeError:
+        formation = world.recover(b"{}")
+        print("FORMED", formation.round.number, formation.size, flush=True)
+dist.barrier()
+world.leave()
+print("DONE", flush=True)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.003])
+def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
+    after_s: float, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    """Gloo would wait for it five times the timeout of a collective."""
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DLROVER_RUN_ID": keys.run_id,
+        "DLROVER_ENDPOINT": etcd.endpoint,
+        "DLROVER_MIN_NODES": "1",
+        "DLROVER_MAX_NODES": "3",
+    }
+    for number in range(3):  # announced, so that the first round waits for all three
+        client.put(f"{keys.agents}a{number}", encode(AgentRecord(f"a{number}", "host", 1, 1, "running")))
+    processes = []
+    for number, arguments in enumerate([[], [], [str(after_s)]]):
+        with (tmp_path / f"{number}.out").open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", MEMBER, *arguments],
+                    env={**environ, "DLROVER_AGENT_ID": f"a{number}"},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        deadline = time.monotonic() + 60
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    outputs = [(tmp_path / f"{number}.out").read_text() for number in range(3)]
+    assert codes == [0, 0, -9], "\n".join(outputs)
+    assert all("DONE" in output for output in outputs[:2])
