@@ -42,7 +42,7 @@ def examine(output: str) -> PostMortem:
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
     if faults:
-        error = _message(own) if own else f"the script ended with exit code {faults[0]}"
+        error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
         return PostMortem(error, "\n".join(own or []))
     if codes:
         return PostMortem("", "")
@@ -52,6 +52,13 @@ def examine(output: str) -> PostMortem:
         cause = agents[0] if agents else own or []
         return PostMortem(_message(cause), "\n".join(cause))
     return PostMortem("", "")
+
+
+def _last_words(lines: list[str]) -> str:
+    """What the script printed last, before its agent said that it has failed."""
+    end = next((i for i, line in enumerate(lines) if _AGENT_LINE.match(line) and "failed (exitcode" in line), 0)
+    said = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
+    return f": {said}" if said else ""
 
 
 def _tracebacks(lines: list[str]) -> Iterator[list[str]]:

@@ -117,7 +117,8 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     failed = [node for node in view.nodes if node.status == "failed"]
     if view.phase == "failed":
         return "the job has failed"
-    own_fault = next((node for node in failed if node.error), None)
+    # News of the first step may arrive after that of the worker's end.
+    own_fault = next((node for node in failed if node.error and node.ended_s > patience.settle_s), None)
     if view.phase in ("none", "starting") and own_fault:
         # Nothing was trained yet, so the next attempt would go the same way.
         return f"{own_fault.name} failed before training began: {own_fault.error}"
@@ -146,8 +147,8 @@ def _end_without_job(view: JobView, patience: Patience) -> Give | None:
 
 
 def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
-    if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
-        return []  # the script ends without training; another node would only run it once more
+    if view.phase in ("none", "starting") and any(node.status == "succeeded" or node.error for node in view.nodes):
+        return []  # the script ends without training, or fails; another node would only run it once more
     if not living and view.nodes and min(node.ended_s for node in view.nodes) <= patience.settle_s:
         return []  # the news that the job has finished may be on its way
     backoff_s = min(patience.max_backoff_s, patience.first_backoff_s * 2.0 ** min(20, view.failures_in_a_row - 1))

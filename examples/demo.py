@@ -38,6 +38,7 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "examples" / "train_ctr.py"
 POLL_S = 0.1
+END_S = 10.0  # from the end of the job's etcd to its own
 STEADY_S = 8.0  # trained between two changes, so that the pictures show each size
 
 
@@ -102,7 +103,14 @@ class Demo:
         while True:
             try:
                 found = look()
-            except (EtcdError, RecordError) as error:
+            except EtcdError as error:
+                # The job's etcd ends with the job, whose own end is the better news.
+                try:
+                    self.process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    raise DemoError(f"while waiting for {what}: {error}") from error
+                found = None
+            except RecordError as error:
                 raise DemoError(f"while waiting for {what}: {error}") from error
             if found is not None:
                 return found

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -230,8 +231,6 @@ class LiveTraining:
                 "The job goes on without it"
             )
         loader.warm_up()
-        # Imported by the first optimizer step otherwise, while all the others wait for this worker's gradients.
-
         formation = self._admission(fingerprint)
         while self._attempt(self._settle, formation, None) is None:
             formation = self._recover_formation(b"")
@@ -844,8 +843,6 @@ def model_fingerprint(module: torch.nn.Module) -> str:
 
 def _adopt_csv_log(logger: CSVLogger) -> None:
     """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
-    from pathlib import Path
-
     file = Path(logger.log_dir) / "metrics.csv"
     if not file.exists():
         return

@@ -53,7 +53,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, next_round
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round
 
 __all__ = [
     "EvictedError",
@@ -388,7 +388,6 @@ class Membership:
                 [created(entry.key) == entry.create_revision],
                 [Delete(entry.key), Delete(self.keys.drains + worker_id)],
             )
-            self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": self._round_number()})
             convener = entries.get(self.keys.convener)
             if convener is not None and convener.value == worker_id.encode():
                 self._client.txn([created(convener.key) == convener.create_revision], [Delete(convener.key)])
@@ -554,6 +553,8 @@ class Membership:
                 proposal.reason,
                 len(proposal.members),
             )
+            for worker_id in losses(view, proposal):
+                self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": proposal.number - 1})
             self.event(
                 "round",
                 f"round {proposal.number}: {len(proposal.members)} workers, {proposal.reason}",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
-__all__ = ["Patience", "View", "awaited", "next_round"]
+__all__ = ["Patience", "View", "awaited", "losses", "next_round"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,13 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
     if view.lost or view.failed:
         return _after_failure(view, waited_s, patience)
     return _planned(view)
+
+
+def losses(view: View, successor: RoundRecord) -> list[str]:
+    """Members of the current round that `successor` goes on without though nobody had asked them to leave."""
+    if view.round is None or (successor.planned and view.survivors):
+        return []
+    return [w for w in view.round.members if w not in successor.members and w not in view.stepped_back]
 
 
 def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:

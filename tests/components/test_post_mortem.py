@@ -63,6 +63,7 @@ RendezvousConnectionError: no etcd answers
             "ValueError: bad",
         ),
         (AGENT.format(code=3), "the script ended with exit code 3"),
+        ("read data\nno such file\n\n" + AGENT.format(code=2), "the script ended with exit code 2: no such file"),
         (AGENT.format(code=-11), "the script ended with exit code -11"),
         (REFUSED, "RendezvousConnectionError: no etcd answers"),
         ("/venv/bin/python: nothing\n" + SCRIPT, "ValueError: bad"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, next_round
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
 NAMES = [f"w{i}" for i in range(7)]
@@ -178,6 +178,23 @@ def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     proposal = next_round(one, 10.0, Patience(regroup_s=9.0))
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w0"], "loss")
+
+
+@pytest.mark.parametrize(
+    "seen, lost",
+    [
+        (view("012", gone="0"), ["w0"]),
+        (view("012", gone="012", others="3"), ["w0", "w1", "w2"]),
+        (view("012", plan=PlanRecord(2, "user", "", binding=True)), []),
+        (view("01", drains=frozenset({"w1"})), []),
+        (view("01", workers={"w0": worker("w0"), "w1": worker("w1", "reforming", 1)}), ["w0"]),
+    ],
+    ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
+)
+def test_only_members_that_nobody_asked_to_leave_count_as_lost(seen: View, lost: list[str]) -> None:
+    proposal = next_round(seen, 1e9)
+    assert proposal is not None
+    assert losses(seen, proposal) == lost
 
 
 @pytest.mark.parametrize(
