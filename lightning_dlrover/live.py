@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_dlrover import transfer
+from lightning_dlrover import memory, transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import MembershipError
 from lightning_dlrover.rdzv.records import CheckpointRecord, RecordError
@@ -56,6 +56,9 @@ T = TypeVar("T")
 
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
+
+NUM_COPIES = 5
+"""Of the model's memory, to be reserved: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
 
 EXIT_ALL_DRAINED = 143
 """As a process ended by SIGTERM: the job stopped before it was done."""
@@ -194,6 +197,8 @@ class LiveTraining:
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = model_fingerprint(self._trainer.lightning_module)
+        loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
+        memory.reserve(self._trainer.lightning_module, NUM_COPIES)
         if self.formation is not None:
             self._entered = True
             progress = self._epoch_loop.batch_progress.current.ready
@@ -230,7 +235,6 @@ class LiveTraining:
                 f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
                 "The job goes on without it"
             )
-        loader.warm_up()
         formation = self._admission(fingerprint)
         while self._attempt(self._settle, formation, None) is None:
             formation = self._recover_formation(b"")
