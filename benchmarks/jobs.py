@@ -155,9 +155,11 @@ class Workspace:
             yield job
 
     @contextlib.contextmanager
-    def live_job(self, name: str, etcd: EmbeddedEtcd, num_workers: str, arguments: Sequence[str]) -> Iterator[LiveJob]:
+    def live_job(
+        self, name: str, etcd: EmbeddedEtcd, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
+    ) -> Iterator[LiveJob]:
         """A job of our strategy, for `torchrun --nnodes=num_workers`."""
-        job = LiveJob(name, self.folder / name, etcd.endpoint, num_workers, arguments)
+        job = LiveJob(name, self.folder / name, etcd.endpoint, num_workers, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
 
@@ -172,20 +174,21 @@ class Workspace:
 
 
 class Job:
-    """Elastic agents that run `training.py`.
+    """Elastic agents that run `training.py`, or another script, whose steps then are not known.
 
     Args:
         folder: made here, for logs and records.
-        arguments: of `training.py`, without `--records`.
+        arguments: of the script; of `training.py` without `--records`.
     """
 
-    def __init__(self, name: str, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, folder: Path, arguments: Sequence[str], script: Path = TRAINING) -> None:
         folder.mkdir(parents=True)
         self.name = name
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
         self.environment: dict[str, str] = {}  # of agents started from now on, beside our own
-        self._arguments = [str(TRAINING), "--records", str(folder / "records"), *arguments]
+        recorded = ["--records", str(folder / "records")] if script == TRAINING else []
+        self._arguments = [str(script), *recorded, *arguments]
         (folder / "records").mkdir()
         self._log = _StepLog(folder / "records")
 
@@ -300,8 +303,11 @@ class Job:
 class LiveJob(Job):
     """A job whose agents meet in etcd, steered by the records that a planner or a user would write."""
 
-    def __init__(self, name: str, folder: Path, endpoint: str, num_workers: str, arguments: Sequence[str]) -> None:
-        super().__init__(name, folder, ["--strategy", "dlrover", *arguments])
+    def __init__(
+        self, name: str, folder: Path, endpoint: str, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
+    ) -> None:
+        ours = ["--strategy", "dlrover"] if script == TRAINING else []
+        super().__init__(name, folder, [*ours, *arguments], script)
         self._options = [
             "--rdzv-backend=etcd-v3",
             f"--rdzv-endpoint={endpoint}",
