@@ -133,9 +133,12 @@ def disagreements(job: Job) -> list[str]:
     for step in job.steps():
         made[step.round_number, step.number].append(step)
     digests: dict[int, set[str]] = defaultdict(set)
+    trained: set[int] = set()  # pids so far
     for (round_number, number), steps in sorted(made.items()):
-        if digests and number < max(digests) and number == min(n for r, n in made if r == round_number):
+        pids = {step.pid for step in job.steps() if step.round_number == round_number}
+        if trained.isdisjoint(pids):
             digests.clear()  # all that held the state were killed: steps since the checkpoint are made again, split differently
+        trained |= {step.pid for step in steps}
         digests[number] |= {step.digest for step in steps}
         if len(digests[number]) > 1:
             found.append(f"after step {number} parameters differ")

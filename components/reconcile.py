@@ -122,13 +122,16 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     if view.phase in ("none", "starting") and own_fault:
         # Nothing was trained yet, so the next attempt would go the same way.
         return f"{own_fault.name} failed before training began: {own_fault.error}"
-    recent = Counter(n.error for n in failed if n.error and n.stopped_job and n.ended_s <= patience.same_error_s)
-    for error, count in recent.items():
+    for error, count in _recent_errors([n for n in failed if n.stopped_job], patience).items():
         if count >= patience.max_same_error:
             return f"the same error stopped the job {count} times: {error}"
     if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
     return None
+
+
+def _recent_errors(nodes: Sequence[Node], patience: Patience) -> Counter[str]:
+    return Counter(n.error for n in nodes if n.error and n.ended_s <= patience.same_error_s)
 
 
 def _end_without_job(view: JobView, patience: Patience) -> Give | None:
@@ -151,8 +154,11 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
         return []  # the script ends without training, or fails; another node would only run it once more
     if not living and view.nodes and min(node.ended_s for node in view.nodes) <= patience.settle_s:
         return []  # the news that the job has finished may be on its way
-    backoff_s = min(patience.max_backoff_s, patience.first_backoff_s * 2.0 ** min(20, view.failures_in_a_row - 1))
-    if view.failures_in_a_row > 0 and view.since_failure_s < backoff_s:
+    # A node that joins and then always fails makes a new round each time, but no progress.
+    repeats = max(_recent_errors(view.nodes, patience).values(), default=0)
+    failures = max(view.failures_in_a_row, repeats)
+    backoff_s = min(patience.max_backoff_s, patience.first_backoff_s * 2.0 ** min(20, failures - 1))
+    if failures > 0 and view.since_failure_s < backoff_s:
         return []
     return [AddNode()] * max(0, view.wanted - len(living))
 

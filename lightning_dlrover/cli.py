@@ -202,6 +202,7 @@ def _run_job(
         _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
+        announce = _Announcer(log)
         controller = stack.enter_context(
             Controller(client, place.keys, target, limits, run_dir=str(folder), show=_say, patience=patience)
         )
@@ -214,11 +215,11 @@ def _run_job(
             while (end := controller.step()) is None:
                 if not is_alive():
                     raise EtcdServerError("the embedded etcd has ended unasked; the job cannot go on without it")
-                _announce(log)
+                announce()
                 controller.wait(0.2)
         finally:
             controller.end_nodes()
-            _announce(log)
+            announce()
             log.complete(client)
             if not hurry.is_set():
                 _write_report(place.run_id, folder)
@@ -251,10 +252,22 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace) -> None:
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
 
 
-def _announce(log: EventLog) -> None:
-    for event in log.new():
-        if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
-            _say(f"[{event.kind}] {event.text}")
+class _Announcer:
+    """Says what has happened; that nothing changes, and why, once per size."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._stays_at: object = None
+
+    def __call__(self) -> None:
+        for event in self._log.new():
+            if event.kind == "decision":
+                chosen, current = event.data.get("chosen_workers"), event.data.get("current_workers")
+                if chosen == current == self._stays_at:
+                    continue
+                self._stays_at = chosen
+            if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
+                _say(f"[{event.kind}] {event.text}")
 
 
 def _write_report(run_id: str, folder: Path) -> None:

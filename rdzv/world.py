@@ -445,6 +445,10 @@ class World:
                     world_size=len(target.members),
                     timeout=timedelta(seconds=self.config.collective_timeout_s),
                 )
+        except BaseException:
+            # Others may have formed the round already: they must notice that this worker has not.
+            self._sever(target.number, quietly=True)
+            raise
         finally:
             with self._lock:
                 self._forming = False
@@ -574,25 +578,26 @@ class World:
             return
         # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
         # unnoticed by the peers, shutting them down does not.
-        self._sever(quietly=True)
+        self._sever(self._number, quietly=True)
         dist.destroy_process_group()
 
     def _on_view(self, view: View) -> None:
-        """Membership thread: cut the group off when its round has ended without an agreement."""
+        """Membership thread: cut the group off when it will complete no more collectives.
+
+        Its round has ended without an agreement, or another member has given it up.
+        """
+        with self._lock:
+            number, forming = self._number, self._forming
         newest = view.round
-        if newest is None or self._number == 0:
+        if newest is None or number == 0:
             return
-        if newest.number > self._number:
+        if newest.number > number:
             self._dismissed = self.worker_id not in newest.members and (newest.planned or self._dismissed)
-        if self._forming:
-            # Again and again: what the main thread waits on may have been opened after the last time.
-            is_over = self._is_void(view)
-        else:
-            is_over = newest.number > self._number and not newest.planned
-            if self._severed:
-                return
-        if is_over or self.membership.evicted:
-            self._sever()
+        has_ended = newest.number > number and (forming or not newest.planned)
+        was_given_up = newest.number == number and any(w != self.worker_id for w in view.failed)
+        # While it is being formed, again and again: what the main thread waits on may have been opened after the last time.
+        if (has_ended or was_given_up or self.membership.evicted) and (forming or not self._severed):
+            self._sever(number)
 
     def _on_tick(self) -> None:
         """Membership thread: see that the next rank's process lives.
@@ -605,8 +610,11 @@ class World:
         self._next_probe = time.monotonic() + PROBE_INTERVAL_S
         self.membership.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
 
-    def _sever(self, quietly: bool = False) -> None:
+    def _sever(self, number: int, quietly: bool = False) -> None:
+        """Shut down the connections of round `number`, unless the main thread has gone on to another round meanwhile."""
         with self._lock:
+            if number != self._number:
+                return
             if not quietly:
                 self._severed = True
             if self._forming:
@@ -625,10 +633,11 @@ class World:
 def _as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
     """Let `init_process_group` take a gloo backend that is connected already instead of making its own."""
     original = dist.distributed_c10d.ProcessGroupGloo
+    handed_over = [connected]  # emptied: the classes below live until they are collected, the group must not
 
     class Meta(type):
         def __call__(cls, *args: object, **kwargs: object) -> dist.ProcessGroupGloo:
-            return connected
+            return handed_over.pop()
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
@@ -640,6 +649,7 @@ def _as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
     try:
         yield
     finally:
+        handed_over.clear()
         dist.distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
 
 

@@ -59,6 +59,15 @@ def test_a_job_whose_workers_are_killed_finishes() -> None:
     assert result["finished"] == result["of"] >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_resizing_and_losing_workers_does_not_change_what_is_learned() -> None:
+    result = quick_result("accuracy.py")
+    assert list(result) == ["elastic_auc", "unresized_auc", "largest_difference"]
+    assert result["unresized_auc"] > 0.6
+    assert result["largest_difference"] <= 0.003
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_leaves_no_process_behind(how: signal.Signals) -> None:
     benchmark = subprocess.Popen(

@@ -52,6 +52,16 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
     ("situation", "view", "kinds"),
     [
         ("nothing was started yet", JobView("none", 2, []), [AddNode, AddNode]),
+        (
+            "a node that joins and fails again and again is started ever more rarely",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=20.0),
+            [],
+        ),
+        (
+            "but not never",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=31.0),
+            [AddNode],
+        ),
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),

@@ -269,3 +269,24 @@ def test_arguments_after_the_script_are_not_ours() -> None:
     options = cli._parser().parse_args(["run", "--workers", "2", "train.py", "--workers", "9", "--", "--help", "-v"])
     assert options.workers == (2, 2)
     assert options.script_args == ["--workers", "9", "--", "--help", "-v"]
+
+
+class Told:
+    """A log that has news once."""
+
+    def __init__(self, *events: EventRecord) -> None:
+        self.events = [*events]
+
+    def new(self) -> list[EventRecord]:
+        news, self.events = self.events, []
+        return news
+
+
+def test_that_nothing_changes_is_said_once_per_size(capsys: pytest.CaptureFixture[str]) -> None:
+    def decision(current: int, chosen: int) -> EventRecord:
+        text = f"{current} to {chosen}"
+        return EventRecord("decision", 0.0, text, {"current_workers": current, "chosen_workers": chosen})
+
+    made = [decision(1, 1), decision(1, 1), decision(1, 2), decision(2, 2), decision(2, 2), decision(1, 1)]
+    cli._Announcer(Told(*made))()  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [f"[decision] {text}" for text in ("1 to 1", "1 to 2", "2 to 2", "1 to 1")]

@@ -127,13 +127,23 @@ def die_while_connecting(store, rank, size, timeout):
     threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     return connect(store, rank, size, timeout)
 
-if len(sys.argv) > 1:
-    dist.ProcessGroupGloo = die_while_connecting
+initialise = dist.init_process_group
+
+def fail_after_the_others_have_formed(*args, **kwargs):
+    dist.init_process_group = initialise
+    initialise(*args, **kwargs)
+    raise RuntimeError("the last answer of the store was lost")
+
+match sys.argv[1:]:
+    case ["fail"]:
+        dist.init_process_group = fail_after_the_others_have_formed
+    case [_]:
+        dist.ProcessGroupGloo = die_while_connecting
 config = WorldConfig.from_environment(os.environ, "1")
 world = World(config)
 formation = world.start()
 print("FORMED", formation.round.number, formation.size, flush=True)
-while formation.size == 3:
+while (formation.round.number, formation.size) == (1, 3):
     try:
         dist.barrier()
         time.sleep(0.01)
@@ -146,11 +156,8 @@ print("DONE", flush=True)
 """
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.003])
-def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
-    after_s: float, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
-) -> None:
-    """Gloo would wait for it five times the timeout of a collective."""
+def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path) -> list[str]:
+    """Three workers of one job; returns what each printed, with its exit code in front."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -162,11 +169,11 @@ def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
     for number in range(3):  # announced, so that the first round waits for all three
         client.put(f"{keys.agents}a{number}", encode(AgentRecord(f"a{number}", "host", 1, 1, "running")))
     processes = []
-    for number, arguments in enumerate([[], [], [str(after_s)]]):
-        with (tmp_path / f"{number}.out").open("wb") as output:
+    for number, own in enumerate(arguments):
+        with (folder / f"{number}.out").open("wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", MEMBER, *arguments],
+                    [sys.executable, "-c", MEMBER, *own],
                     env={**environ, "DLROVER_AGENT_ID": f"a{number}"},
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -178,6 +185,23 @@ def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
     finally:
         for process in processes:
             process.kill()
-    outputs = [(tmp_path / f"{number}.out").read_text() for number in range(3)]
-    assert codes == [0, 0, -9], "\n".join(outputs)
+    return [f"{code}\n{(folder / f'{number}.out').read_text()}" for number, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.003])
+def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
+    after_s: float, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    """Gloo would wait for it five times the timeout of a collective."""
+    outputs = run_members([[], [], [str(after_s)]], etcd, client, keys, tmp_path)
+    assert [output.splitlines()[0] for output in outputs] == ["0", "0", "-9"], "\n".join(outputs)
     assert all("DONE" in output for output in outputs[:2])
+
+
+def test_a_member_that_fails_to_form_a_round_does_not_hold_up_those_who_have_formed_it(
+    etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    outputs = run_members([[], [], ["fail"]], etcd, client, keys, tmp_path)
+    assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
+    assert all("FORMED 1 3" in output for output in outputs[:2])
+    assert all(output.endswith("FORMED 2 3\nDONE\n") for output in outputs), "\n".join(outputs)
