@@ -115,7 +115,7 @@ class Demo:
             if found is not None:
                 return found
             if self.process.poll() is not None:
-                hint = "it trained too quickly: raise --epochs" if self.process.returncode == 0 else "see its output below"
+                hint = "too quickly: raise --max-steps and --epochs" if self.process.returncode == 0 else "see its output below"
                 raise DemoError(f"the job ended (exit code {self.process.returncode}) while waiting for {what}; {hint}")
             if time.monotonic() > deadline:
                 raise DemoError(f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}")
@@ -251,14 +251,16 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="as of train_ctr.py: Adult folder or Criteo-format TSV")
     parser.add_argument("--rdzv-id", default=time.strftime("demo-%Y%m%d-%H%M%S"), help="name of the job")
     parser.add_argument("--run-dir", type=Path, default=REPOSITORY / "runs")
-    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=32, help="at most")
+    parser.add_argument("--max-steps", type=int, default=900, help="end after this many steps: under four minutes on 2 cores")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-4)
     given = parser.parse_args()
 
     signal.signal(signal.SIGTERM, _interrupt)
     run_dir = given.run_dir.resolve()
-    arguments = ["--epochs", str(given.epochs), "--width", str(given.width), "--lr", str(given.lr)]
+    arguments = ["--epochs", str(given.epochs), "--max-steps", str(given.max_steps)]
+    arguments += ["--width", str(given.width), "--lr", str(given.lr)]
     arguments += ["--output", str(run_dir / given.rdzv_id)]
     if given.data is not None:
         arguments += ["--data", str(given.data.resolve())]

@@ -265,7 +265,7 @@ class _Announcer:
                 chosen, current = event.data.get("chosen_workers"), event.data.get("current_workers")
                 if chosen == current == self._stays_at:
                     continue
-                self._stays_at = chosen
+                self._stays_at = chosen if chosen == current else None
             if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
                 _say(f"[{event.kind}] {event.text}")
 

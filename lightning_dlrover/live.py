@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric, _Sync
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_dlrover import memory, transfer
@@ -85,6 +86,17 @@ class Position:
 
 
 @dataclass
+class _Logged:
+    """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
+
+    key: str
+    meta: Any  # Lightning's, without its link to the strategy
+    has_reset: bool
+    is_synced: bool
+    rank_zero_only: bool
+
+
+@dataclass
 class _State:
     """All that a joiner needs: Lightning's own checkpoint and what Lightning does not keep in it."""
 
@@ -95,6 +107,7 @@ class _State:
     torch_seed: int
     python_random: object
     numpy_random: object
+    logged: list[_Logged]
     logger_versions: list[Any]
     checkpoint_folders: dict[str, Any]
 
@@ -198,7 +211,8 @@ class LiveTraining:
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = model_fingerprint(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
-        memory.reserve(self._trainer.lightning_module, NUM_COPIES)
+        if self.world.config.max_workers > 1:
+            memory.reserve(self._trainer.lightning_module, NUM_COPIES)
         if self.formation is not None:
             self._entered = True
             progress = self._epoch_loop.batch_progress.current.ready
@@ -209,8 +223,10 @@ class LiveTraining:
             if self.formation.rank == 0:
                 self._announce(fingerprint, loader)
             self._batch = self._batch_number
-            while self._attempt(self._resume_newest_checkpoint) is None:
-                self._recover()
+            job = self.world.membership.view.job
+            if job is None or job.phase != "finished":  # else this is a later `fit`, and the checkpoints are of an earlier one
+                while self._attempt(self._resume_newest_checkpoint) is None:
+                    self._recover()
         else:
             self._admit(fingerprint, loader)
         self._next_vote = self._batch_number + 1
@@ -460,6 +476,7 @@ class LiveTraining:
                 if result is None:
                     self._recover()
             except _RepeatValidation:
+                self._epoch_loop.val_loop._results.reset()  # they hold the samples of the attempt that failed
                 continue
             if result is None:
                 raise WorldError(
@@ -585,6 +602,7 @@ class LiveTraining:
             torch_seed=torch.initial_seed(),
             python_random=random.getstate(),
             numpy_random=np.random.get_state(),
+            logged=self._logged(),
             logger_versions=[logger.version for logger in self._trainer.loggers],
             checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
         )
@@ -610,6 +628,29 @@ class LiveTraining:
         for logger, version in zip(trainer.loggers, state.logger_versions, strict=True):
             if hasattr(logger, "_version"):
                 logger._version = version
+        for logged in state.logged:
+            self._adopt(logged)
+
+    def _logged(self) -> list[_Logged]:
+        return [
+            _Logged(
+                key=key,
+                meta=dataclasses.replace(metric.meta, _sync=None),
+                has_reset=metric.has_reset,
+                is_synced=metric.meta.sync.should,
+                rank_zero_only=metric.meta.sync.rank_zero_only,
+            )
+            for key, metric in self._epoch_loop._results.items()
+            if metric.is_tensor and metric.meta.sync.group is None
+        ]
+
+    def _adopt(self, logged: _Logged) -> None:
+        """Have an entry, still without a value, for what the others have logged before this worker came."""
+        meta = dataclasses.replace(logged.meta)
+        meta.sync = _Sync(fn=self._strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
+        metric = _ResultMetric(meta, is_tensor=True).to(self._strategy.root_device)
+        metric.has_reset = logged.has_reset
+        self._epoch_loop._results[logged.key] = metric
 
     def _restore_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         connector = self._trainer._checkpoint_connector

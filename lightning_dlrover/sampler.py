@@ -152,11 +152,11 @@ class ElasticLoader:
         sampler = loader.sampler
         self._user_sampler: Any = None
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        if isinstance(sampler, DistributedSampler):
+        if type(sampler) is DistributedSampler:
             self._shuffle, self._seed = sampler.shuffle, sampler.seed
-        elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None:
+        elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
             self._shuffle = True
-        elif isinstance(sampler, SequentialSampler):
+        elif type(sampler) is SequentialSampler:
             self._shuffle = False
         else:
             self._shuffle, self._user_sampler = False, sampler
@@ -180,9 +180,20 @@ class ElasticLoader:
         return self._loader.num_workers
 
     def __len__(self) -> int:
-        if self._drop_last:
-            return self.num_samples // self.global_batch_size
-        return -(-self.num_samples // self.global_batch_size)
+        """Batches of an epoch; at most, when it is for validation."""
+        return self._count_batches(self.global_batch_size)
+
+    def _count_batches(self, batch_size: int) -> int:
+        return self.num_samples // batch_size if self._drop_last else -(-self.num_samples // batch_size)
+
+    @property
+    def _samples_per_batch(self) -> int:
+        # In validation nobody minds larger batches, but a worker that gets no sample has no result to reduce.
+        return self.global_batch_size if self._training else max(self.global_batch_size, self.world_size)
+
+    @property
+    def _num_batches(self) -> int:
+        return self._count_batches(self._samples_per_batch)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -261,14 +272,14 @@ class ElasticLoader:
     # --- fetching -------------------------------------------------------------------------------------------------------
 
     def _fetch(self) -> Any:
-        if self.cursor >= len(self):
+        if self.cursor >= self._num_batches:
             raise StopIteration
         if self._batches is None:
             self._start()
         assert self._batches is not None
         batch = next(self._batches)
         self.cursor += 1
-        if self.cursor == len(self) and not self._keeps_workers:
+        if self.cursor == self._num_batches and not self._keeps_workers:
             self.close()
         return batch
 
@@ -308,14 +319,15 @@ class ElasticLoader:
         return self._order
 
     def _batch_length(self, batch: int) -> int:
-        return max(0, min(self.global_batch_size, self.num_samples - batch * self.global_batch_size))
+        size = self._samples_per_batch
+        return max(0, min(size, self.num_samples - batch * size))
 
     def _remaining_shares(self) -> Iterator[list[int]]:
         if self._idle:
             return
         order = self._order_now()
-        for batch in range(self.cursor, len(self)):
-            first = batch * self.global_batch_size
+        for batch in range(self.cursor, self._num_batches):
+            first = batch * self._samples_per_batch
             start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
             if start < stop:
                 yield order[first + start : first + stop].tolist()
@@ -336,6 +348,11 @@ def check_supported(loader: DataLoader[Any]) -> None:
         raise UnsupportedLoaderError(
             "a DataLoader with batch_size=None makes its own batches, which cannot be split anew when workers join or leave: "
             "give it a batch_size"
+        )
+    if isinstance(loader.sampler, DistributedSampler) and type(loader.sampler) is not DistributedSampler:
+        raise UnsupportedLoaderError(
+            f"sampler {type(loader.sampler).__name__} gives every worker samples of its own and cannot be split anew when "
+            "workers join or leave: give the DataLoader a sampler that says the order of the whole epoch"
         )
     if type(loader.batch_sampler) is not BatchSampler:
         raise UnsupportedLoaderError(

@@ -18,13 +18,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import lightning as L
 import psutil
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -57,6 +59,20 @@ class StepTimes:
         self.forward_s = self.backward_s = self.run_s = self.data_wait_s = 0.0
 
 
+class _ForwardRedirection(_DDPForwardRedirection):
+    """Lightning's detour through DDP's forward, which also ends when DDP raises before it reaches the module."""
+
+    def __call__(
+        self, wrapper_module: torch.nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        forward = original_module.forward
+        try:
+            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+        except BaseException:
+            original_module.forward = forward  # type: ignore[method-assign]
+            raise
+
+
 class DLRoverStrategy(DDPStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
@@ -72,6 +88,7 @@ class DLRoverStrategy(DDPStrategy):
     """
 
     strategy_name = "dlrover"
+    _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
 
     def __init__(
         self,
@@ -90,6 +107,7 @@ class DLRoverStrategy(DDPStrategy):
             self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
+        self._forward_redirection = _ForwardRedirection()
         self.times = StepTimes()
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
@@ -158,7 +176,9 @@ class DLRoverStrategy(DDPStrategy):
         if self._world_config is None or self._live is not None:
             return
         reset_seed()
-        assert self.cluster_environment is not None
+        if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
+            self._go_on_from(former)
+            return
         backend = self._process_group_backend or ("gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl")
         trainer = self._lightning_trainer
         try:
@@ -172,6 +192,7 @@ class DLRoverStrategy(DDPStrategy):
         except BaseException:
             self._close_world()
             raise
+        DLRoverStrategy._in_job = self
         atexit.register(self._close_world)
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         if formation is not None:
@@ -179,6 +200,19 @@ class DLRoverStrategy(DDPStrategy):
         else:
             # Alone until it is admitted, and never the one that logs.
             self.enter_round(self._world_config.max_workers, 1)
+
+    def _go_on_from(self, former: DLRoverStrategy) -> None:
+        """Take over the world from the strategy of an earlier Trainer in the same script."""
+        assert former._live is not None
+        assert former._live.formation is not None
+        self._world, former._world = former._world, None
+        assert self._world is not None
+        formation = former._live.formation
+        DLRoverStrategy._in_job = self
+        atexit.register(self._close_world)
+        self._start_workers = former._start_workers
+        self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self.enter_round(formation.rank, formation.size)
 
     def _take_loaders_as_they_are(self) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
@@ -236,16 +270,13 @@ class DLRoverStrategy(DDPStrategy):
     def _agree_on_start_workers(self) -> int:
         """By how many workers a DataLoader's batch size is multiplied: those of the job's first start."""
         assert self._live is not None
+        membership = self._live.world.membership
+        formation = self._live.formation
+        if formation is not None and formation.rank == 0:
+            # A checkpoint that was resumed has its own number.
+            number = self._start_workers or formation.size
+            membership.update_job(lambda job: job if job.start_workers else dataclasses.replace(job, start_workers=number))
         if self._start_workers == 0:
-            membership = self._live.world.membership
-            if self._live.formation is not None:
-                wanted = self._live.formation.size
-                if self._live.formation.rank == 0:
-
-                    def once(job: Any) -> Any:
-                        return job if job.start_workers else dataclasses.replace(job, start_workers=wanted)
-
-                    membership.update_job(once)
             self._start_workers = membership.wait_for(
                 lambda view: view.job.start_workers if view.job and view.job.start_workers else None,
                 self._live.world.config.wait_timeout_s,
@@ -307,6 +338,8 @@ class DLRoverStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
         return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
 

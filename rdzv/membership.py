@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import logging
 import os
 import selectors
@@ -187,6 +188,13 @@ def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> lis
     return dead
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 class Membership:
     """One worker's record, its view of the job, and its turn as convener.
 
@@ -206,6 +214,7 @@ class Membership:
     ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.reached: set[str] = set()  # workers that this one has formed a round with
         self._config = config
         self._client = client
         self._on_view = on_view
@@ -219,7 +228,6 @@ class Membership:
         self._view = View()
         self._fence = 0  # create revision of our election key; 0 when another worker convenes
         self._events: deque[EventRecord] = deque()
-        self._events_lock = threading.Lock()
         self._events_lock = threading.Lock()
         self._num_events_written = 0
         self._closing = False
@@ -273,6 +281,7 @@ class Membership:
                 f"{self._config.version}: install the same release on every node"
             )
         self._refresh()
+        self._refuse_loopback()
         state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
         self._record = WorkerRecord(
             worker_id=self.worker_id,
@@ -289,6 +298,23 @@ class Membership:
         self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
         self._thread.start()
         return state
+
+    def _refuse_loopback(self) -> None:
+        """
+        Raises:
+            MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
+        """
+        own = self._config.address
+        for worker in self._view.workers.values():
+            if worker.host == socket.gethostname():
+                continue
+            for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
+                if _is_loopback(address):
+                    raise MembershipError(
+                        f"run {self._config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
+                        "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
+                        "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                    )
 
     def update(self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None) -> None:
         """Write this worker's state.
@@ -395,6 +421,8 @@ class Membership:
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
         """Probe workers and bury those whose process is certainly gone."""
         records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
+        # From another host a refusal proves nothing until that address was reached: it may be a firewall's.
+        records = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
         if dead := dead_workers(records):
             try:
                 self.bury(dead)

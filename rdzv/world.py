@@ -389,6 +389,7 @@ class World:
                 )
             else:
                 self.formation = formation
+                self.membership.reached.update(target.members)
                 self._admitting = False
                 self._write_state("active", target.number)
                 return formation

@@ -164,6 +164,7 @@ class ToyModel(L.LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.register_buffer("scale", torch.ones(1))  # DDP sends buffers around before every forward pass
         self.step_s = step_s
         self.slow_start_s = slow_start_s
         self.recorder = recorder
