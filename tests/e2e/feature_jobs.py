@@ -79,6 +79,30 @@ class Logged(ToyModel):
         return loss
 
 
+class Means(ToyModel):
+    """Logs a name that is not there in every step, means and counts; writes down what Lightning makes of them."""
+
+    NUM_VAL_ROWS = 80
+    NAMES = ("rare", "common", "val_mean", "val_count")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 10 == 0:
+            self.log("rare", 1000.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))
+        self.log("common", 1.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_mean", batch[2].float().mean(), sync_dist=True, batch_size=len(batch[2]))
+        self.log("val_count", float(len(batch[2])), reduce_fx="sum", sync_dist=True)
+
+    def on_train_epoch_start(self) -> None:
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name in self.NAMES}
+        if "common" in metrics:
+            self.recorder.write("metrics", **self.where(), epoch=self.trainer.current_epoch - 1, metrics=metrics)
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -100,6 +124,8 @@ MODELS: dict[str, type[ToyModel]] = {
     "batch_norm": Normed,
     "failing": Failing,
     "csv_logger": Logged,
+    "means": Means,
+    "single_rows": Means,
 }
 
 
@@ -129,6 +155,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     shuffle = None if feature.name in ("iterable", "sampler") else True
     loader = DataLoader(data, BATCH_SIZE, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "drop_last")
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
+    if feature.name in ("means", "single_rows"):
+        val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=strategy,
@@ -139,6 +167,15 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     )
     trainer.fit(model, loader, val_loader)
     recorder.write("after_fit", step=trainer.global_step)
+
+
+def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
+    """A script that trains twice, each time with a Trainer of its own."""
+    for number in range(2):
+        model = ToyModel(recorder, feature.step_s)
+        trainer = make_trainer(recorder.place.folder, max_epochs=1)
+        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
 
 
 def run_other_model(recorder: Recorder, feature: Feature) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
-from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, run_feature, run_other_model
+from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, Means, run_feature, run_other_model, run_two_trainers
 from harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
@@ -78,6 +78,46 @@ def test_a_step_of_manual_optimization_is_taken_back_and_done_again_when_a_worke
     job = grown_and_killed(make_job, Feature("manual", epochs=4), moment)
     assert_all_agree(job, 4 * STEPS_PER_EPOCH)
     assert job.step == 2 * 4 * STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize("name", ["means", "single_rows"])
+def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+    assert job.finish() == [0, 0, 0], job.report()
+    found = job.records("metrics")
+    assert {record["world"] for record in found} >= {3}
+    val_mean = (Means.NUM_VAL_ROWS - 1) / 2
+    expected = {"rare": 1000.0, "common": 1.0, "val_mean": val_mean, "val_count": Means.NUM_VAL_ROWS}
+    for record in found:
+        assert record["metrics"] == pytest.approx(expected), record
+
+
+def test_a_validation_that_is_started_over_counts_every_sample_once(make_job: MakeJob) -> None:
+    job = make_job(Feature("means"), script=run_feature)
+    for _ in range(3):
+        job.start()
+    job.wait_for_world(3)
+    job.workers[1].arm("validation")
+    assert job.finish() == [0, -9, 0], job.report()
+    for record in job.records("metrics"):
+        assert record["metrics"]["val_count"] == Means.NUM_VAL_ROWS, record
+
+
+def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:
+    job = make_job(Feature("two"), script=run_two_trainers)
+    job.start()
+    job.wait_for_step(1)
+    job.start()
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0], job.report()
+    trained = [(record["number"], record["step"], record["world"]) for record in job.records("trained")]
+    assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
 
 
 def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:

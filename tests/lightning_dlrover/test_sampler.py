@@ -200,6 +200,21 @@ def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> No
     assert sampler.epochs == [0]
 
 
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_a_sampler_derived_from_a_known_one_is_the_users_own(kind: type[Any]) -> None:
+    class Favourite(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            return iter([3] * 8)
+
+    assert rest_of(elastic(8, 4, sampler=Favourite(Numbers(8)))) == [[3] * 4] * 2
+
+
+def test_validation_gives_every_worker_samples_though_its_batches_are_smaller_than_the_world() -> None:
+    ranks = [rest_of(elastic(7, 1, training=False, place=(rank, 3))) for rank in range(3)]
+    assert [len(batches) > 0 for batches in ranks] == [True] * 3
+    assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(7))
+
+
 def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
     """Every process would draw another order, so it is drawn where `materialise` says."""
     drawn: list[list[int]] = []

@@ -389,3 +389,34 @@ def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[.
     client.put(worker.membership.keys.events + "0", b"garbage")
     client.put(worker.membership.keys.events + "1", encode(EventRecord("test", 1.0, "kept")))
     assert "kept" in [event.text for event in worker.membership.past_events()]
+
+
+def other_host(worker_id: str, address: str, port: int = 1) -> WorkerRecord:
+    return WorkerRecord(worker_id, "agent", "elsewhere", 1, 0, address, port, "active", 1)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
+def test_workers_of_several_hosts_do_not_meet_over_loopback(
+    address: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
+) -> None:
+    client.put(f"{keys.workers}far", encode(other_host("far", address)))
+    with pytest.raises(MembershipError, match=r"loopback address 127.*--rdzv-endpoint=ADDRESS:PORT"):
+        start().membership.register()
+    assert client.get(f"{keys.workers}far") is not None
+
+
+def test_a_refusal_from_another_host_is_no_proof_of_death_before_it_was_reached(
+    start: Callable[..., Worker], client: EtcdClient
+) -> None:
+    worker = start()
+    worker.membership.register()
+    key = worker.membership.keys.workers + "far"
+    with socket.create_server(("127.0.0.1", 0)) as closed_again:
+        port = closed_again.getsockname()[1]
+    client.put(key, encode(other_host("far", "127.0.0.1", port)))
+    worker.wait_for(lambda view: view.workers.get("far"))
+    worker.membership.bury_the_dead(["far"])
+    assert client.get(key) is not None
+    worker.membership.reached.add("far")
+    worker.membership.bury_the_dead(["far"])
+    assert client.get(key) is None
