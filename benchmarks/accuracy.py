@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def train_elastic(job: LiveJob, folder: Path) -> tuple[dict[str, Any], int]:
         def look() -> bool | None:
             view = job.view()
             if view.job is not None and view.job.phase == "finished":
-                raise BenchmarkError("the job finished before all changes were made: raise --epochs")
+                raise BenchmarkError("the job finished before all changes were made: raise --max-steps and --epochs")
             has_come = view.round is not None and view.round.number > before.number
             return True if has_come and len(view.survivors) == num_workers else None
 
@@ -82,15 +83,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="as of train_ctr.py")
     parser.add_argument("--seeds", type=int, default=2, help="how many pairs of runs, each with a seed of its own")
-    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=32, help="at most")
+    parser.add_argument("--max-steps", type=int, default=1500)
     parser.add_argument("--quick", action="store_true", help="one pair, a smaller model, under 60 s")
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
     common = ["--lr=3e-4", "--width=1024"]
     if options.quick:
-        options.seeds, options.epochs = 1, 36
-        common = ["--lr=3e-4", "--width=384"]
-    common += [f"--epochs={options.epochs}"]
+        options.seeds, options.epochs, options.max_steps = 1, 1000, 700
+        common = ["--lr=3e-4", "--width=384", "--rows=30000"]
+    common += [f"--epochs={options.epochs}", f"--max-steps={options.max_steps}"]
     if options.data is not None:
         common.append(f"--data={options.data.resolve()}")
     print(describe_machine(), flush=True)
@@ -99,10 +101,15 @@ def main() -> int:
         etcd = space.etcd()
         for seed in range(1, options.seeds + 1):
             arguments = [*common, f"--seed={seed}"]
-            unresized = train_unresized(space.folder / f"unresized-{seed}", arguments)
             folder = space.folder / f"metrics-{seed}"
-            with space.live_job(f"elastic-{seed}", etcd, "1:4", [*arguments, f"--output={folder}"], script=EXAMPLE) as job:
+            with (
+                ThreadPoolExecutor(1) as pool,
+                space.live_job(f"elastic-{seed}", etcd, "1:4", [*arguments, f"--output={folder}"], script=EXAMPLE) as job,
+            ):
+                # Both at once: it is not speed that is compared.
+                other = pool.submit(train_unresized, space.folder / f"unresized-{seed}", arguments)
                 elastic, num_rounds = train_elastic(job, folder)
+                unresized = other.result(TRAINING_TIMEOUT_S)
             if elastic["steps"] != unresized["steps"]:
                 raise BenchmarkError(f"{elastic['steps']} steps of the elastic run against {unresized['steps']}")
             pairs.append((elastic["test_auc"], unresized["test_auc"]))
