@@ -336,4 +336,6 @@ def _ms(seconds: float) -> str:
 def _seconds(seconds: float) -> str:
     if abs(seconds) >= 7200:
         return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if abs(seconds) >= 600 else f"{seconds:.2g} s"
+    if abs(seconds) >= 600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if abs(seconds) >= 10 else f"{seconds:.2g} s"
