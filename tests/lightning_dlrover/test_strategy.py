@@ -119,3 +119,27 @@ def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: 
     strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
     assert strategy._world_config is not None
     assert strategy._world_config.collective_timeout_s == 77
+
+
+def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module_as_it_was() -> None:
+    class Broken(torch.nn.Module):
+        """As DDP, when a worker is lost while buffers are sent around."""
+
+        def forward(self, *_: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    class Doubling(L.LightningModule):
+        def forward(self, value: int) -> int:
+            return 2 * value
+
+    module = Doubling()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        DLRoverStrategy()._forward_redirection(Broken(), module, "training_step", 1)
+    assert module(3) == 6
+
+
+@pytest.mark.parametrize(
+    "value, op, expected", [(torch.tensor(3), "mean", torch.float64), (torch.tensor(3), "sum", torch.int64)]
+)
+def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, expected: torch.dtype) -> None:
+    assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
