@@ -125,11 +125,11 @@ class Workspace:
     def __enter__(self) -> Workspace:
         def interrupt(signum: int, frame: FrameType | None) -> None:
             # Once: a second one must not break off the cleaning up.
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, interrupt)
         return self
 

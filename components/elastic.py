@@ -1,7 +1,7 @@
 """The TorchX component: one node of a live job.
 
 A job is as many of these apps as its plan says, all with the same rendezvous id. On its own it is used by file path,
-`torchx run -s local_cwd components/elastic.py:train --script train.py --rdzv_endpoint HOST:PORT`.
+`torchx run -s local_cwd components/elastic.py:train --script train.py --rdzv_endpoint HOST:PORT --rdzv_id JOB --workers 1:4`.
 """
 
 # No `from __future__ import annotations`: TorchX reads the types of a component from its signature.
@@ -16,7 +16,7 @@ def train(
     *script_args: str,
     script: str,
     rdzv_endpoint: str,
-    rdzv_id: str = "job",
+    rdzv_id: str,
     workers: str = "1:1",
     node: str = "node",
     max_restarts: int = 0,

@@ -92,8 +92,9 @@ class LocalTarget:
     def start(self, node: str) -> str:
         spec = self._spec
         app = elastic.train(
-            *spec.script_args,
-            script=spec.script,
+            # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
+            *(argument.replace("$", "$$$$") for argument in spec.script_args),
+            script=spec.script.replace("$", "$$$$"),
             rdzv_endpoint=spec.endpoint,
             rdzv_id=spec.run_id,
             workers=f"{spec.min_workers}:{spec.max_workers}",

@@ -257,7 +257,8 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=3e-4)
     given = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     run_dir = given.run_dir.resolve()
     arguments = ["--epochs", str(given.epochs), "--max-steps", str(given.max_steps)]
     arguments += ["--width", str(given.width), "--lr", str(given.lr)]

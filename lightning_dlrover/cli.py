@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (or the interpreter complains when it flushes at exit)
         return EXIT_OK
+    except OSError as error:
+        print(f"dlrover: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -178,7 +181,7 @@ def _run_job(
     from lightning_dlrover.components.controller import Controller, Limits
     from lightning_dlrover.components.reconcile import Patience
     from lightning_dlrover.components.targets import LocalTarget, NodeSpec
-    from lightning_dlrover.job_view import EVENTS_FILE, EventLog, connect, first_traceback
+    from lightning_dlrover.job_view import EVENTS_FILE, JOB_FILE, EventLog, connect, first_traceback
     from lightning_dlrover.rdzv.client import Mirror
     from lightning_dlrover.rdzv.server import EtcdServerError
 
@@ -197,7 +200,7 @@ def _run_job(
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
-        _refuse_unusable_job(client, place)
+        _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
         target = LocalTarget(spec, folder / "logs", hurry=hurry)
         _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
         mirror = stack.enter_context(Mirror(client, place.keys.events))
@@ -231,10 +234,14 @@ def _run_job(
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        # Nobody reads any more; the job goes on, and its files say what happened.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def _refuse_unusable_job(client: EtcdClient, place: JobPlace) -> None:
+def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:
     """
     Raises:
         UsageError: the job has ended, or what etcd holds under its name is not a job's.
@@ -248,6 +255,11 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace) -> None:
     if found.problems:
         raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
     job = found.view.job
+    if job is not None and job.phase == "training" and found.view.workers and not is_resumed:
+        raise UsageError(
+            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {len(found.view.workers)} workers "
+            "that others have started; choose another --rdzv-id, or use `dlrover scale` to resize it"
+        )
     if job is not None and job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
 
@@ -429,9 +441,9 @@ def _drain(options: argparse.Namespace) -> int:
         if options.worker not in view.workers:
             known = ", ".join(view.workers) or "none"
             raise UsageError(f"job {place.run_id!r} has no worker {options.worker!r}; its workers are: {known}")
-        if view.survivors == [options.worker]:
+        if options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}:
             raise UsageError(
-                f"{options.worker!r} is the only worker of job {place.run_id!r}: without it the job would stop; "
+                f"{options.worker!r} is the only worker of job {place.run_id!r} that stays: without it the job would stop; "
                 f"`dlrover scale {place.run_id} 2` first"
             )
         client.put(place.keys.drains + options.worker, encode(DrainRecord(options.worker, "asked for by `dlrover drain`")))

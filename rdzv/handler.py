@@ -9,6 +9,7 @@ agents start and end workers, and never restart those of others. Which agents fo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import os
@@ -171,6 +172,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         host = socket.gethostname()
         self._agent_id = f"{re.sub(r'[^A-Za-z0-9.-]', '-', host)}-{uuid.uuid4().hex[:8]}"
         self._address = config.local_address or _address_towards(config.etcd.endpoints)
+        self._readable: dict[str, object] = {}  # last version of each record that could be read
+        self._bad_records: dict[str, int] = {}  # revisions that were complained about
         self._record = AgentRecord(
             agent_id=self._agent_id,
             host=host,
@@ -413,7 +416,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _close_job(self, reason: str, deadline: float) -> None:
         while True:
             entry = self._client.get(self._keys.agent_round)
-            round_ = self._decode(AgentRound, entry) if entry is not None else AgentRound(0, [], "complete")
+            round_ = (self._decode(AgentRound, entry) if entry is not None else None) or AgentRound(0, [], "complete")
             if round_.state == "closed":
                 return
             closed = dataclasses.replace(
@@ -427,9 +430,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _delete_own_workers(self) -> None:
         _, found = self._client.get_prefix(self._keys.workers)
-        own = [kv for kv in found if self._decode(WorkerRecord, kv).agent_id == self._agent_id]
-        for kv in own:
-            self._client.txn([], [Delete(kv.key)])
+        for kv in found:
+            with contextlib.suppress(RecordError):  # not ours, whatever it is
+                if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
+                    self._client.txn([], [Delete(kv.key)])
 
     def _drop_store(self) -> None:
         store, self._store = self._store, None
@@ -487,8 +491,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         round_entry, job_entry = entries.get(keys.agent_round), entries.get(keys.job)
         agents = {}
         for key, kv in entries.items():
-            if key.startswith(keys.agents):
-                record = self._decode(AgentRecord, kv)
+            if key.startswith(keys.agents) and (record := self._decode(AgentRecord, kv)) is not None:
                 agents[record.agent_id] = SeenAgent(record, kv.create_revision)
         return AgentView(
             agents=agents,
@@ -500,11 +503,23 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _mirrored(self, key: str) -> KeyValue | None:
         return self._mirror.snapshot().get(key) if self._mirror is not None else self._client.get(key)
 
-    def _decode(self, record_type: type[T], entry: KeyValue) -> T:
+    def _decode(self, record_type: type[T], entry: KeyValue) -> T | None:
+        """The record; once this agent has joined, the last readable one, or None, in place of garbage.
+
+        Raises:
+            RendezvousStateError: garbage, and this agent is still joining.
+        """
         try:
-            return decode(record_type, entry.value, entry.key)
+            record = decode(record_type, entry.value, entry.key)
         except RecordError as error:
-            raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
+            if self._record.state != "running":
+                raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
+            if self._bad_records.get(entry.key) != entry.mod_revision:
+                self._bad_records[entry.key] = entry.mod_revision
+                logger.error("run %r: ignored a record: %s", self._config.run_id, error)
+            return self._readable.get(entry.key)  # type: ignore[return-value]
+        self._readable[entry.key] = record
+        return record
 
     def _store_prefix(self, round_number: int) -> str:
         return f"{self._keys.store}{round_number}/"

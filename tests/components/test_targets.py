@@ -72,11 +72,11 @@ def pids(target: LocalTarget, handle: str) -> list[int]:
 
 
 def test_a_node_runs_the_script_with_its_arguments_untouched(make_target: MakeTarget) -> None:
-    target = make_target("import sys; print(sys.argv[1:])", "--lr", "0.1", "--", "-x", "a b")
+    target = make_target("import sys; print(sys.argv[1:])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b")
     handle = target.start("node1")
     wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
     assert target.status(handle) == "succeeded"
-    assert "['--lr', '0.1', '--', '-x', 'a b']" in output(target, handle)
+    assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b']" in output(target, handle)
 
 
 def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -203,6 +204,37 @@ def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd
     code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
     assert (code, "the only worker" in errors) == (2, True)
     assert client.get(f"{job.drains}w-b") is None
+
+
+def test_drain_refuses_the_last_one_that_stays(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-a")
+    assert (code, "the only worker" in errors) == (2, True)
+
+
+def test_run_refuses_a_job_that_others_have_started(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:2", str(script))
+    assert (code, "is training already" in errors) == (2, True)
+
+
+def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
+    code, _, errors = dlrover("report", "--endpoint", etcd.endpoint, job.run_id, "--output", str(tmp_path))
+    assert code == 2
+    assert errors.startswith("dlrover: ")
+
+
+def test_a_job_outlives_the_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        cli._say("round 1")
+        cli._say("round 2")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            nobody.close()
 
 
 def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:

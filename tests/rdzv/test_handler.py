@@ -209,6 +209,20 @@ def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(start_agent: StartA
     assert [len(agent.lines("STARTED")) for agent in (first, second, third)] == [2, 1, 1]
 
 
+@pytest.mark.parametrize("place", ["job", "agent_round", "agents/stranger", "workers/stranger", "round", "plan"])
+def test_garbage_in_a_record_of_a_running_job_does_not_end_its_agents(
+    place: str, start_agent: StartAgent, client: EtcdClient, keys: Keys
+) -> None:
+    agent = start_agent(LIVE, nnodes="1:2")
+    _started(agent, "STARTED 0/1")
+    client.put(keys.live + place, b"{]")
+    if place in ("job", "agent_round", "agents/stranger"):
+        eventually(lambda: "ignored a record" in agent.output, "the agent to see it", 10)
+    client.put(keys.root + "end/0", b"")
+    assert agent.wait(15) == 0, agent.output
+    assert agent.lines("DONE")
+
+
 def test_first_round_agents_of_a_live_job_do_not_wait_for_each_other_at_exit(
     start_agent: StartAgent, client: EtcdClient, keys: Keys
 ) -> None:
