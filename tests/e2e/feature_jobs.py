@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class Feature:
     name: str
     epochs: int = 3
     max_steps: int = -1
-    step_s: float = 0.02
+    step_s: float = 0.05  # slow enough for three workers to join before the job ends
 
 
 class Scheduled(ToyModel):
@@ -46,6 +47,7 @@ class Manual(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
+        time.sleep(self.step_s)
         for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
             self.recorder.moment("forward" if number == 0 else "second_forward")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])

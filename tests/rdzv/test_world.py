@@ -203,5 +203,4 @@ def test_a_member_that_fails_to_form_a_round_does_not_hold_up_those_who_have_for
 ) -> None:
     outputs = run_members([[], [], ["fail"]], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
-    assert all("FORMED 1 3" in output for output in outputs[:2])
     assert all(output.endswith("FORMED 2 3\nDONE\n") for output in outputs), "\n".join(outputs)
