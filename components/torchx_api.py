@@ -53,11 +53,6 @@ class TorchXRunner:
         """End an app. The local scheduler returns once it has ended: SIGTERM, and SIGKILL after 10 s."""
         self._runner.cancel(handle)
 
-    def delete(self, handle: str) -> None:
-        """Remove an app's definition from the scheduler, where it keeps them and TorchX (0.8) can do that."""
-        if hasattr(self._runner, "delete"):
-            self._runner.delete(handle)
-
     def close(self) -> None:
         """End all apps that the local scheduler has started."""
         self._runner.close()
