@@ -36,7 +36,9 @@ class Agent:
         return self.log_path.read_text(errors="replace")
 
     def lines(self, prefix: str) -> list[str]:
-        return [line for line in self.output.splitlines() if line.startswith(prefix)]
+        # Unbuffered workers write a text and its end of line one after the other: another's text may come between.
+        output = self.output.replace(prefix, "\n" + prefix)
+        return [line for line in output.splitlines() if line.startswith(prefix)]
 
     def wait(self, timeout_s: float = 60.0) -> int:
         try:
