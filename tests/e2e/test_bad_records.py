@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.records import JobRecord, Keys, RoundRecord, decode,
 
 MakeJob = Callable[..., Job]
 
-LONG = ToySettings(max_epochs=4, step_s=0.02)
+LONG = ToySettings(max_epochs=8, step_s=0.02)
 
 GARBAGE = {
     "not JSON": b"\xff\x00 surely not JSON",
