@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dlrover: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (or the interpreter complains when it flushes at exit)
+        _stop_printing()
         return EXIT_OK
     except OSError as error:
         print(f"dlrover: {error}", file=sys.stderr)
@@ -238,7 +238,11 @@ def _say(line: str) -> None:
         print(line, flush=True)
     except BrokenPipeError:
         # Nobody reads any more; the job goes on, and its files say what happened.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _stop_printing()
+
+
+def _stop_printing() -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (or the interpreter complains when it flushes at exit)
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:

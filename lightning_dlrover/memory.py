@@ -66,10 +66,11 @@ def reserve(module: torch.nn.Module, num_copies: int, environ: Mapping[str, str]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     libc.mallopt(M_TRIM_THRESHOLD, NEVER)
-    blocks = [libc.malloc(min(LARGEST_KEPT // 2, num_bytes - done)) for done in range(0, num_bytes, LARGEST_KEPT // 2)]
-    for i, block in enumerate(blocks):
+    sizes = [min(LARGEST_KEPT // 2, num_bytes - done) for done in range(0, num_bytes, LARGEST_KEPT // 2)]
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes, strict=True):
         if block:
-            libc.memset(block, 0, min(LARGEST_KEPT // 2, num_bytes - i * LARGEST_KEPT // 2))
+            libc.memset(block, 0, size)
     for block in blocks:
         libc.free(block)
     with torch.no_grad():
