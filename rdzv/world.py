@@ -539,15 +539,15 @@ class World:
                 raise WorldError(f"round {target.number}: the workers could not connect to each other")
         return connected.result()
 
-    def _is_void(self, view: View) -> bool:
-        """Whether the round that is being formed will never be complete."""
+    def _is_void(self, view: View, number: int) -> bool:
+        """Whether a newer round than `number` exists, or another member has given `number` up."""
         newest = view.round
-        if newest is None or newest.number < self._number:
+        if newest is None or newest.number < number:
             return False
-        return newest.number > self._number or any(w != self.worker_id for w in view.failed)
+        return newest.number > number or any(w != self.worker_id for w in view.failed)
 
     def _raise_if_void(self, target: RoundRecord) -> None:
-        if self._is_void(self.membership.view):
+        if self._is_void(self.membership.view, target.number):
             raise _VoidRoundError
         if self.membership.evicted:
             raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")
@@ -594,10 +594,10 @@ class World:
             return
         if newest.number > number:
             self._dismissed = self.worker_id not in newest.members and (newest.planned or self._dismissed)
-        has_ended = newest.number > number and (forming or not newest.planned)
-        was_given_up = newest.number == number and any(w != self.worker_id for w in view.failed)
+        # A group that is up stays until its members agree on a planned round.
+        is_over = self._is_void(view, number) and (forming or newest.number == number or not newest.planned)
         # While it is being formed, again and again: what the main thread waits on may have been opened after the last time.
-        if (has_ended or was_given_up or self.membership.evicted) and (forming or not self._severed):
+        if (is_over or self.membership.evicted) and (forming or not self._severed):
             self._sever(number)
 
     def _on_tick(self) -> None:
