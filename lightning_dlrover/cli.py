@@ -259,7 +259,9 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) 
     if found.problems:
         raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
     job = found.view.job
-    if job is not None and job.phase == "training" and found.view.workers and not is_resumed:
+    # Where a controller acts for the job, it is the one to be named: `Controller` refuses then.
+    is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
+    if job is not None and job.phase == "training" and is_others:
         raise UsageError(
             f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {len(found.view.workers)} workers "
             "that others have started; choose another --rdzv-id, or use `dlrover scale` to resize it"
