@@ -1,4 +1,4 @@
-"""Run the membership protocol of `rounds.py` against etcd, as one worker of a job.
+"""Run the membership protocol of `rounds.py` and `convener.py` against etcd, as one worker of a job.
 
 Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It knows
 nothing of process groups: `world.py` forms them for the rounds that appear here.
@@ -35,11 +35,13 @@ from lightning_dlrover.rdzv.client import (
     Mirror,
     Put,
     absent,
-    created,
     exists,
     modified,
 )
+from lightning_dlrover.rdzv.convener import Convener, burial
+from lightning_dlrover.rdzv.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.records import (
+    MAX_UNREACHABLE,
     AgentRecord,
     CheckpointRecord,
     DrainRecord,
@@ -54,7 +56,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses
 
 __all__ = [
     "EvictedError",
@@ -73,14 +75,6 @@ R = TypeVar("R")
 
 MAX_EVENTS = 4000
 """Events kept per job; the oldest go first."""
-
-
-class MembershipError(RuntimeError):
-    """The worker cannot take part in the job."""
-
-
-class EvictedError(MembershipError):
-    """The job went on without this worker: its record is gone, or a round left it out."""
 
 
 class JobClosedError(MembershipError):
@@ -226,15 +220,15 @@ class Membership:
         self._changed = threading.Condition()
         self._dirty = False
         self._view = View()
-        self._fence = 0  # create revision of our election key; 0 when another worker convenes
+        self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
         self._events: deque[EventRecord] = deque()
         self._events_lock = threading.Lock()
         self._num_events_written = 0
         self._closing = False
         self._evicted = False
-        self._situation: tuple[object, float] = ((), time.monotonic())
         self._lease = client.lease(config.lease_ttl_s)
         self._lease.keep_alive()
+        self._convener = Convener(self.keys, self.worker_id, self._lease.id, config.patience)
         self._mirror = Mirror(client, self.keys.live, self._on_mirror)
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
@@ -316,8 +310,13 @@ class Membership:
                         "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
                     )
 
-    def update(self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None) -> None:
+    def update(
+        self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
         """Write this worker's state.
+
+        Args:
+            unreachable: workers that it could not reach, see `WorkerRecord.unreachable`.
 
         Raises:
             EvictedError: the record is gone, the job went on without this worker.
@@ -325,7 +324,8 @@ class Membership:
         with self._write_lock:
             if self._record is None or self._evicted:
                 raise EvictedError(self._evicted_text())
-            record = dataclasses.replace(self._record, state=state, round_number=round_number)
+            apart = list(unreachable)[:MAX_UNREACHABLE]
+            record = dataclasses.replace(self._record, state=state, round_number=round_number, unreachable=apart)
             if fingerprint is not None:
                 record = dataclasses.replace(record, fingerprint=fingerprint)
             written = self._client.txn([exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)])
@@ -406,17 +406,11 @@ class Membership:
         """
         entries = self._mirror.snapshot()
         for worker_id in worker_ids:
-            entry = entries.get(self.keys.workers + worker_id)
-            if entry is None:
-                continue
-            log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            self._client.txn(
-                [created(entry.key) == entry.create_revision],
-                [Delete(entry.key), Delete(self.keys.drains + worker_id)],
-            )
-            convener = entries.get(self.keys.convener)
-            if convener is not None and convener.value == worker_id.encode():
-                self._client.txn([created(convener.key) == convener.create_revision], [Delete(convener.key)])
+            writes = burial(entries, self.keys, worker_id)
+            if writes:
+                log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
+            for write in writes:
+                self._client.txn(write.compare, write.ops)
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
         """Probe workers and bury those whose process is certainly gone."""
@@ -510,6 +504,7 @@ class Membership:
         view = read_view(entries, self.keys, self._cache, bad)
         with self._changed:
             self._view = view
+            self._seen = (entries, view)
             if self._record is not None and (self._own_key not in entries or self._lease.lost.is_set()):
                 # The mirror may be a moment behind our own registration, never behind the loss of our lease.
                 self._evicted = self._evicted or self._client.get(self._own_key) is None
@@ -540,66 +535,38 @@ class Membership:
         return self._evicted
 
     def _convene(self) -> None:
-        entries = self._mirror.snapshot()
+        # Read together: the view must be that of the revision that guards the next round.
+        entries, view = self._seen
         if self._record is None or self._evicted:
             return
-        election = entries.get(self.keys.convener)
-        if election is None:
-            won = self._client.txn(
-                [absent(self.keys.convener)],
-                [Put(self.keys.convener, self.worker_id.encode(), self._lease.id)],
-            )
-            if not won.succeeded:
-                return
-            self._fence = won.revision
-        elif election.value == self.worker_id.encode():
-            self._fence = election.create_revision
-        else:
-            self._fence = 0
-            if self.keys.workers + election.value.decode(errors="replace") not in entries:
-                # Of a worker that is gone while its lease still lasts, or not of a worker at all: nobody would convene.
-                self._client.txn([modified(self.keys.convener) == election.mod_revision], [Delete(self.keys.convener)])
+        if not self._mirror.healthy:
+            self._convener.interrupt()
+        write = self._convener.next_write(entries, view, time.monotonic(), time.time())
+        if write is None:
             return
-        view = self._view
-        situation = (self._round_number(), tuple(awaited(view)))
-        if situation != self._situation[0]:
-            self._situation = (situation, time.monotonic())
-        proposal = next_round(view, time.monotonic() - self._situation[1], self._config.patience)
-        if proposal is None:
-            return
-        proposal = dataclasses.replace(proposal, convener=self.worker_id, created_at=time.time())
-        current = entries.get(self.keys.round)
-        unchanged = modified(self.keys.round) == current.mod_revision if current else absent(self.keys.round)
-        written = self._client.txn(
-            [created(self.keys.convener) == self._fence, unchanged], [Put(self.keys.round, encode(proposal))]
-        )
-        if written.succeeded:
-            log.info(
-                "run %s: round %d: %s, %d workers",
-                self._config.run_id,
-                proposal.number,
-                proposal.reason,
-                len(proposal.members),
-            )
-            for worker_id in losses(view, proposal):
-                self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": proposal.number - 1})
-            self.event(
-                "round",
-                f"round {proposal.number}: {len(proposal.members)} workers, {proposal.reason}",
-                {
-                    "number": proposal.number,
-                    "members": proposal.members,
-                    "kind": proposal.kind,
-                    "planned": proposal.planned,
-                    "reason": proposal.reason,
-                },
-            )
-            # The next decision must see this round, or it would be made twice.
-            self._mirror.wait_for(lambda e: True if self._revision_of_round(e) >= written.revision else None, 5.0)
+        done = self._client.txn(write.compare, write.ops)
+        if done.succeeded:
+            if write.round is not None:
+                self._announce(view, write.round)
+            # The next decision must see this one, or it would be made twice, in vain.
+            with contextlib.suppress(TimeoutError):
+                self._mirror.wait_for(lambda now: None if write.may_succeed(now) else True, 5.0)
 
-    def _revision_of_round(self, entries: dict[str, KeyValue]) -> int:
-        entry = entries.get(self.keys.round)
-        return entry.mod_revision if entry else 0
+    def _announce(self, view: View, round_: RoundRecord) -> None:
+        log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
+        for worker_id in losses(view, round_):
+            self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": round_.number - 1})
+        self.event(
+            "round",
+            f"round {round_.number}: {len(round_.members)} workers, {round_.reason}",
+            {
+                "number": round_.number,
+                "members": round_.members,
+                "kind": round_.kind,
+                "planned": round_.planned,
+                "reason": round_.reason,
+            },
+        )
 
     def _write_events(self) -> None:
         # Two threads write: the background one, and the one that flushes before its process ends.

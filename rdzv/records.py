@@ -36,6 +36,9 @@ FORMAT_VERSION = 1
 
 MAX_RECORD_BYTES = 1 << 20
 
+MAX_UNREACHABLE = 64
+"""Workers that one worker names as out of its reach: enough to tell two sides apart, and a record stays a few kilobytes."""
+
 DEFAULT_PREFIX = "/dlrover"
 
 
@@ -170,6 +173,9 @@ class WorkerRecord:
     round_number: int = 0
     fingerprint: str = ""  # of the model's parameter names and shapes; empty until the model is built
     version: str = ""  # of lightning_dlrover
+    # Workers that this one could not reach: other members when round `round_number` did not form, members of the current round
+    # while it is `ready`. At most MAX_UNREACHABLE of them.
+    unreachable: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,7 @@ class RoundRecord:
     store_port: int = 0
     convener: str = ""
     created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
+    apart_attempts: int = 0  # rounds in a row before this one that did not form because members did not reach each other
 
 
 @dataclass(frozen=True)

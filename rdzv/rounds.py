@@ -1,8 +1,8 @@
 """Decide the next round of a job: the membership protocol as a pure function.
 
 `next_round` looks at everything etcd holds about a job and returns the round that should be written, or None. It is level
-triggered: the same view always gives the same answer, so it does not matter which events led there or who asks. Running it
-against etcd, and the fence that lets only one worker's answer count, are in `membership.py`.
+triggered: the same view always gives the same answer, so it does not matter which events led there or who asks. The fence that
+lets only one worker's answer count is in `convener.py`, what a worker does about a round in `member.py`.
 
     job      starting -> training -> finished | failed      moved on by rank 0 (failed: by the controller)
     worker   starting ----------------> active              each worker writes only its own record
@@ -17,7 +17,7 @@ ended, or with the proof that its port refuses connections.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
@@ -76,6 +76,12 @@ class View:
         return [w for w in self._joining if w in self.failed]
 
     @property
+    def apart(self) -> set[frozenset[str]]:
+        """Pairs of survivors of which one says that it could not reach the other, which is why the round did not form."""
+        survivors = set(self.survivors)
+        return {frozenset((w, v)) for w in self.failed for v in self.workers[w].unreachable if v in survivors and v != w}
+
+    @property
     def _joining(self) -> list[str]:
         if self.round is None or self.round.kind == "start":
             return []  # nobody joins there: all of them start together
@@ -96,6 +102,7 @@ class Patience:
 
     start_s: float = 60.0  # all announced workers have registered or are ready
     regroup_s: float = 120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
+    apart_attempts: int = 2  # rounds in a row that may fail because members do not reach each other, before some are left out
 
 
 def awaited(view: View) -> list[str]:
@@ -175,12 +182,42 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay = [w for w in view.survivors if w not in left_out and w not in view.stepped_back]
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
+        together = _reaching_each_other(stay, view.apart)
+        if view.round and view.round.apart_attempts >= patience.apart_attempts and _are_enough(view, together):
+            cut_off = [w for w in stay if w not in together]
+            if cut_off:
+                stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
         if not any(w in view.holders for w in stay):
             stay = view.holders  # only joiners say that it failed; those who hold the state are content with it
-    spares = [w for w in (*view.in_state("ready"), *view.stepped_back) if w not in view.drains]
-    if len(stay) + len(spares) < view.job.min_workers:
+    if not _are_enough(view, stay):
         return None
-    return _round(view, stay, kind, planned=False, reason=reason)
+    attempts = view.round.apart_attempts + 1 if view.round and view.apart else 0
+    return replace(_round(view, stay, kind, planned=False, reason=reason), apart_attempts=attempts)
+
+
+def _are_enough(view: View, stay: list[str]) -> bool:
+    """Whether the job can go on with `stay` and the spares that the planned round after that will take in."""
+    assert view.job is not None
+    spares = [w for w in (*view.in_state("ready"), *view.stepped_back) if w not in view.drains]
+    return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
+
+
+def _reaching_each_other(workers: list[str], apart: Set[frozenset[str]]) -> list[str]:
+    """The largest group of `workers` without a pair that is apart that taking them in rank order finds from any start.
+
+    That is the larger side of a network that fell into two, the side with rank 0 if both are alike; and all others if there is
+    one worker whom nobody reaches.
+    """
+    groups: list[list[str]] = []
+    for first in workers:
+        if groups and not any(first in pair for pair in apart):
+            continue  # it is in every group anyway
+        group = [first]
+        for worker in workers:
+            if worker != first and not any(frozenset((worker, other)) in apart for other in group):
+                group.append(worker)
+        groups.append([w for w in workers if w in group])
+    return max(groups, key=len, default=[])
 
 
 def _planned(view: View) -> RoundRecord | None:
@@ -191,7 +228,7 @@ def _planned(view: View) -> RoundRecord | None:
         return None  # the current round is still being formed
     members = view.round.members
     staying = [w for w in members if w not in view.drains]
-    joiners = [w for w in view.in_state("ready") if w not in view.drains]
+    joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
     if not staying and not joiners:
         if any(w not in view.drains for w in view.in_state("standby")):
             return None  # a replacement is starting; those who leave train until they can hand over
@@ -211,6 +248,11 @@ def _planned(view: View) -> RoundRecord | None:
         text for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "") if text
     )
     return _round(view, chosen, kind, planned=True, reason=reason + plan)
+
+
+def _is_cut_off(view: View, joiner: str) -> bool:
+    """Whether a joiner says that it cannot reach a member: taking it in would only interrupt the others."""
+    return bool(view.round and set(view.workers[joiner].unreachable) & set(view.round.members))
 
 
 def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:

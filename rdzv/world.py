@@ -20,7 +20,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError, parse_endpoints
-from lightning_dlrover.rdzv.membership import EvictedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.member import (
+    CannotMeetError,
+    EvictedError,
+    Formation,
+    LeftOutError,
+    Member,
+    UnreachableError,
+    VoidRoundError,
+    WorldError,
+    run_blocking,
+)
+from lightning_dlrover.rdzv.membership import Membership, MembershipConfig
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
@@ -49,26 +60,6 @@ CONNECT_TIMEOUT_S = 0.5
 
 PROBE_INTERVAL_S = 0.3
 """How often a worker sees whether the next rank's process lives."""
-
-
-class WorldError(RuntimeError):
-    """The job's workers could not be brought together."""
-
-
-class LeftOutError(WorldError):
-    """The round goes on without this worker: it was asked to leave, or was not needed."""
-
-    def __init__(self, round_: RoundRecord) -> None:
-        super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
-        self.round = round_
-
-
-class _VoidRoundError(Exception):
-    """A newer round exists, or a member has given up on this one: it will never be complete."""
-
-
-class _CannotMeetError(Exception):
-    """The members of a round stand at places from which they cannot go on together."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +124,6 @@ class WorldConfig:
         )
 
 
-@dataclass(frozen=True)
-class Formation:
-    """A round whose process group is up."""
-
-    round: RoundRecord
-    hellos: Mapping[str, bytes]  # what every member said on entering, by worker id
-    rank: int
-
-    @property
-    def size(self) -> int:
-        return len(self.round.members)
-
-    def rank_of(self, worker_id: str) -> int:
-        return self.round.members.index(worker_id)
-
-
 def is_group_failure(error: BaseException) -> bool:
     """Whether `error` was raised by a collective whose peer went away, as opposed to by the user's own code."""
     text = str(error)
@@ -188,7 +163,6 @@ class World:
         if "nccl" in backend:
             # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        self.formation: Formation | None = None
         _protect_forks()
         self._client = EtcdClient(config.etcd)
         self._client.check()
@@ -208,16 +182,12 @@ class World:
             master_listen_fd=listener_fd,
         )
         self._lock = threading.Lock()
-        self._number = 0  # round that is formed or being formed
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
         self._known_inodes: set[int] = set()  # sockets that were there before the group
         self._listener = (listener_fd, os.stat(listener_fd).st_ino)
-        self._forming = False
         self._severed = False
-        self._dismissed = False  # a planned round goes on without this worker
         self._next_probe = 0.0
-        self._admitting = False  # standing at the training loop's entrance, without the job's state
-        self._fingerprint = ""
+        self._member = Member(_Means(self))
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.membership = Membership(
             self._client,
@@ -243,6 +213,11 @@ class World:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
+    @property
+    def formation(self) -> Formation | None:
+        """The round that this worker has formed last."""
+        return self._member.formation
+
     def start(self) -> Formation | None:
         """Enter the job: the first round, or None when others are already training and this worker joins them later.
 
@@ -250,21 +225,7 @@ class World:
             JobClosedError, MembershipError: the job cannot be joined.
             WorldError: too few workers came.
         """
-        state = self.membership.register()
-        while state == "starting":
-
-            def look(view: View) -> RoundRecord | str | None:
-                if view.round is not None and self.worker_id in view.round.members:
-                    return view.round
-                others = [w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id]
-                return "standby" if others else None
-
-            found = self._wait(look, "the first round")
-            if isinstance(found, RoundRecord):
-                return self._enter(found, b"")
-            self.membership.update("standby")
-            state = "standby"
-        return None
+        return run_blocking(self._member.start(self.membership.register()))
 
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
         """Stand ready at the training loop's entrance until a round takes this worker in.
@@ -272,24 +233,7 @@ class World:
         Raises:
             LeftOutError: the job ended, or this worker was asked to leave, before a round needed it.
         """
-        self._destroy()
-        self._admitting = True
-        self.formation = None
-        self._fingerprint = fingerprint
-        return self._enter(self._await_admission(), hello)
-
-    def _await_admission(self) -> RoundRecord:
-        self._write_state("ready", self._number, self._fingerprint)
-
-        def look(view: View) -> RoundRecord | None:
-            if view.round is not None and self.worker_id in view.round.members and view.round.number > self._number:
-                return view.round
-            if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
-                raise LeftOutError(view.round or RoundRecord(0, [], "the job ended", "stop", planned=True))
-            return None
-
-        # A spare may wait as long as the job runs.
-        return self._wait(look, "a round that needs this worker", timeout_s=float("inf"))
+        return run_blocking(self._member.admit(hello, fingerprint))
 
     def switch(self, number: int, hello: bytes) -> Formation:
         """Leave the current group and form round `number` (or a newer one that replaced it).
@@ -297,9 +241,7 @@ class World:
         Raises:
             LeftOutError: the round goes on without this worker.
         """
-        target = self._wait(lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}")
-        self._destroy()
-        return self._enter(target, hello)
+        return run_blocking(self._member.switch(number, hello))
 
     def recover(self, hello: bytes) -> Formation:
         """Form the next round with those that are left after a collective of the current one failed.
@@ -310,11 +252,7 @@ class World:
             EvictedError: the others went on without this worker.
             WorldError: no round could be formed in time.
         """
-        assert self.formation is not None
-        broken = self.formation.round
-        self._admitting = not hello
-        self._destroy()
-        return self._enter(self._next_after(broken), hello)
+        return run_blocking(self._member.recover(hello))
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
@@ -367,66 +305,14 @@ class World:
 
     # --- forming -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, target: RoundRecord, hello: bytes) -> Formation:
-        while True:
-            if self.worker_id not in target.members and self._admitting:
-                target = self._await_admission()
-            if self.worker_id not in target.members:
-                if target.planned or self._dismissed or self.worker_id in self.membership.view.drains:
-                    # The round that was planned without this worker may have been followed by one after a loss.
-                    raise LeftOutError(target)
-                raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
-            try:
-                formation = self._form(target, hello)
-            except (_VoidRoundError, _CannotMeetError, RuntimeError) as error:
-                if isinstance(error, EvictedError):
-                    raise
-                log.info(
-                    "run %s: round %d did not form: %s",
-                    self.config.run_id,
-                    target.number,
-                    error or type(error).__doc__,
-                )
-            else:
-                self.formation = formation
-                self.membership.reached.update(target.members)
-                self._admitting = False
-                self._write_state("active", target.number)
-                return formation
-            self._destroy()
-            target = self._next_after(target)
-
-    def _next_after(self, broken: RoundRecord) -> RoundRecord:
-        self.membership.bury_the_dead(broken.members)
-        if self.worker_id in broken.members:
-            self._write_state("ready" if self._admitting else "reforming", broken.number)
-        last_probe = time.monotonic()
-
-        def probe() -> None:
-            # A peer may die, or close its port, a moment after the collective failed.
-            nonlocal last_probe
-            if time.monotonic() - last_probe > 0.05:
-                last_probe = time.monotonic()
-                self.membership.bury_the_dead(broken.members)
-
-        def look(view: View) -> RoundRecord | None:
-            if view.job is not None and view.job.phase in ("finished", "failed"):
-                if self._admitting:
-                    # The others ended before they came by the switch that was to take this worker in.
-                    raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
-                raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
-            return view.round if view.round and view.round.number > broken.number else None
-
-        return self._wait(look, f"the round after round {broken.number}", tick=probe)
-
     def _form(self, target: RoundRecord, hello: bytes) -> Formation:
         rank = target.members.index(self.worker_id)
         with self._lock:
-            self._number = target.number
+            self._member.number = target.number
             self._known_inodes = set(_inet_sockets().values())
             self._sockets = []
             self._severed = False
-            self._forming = True
+            self._member.forming = True
         try:
             deadline = time.monotonic() + self.config.form_timeout_s
             # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
@@ -436,7 +322,7 @@ class World:
             hellos = self._await_hellos(target, rendezvous, deadline)
             if not self._can_meet(hellos):
                 # Said before anyone connects: the others would wait for a member that has gone away again.
-                raise _CannotMeetError
+                raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline)
             with _as_gloo(gloo):
                 dist.init_process_group(
@@ -452,7 +338,7 @@ class World:
             raise
         finally:
             with self._lock:
-                self._forming = False
+                self._member.forming = False
         with self._lock:
             self._sockets = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
         self._on_view(self.membership.view)  # the round may have ended while its sockets were not known yet
@@ -476,9 +362,10 @@ class World:
                 return store
             self.membership.bury_the_dead(target.members[:1])
             if time.monotonic() > deadline:
-                raise WorldError(
+                raise UnreachableError(
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
-                    f"{target.store_address}:{target.store_port}"
+                    f"{target.store_address}:{target.store_port}",
+                    target.members[:1],
                 )
             self._pause(0.02)
 
@@ -494,22 +381,12 @@ class World:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(missing)
             if time.monotonic() > deadline:
-                raise WorldError(
-                    f"round {target.number}: waited {self.config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
+                raise UnreachableError(
+                    f"round {target.number}: waited {self.config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
+                    missing,
                 )
             # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
             self._pause(0.003)
-
-    def _write_state(self, state: WorkerState, number: int, fingerprint: str | None = None) -> None:
-        """Write this worker's state; while etcd is away a change of membership waits."""
-        deadline = time.monotonic() + self.config.wait_timeout_s
-        while True:
-            try:
-                self.membership.update(state, number, fingerprint)
-                return
-            except EtcdUnavailableError as error:
-                if time.monotonic() > deadline:
-                    raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
 
     def _connect_gloo(self, target: RoundRecord, store: Store, deadline: float) -> dist.ProcessGroupGloo:
         """Gloo's connections among the members of a round.
@@ -539,34 +416,15 @@ class World:
                 raise WorldError(f"round {target.number}: the workers could not connect to each other")
         return connected.result()
 
-    def _is_void(self, view: View, number: int) -> bool:
-        """Whether a newer round than `number` exists, or another member has given `number` up."""
-        newest = view.round
-        if newest is None or newest.number < number:
-            return False
-        return newest.number > number or any(w != self.worker_id for w in view.failed)
-
     def _raise_if_void(self, target: RoundRecord) -> None:
-        if self._is_void(self.membership.view, target.number):
-            raise _VoidRoundError
+        if self._member.is_void(self.membership.view, target.number):
+            raise VoidRoundError
         if self.membership.evicted:
             raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")
 
     def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             self.membership.wait_for(lambda view: None, seconds, "nothing")
-
-    def _wait(
-        self,
-        found: Callable[[View], T | None],
-        what: str,
-        timeout_s: float | None = None,
-        tick: Callable[[], None] | None = None,
-    ) -> T:
-        try:
-            return self.membership.wait_for(found, timeout_s or self.config.wait_timeout_s, what, tick)
-        except TimeoutError as error:
-            raise WorldError(str(error)) from error
 
     # --- tearing down ------------------------------------------------------------------------------------------------
 
@@ -579,25 +437,19 @@ class World:
             return
         # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
         # unnoticed by the peers, shutting them down does not.
-        self._sever(self._number, quietly=True)
+        self._sever(self._member.number, quietly=True)
         dist.destroy_process_group()
 
     def _on_view(self, view: View) -> None:
-        """Membership thread: cut the group off when it will complete no more collectives.
-
-        Its round has ended without an agreement, or another member has given it up.
-        """
+        """Membership thread: cut the group off when it will complete no more collectives."""
         with self._lock:
-            number, forming = self._number, self._forming
-        newest = view.round
-        if newest is None or number == 0:
+            number, forming = self._member.number, self._member.forming
+        if number == 0:
             return
-        if newest.number > number:
-            self._dismissed = self.worker_id not in newest.members and (newest.planned or self._dismissed)
-        # A group that is up stays until its members agree on a planned round.
-        is_over = self._is_void(view, number) and (forming or newest.number == number or not newest.planned)
+        self._member.note(view)
+        must_cut_off = self._member.must_cut_off(view, number, forming, self.membership.evicted)
         # While it is being formed, again and again: what the main thread waits on may have been opened after the last time.
-        if (is_over or self.membership.evicted) and (forming or not self._severed):
+        if must_cut_off and (forming or not self._severed):
             self._sever(number)
 
     def _on_tick(self) -> None:
@@ -606,7 +458,7 @@ class World:
         Its death also breaks our collectives, but not while we compute or validate, and with NCCL not by itself.
         """
         formation = self.formation
-        if formation is None or self._forming or formation.size == 1 or time.monotonic() < self._next_probe:
+        if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
         self._next_probe = time.monotonic() + PROBE_INTERVAL_S
         self.membership.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
@@ -614,11 +466,11 @@ class World:
     def _sever(self, number: int, quietly: bool = False) -> None:
         """Shut down the connections of round `number`, unless the main thread has gone on to another round meanwhile."""
         with self._lock:
-            if number != self._number:
+            if number != self._member.number:
                 return
             if not quietly:
                 self._severed = True
-            if self._forming:
+            if self._member.forming:
                 doomed = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
             else:
                 doomed, self._sockets = self._sockets, []
@@ -628,6 +480,73 @@ class World:
             if not quietly and "nccl" in self.backend and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):
                     dist.distributed_c10d._abort_process_group()
+
+
+class _Means:
+    """What `Member` asks for, done by blocking the worker's thread."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def worker_id(self) -> str:
+        return self._world.membership.worker_id
+
+    @property
+    def view(self) -> View:
+        return self._world.membership.view
+
+    async def until(
+        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> T:
+        membership = self._world.membership
+        last_probe = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last_probe
+            if probe and time.monotonic() - last_probe > 0.05:
+                last_probe = time.monotonic()
+                membership.bury_the_dead(probe)
+
+        try:
+            return membership.wait_for(found, timeout_s or self._world.config.wait_timeout_s, what, tick)
+        except TimeoutError as error:
+            raise WorldError(str(error)) from error
+
+    async def write(
+        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        # While etcd is away a change of membership waits.
+        deadline = time.monotonic() + self._world.config.wait_timeout_s
+        while True:
+            try:
+                self._world.membership.update(state, number, fingerprint, unreachable)
+                return
+            except EtcdUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise WorldError(f"worker {self._world.worker_id} could not say that it is {state}: {error}") from error
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+        self._world.membership.bury_the_dead(workers)
+
+    async def form(self, target: RoundRecord, hello: bytes) -> Formation:
+        try:
+            formation = self._world._form(target, hello)
+        except EvictedError:
+            raise
+        except (VoidRoundError, CannotMeetError, RuntimeError) as error:
+            log.info(
+                "run %s: round %d did not form: %s",
+                self._world.config.run_id,
+                target.number,
+                error or type(error).__doc__,
+            )
+            raise
+        self._world.membership.reached.update(target.members)
+        return formation
+
+    async def destroy(self) -> None:
+        self._world._destroy()
 
 
 @contextlib.contextmanager

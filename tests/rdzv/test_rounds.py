@@ -210,6 +210,58 @@ def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: in
     assert proposal.members == members
 
 
+def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: object) -> View:
+    """Round 1 did not form: every member says so, and `reports` which others it could not reach."""
+    seen = view(members, **changes)
+    assert seen.round is not None
+    records = {
+        f"w{i}": replace(worker(f"w{i}", "reforming"), unreachable=[f"w{j}" for j in reports.get(i, "")]) for i in members
+    }
+    return replace(seen, workers={**seen.workers, **records}, round=replace(seen.round, apart_attempts=attempts))
+
+
+@pytest.mark.parametrize(
+    "reports, together",
+    [
+        ({"0": "3", "1": "3", "2": "3"}, "012"),
+        ({"3": "012"}, "012"),
+        ({"0": "123"}, "123"),
+        ({"0": "23", "1": "23"}, "01"),
+        ({"2": "013"}, "013"),
+        ({"0": "2", "2": "0"}, "013"),
+    ],
+    ids=["nobody reaches one", "one reaches nobody", "rank 0 reaches nobody", "two halves", "one of the middle", "one pair"],
+)
+def test_members_that_do_not_reach_each_other_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
+    for attempts in (0, 1):
+        again = next_round(apart("0123", reports, attempts), 0.0)
+        assert again is not None
+        assert (len(again.members), again.kind, again.apart_attempts) == (4, "retry", attempts + 1)
+    parted = next_round(apart("0123", reports), 0.0)
+    assert parted is not None
+    assert (parted.members, parted.kind) == ([f"w{i}" for i in together], "loss")
+    assert set(losses(apart("0123", reports), parted)) == {"w0", "w1", "w2", "w3"} - set(parted.members)
+
+
+def test_members_that_do_not_reach_each_other_try_on_when_neither_side_would_be_enough() -> None:
+    proposal = next_round(apart("0123", {"0": "23", "1": "23"}, job=replace(JOB, min_workers=3)), 0.0)
+    assert proposal is not None
+    assert (len(proposal.members), proposal.kind) == (4, "retry")
+
+
+def test_an_attempt_that_failed_for_another_reason_ends_the_count() -> None:
+    proposal = next_round(apart("01", {}), 0.0)
+    assert proposal is not None
+    assert (proposal.kind, proposal.apart_attempts) == ("retry", 0)
+
+
+def test_a_joiner_that_does_not_reach_a_member_is_not_taken_in_until_it_does() -> None:
+    seen = view("01", others="2")
+    cut_off = replace(seen, workers={**seen.workers, "w2": replace(seen.workers["w2"], unreachable=["w1"])})
+    assert next_round(cut_off, 0.0) is None
+    assert next_round(seen, 0.0) is not None
+
+
 def test_workers_that_all_lost_their_state_start_again() -> None:
     seen = view("01", gone="0")
     seen = replace(seen, workers={"w1": worker("w1", "ready", 1)})
