@@ -15,8 +15,10 @@ MakeJob = Callable[..., harness.Job]
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> None:
+def fork_server() -> Iterator[None]:
     harness.start_fork_server()
+    yield
+    harness.stop_fork_server()
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ def start_fork_server() -> None:
     saved = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
+        stop_fork_server()  # one that a data loader's test has started does not know our modules
         _fork_server()
         forkserver.ensure_running()
     finally:
@@ -61,6 +62,12 @@ def start_fork_server() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def stop_fork_server() -> None:
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def eventually(found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
