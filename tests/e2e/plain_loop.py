@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldCo
 class PlainSettings:
     """A loop that counts: its state after a step must be the same on all workers."""
 
-    num_steps: int = 150
+    num_steps: int = 600
     step_s: float = 0.01
 
 
