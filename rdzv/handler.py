@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -213,17 +213,26 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: etcd cannot be reached.
             RendezvousStateError: a record of this run cannot be read.
         """
-        try:
+        with self._rendezvous_errors():
             return self._next_rendezvous(time.monotonic() + self._config.join_timeout_s)
-        except (EtcdError, TimeoutError) as error:
-            raise RendezvousConnectionError(f"run {self._config.run_id!r}: {error}") from error
 
     def is_closed(self) -> bool:
-        view = self._view()
-        return _why_over(view) is not None
+        """Whether nobody can join any more.
+
+        Raises:
+            RendezvousConnectionError: etcd cannot be reached, and this agent has not joined, so it knows of nothing yet.
+        """
+        with self._rendezvous_errors():
+            return _why_over(self._view()) is not None
 
     def set_closed(self) -> None:
-        self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
+        """Let nobody join any more; those inside go on.
+
+        Raises:
+            RendezvousConnectionError: etcd could not be reached within `close_timeout`.
+        """
+        with self._rendezvous_errors():
+            self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
         """Agents for which this one should restart its workers; always 0 in a live job."""
@@ -251,6 +260,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 logger.warning("run %r: could not sign off: %s", self._config.run_id, error)
         self._client.close()
         return True
+
+    @contextlib.contextmanager
+    def _rendezvous_errors(self) -> Iterator[None]:
+        """Turns what etcd's client raises into what callers of a rendezvous handler expect."""
+        try:
+            yield
+        except (EtcdError, TimeoutError) as error:
+            raise RendezvousConnectionError(f"run {self._config.run_id!r}: {error}") from error
 
     # -- a round
 
@@ -415,18 +432,24 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _close_job(self, reason: str, deadline: float) -> None:
         while True:
-            entry = self._client.get(self._keys.agent_round)
-            round_ = (self._decode(AgentRound, entry) if entry is not None else None) or AgentRound(0, [], "complete")
-            if round_.state == "closed":
-                return
-            closed = dataclasses.replace(
-                round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time()
-            )
-            unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
-            if self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded:
-                return
+            try:
+                if self._try_to_close(reason):
+                    return
+            except EtcdUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._config.run_id!r} could not be closed in time")
+
+    def _try_to_close(self, reason: str) -> bool:
+        """Whether the run is closed; False when another agent has written in between."""
+        entry = self._client.get(self._keys.agent_round)
+        round_ = (self._decode(AgentRound, entry) if entry is not None else None) or AgentRound(0, [], "complete")
+        if round_.state == "closed":
+            return True
+        closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+        unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
+        return self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded
 
     def _delete_own_workers(self) -> None:
         _, found = self._client.get_prefix(self._keys.workers)

@@ -1,0 +1,63 @@
+"""What the workers of `elastic_agents.py` have in hand: who they are, gates to wait at, and marks that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Worker"]
+
+GATE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One started worker. Without torch: a script that uses it starts in milliseconds."""
+
+    folder: Path  # of the job
+    agent: int  # in the order in which the test started them
+    rank: int
+    world_size: int
+    restart: int
+    master_port: str
+
+    @staticmethod
+    def started() -> Worker:
+        """This process; writes down the environment that it was given."""
+        environ = os.environ
+        worker = Worker(
+            Path(environ["CONTRACT_FOLDER"]),
+            int(environ["CONTRACT_AGENT"]),
+            int(environ["RANK"]),
+            int(environ["WORLD_SIZE"]),
+            int(environ["TORCHELASTIC_RESTART_COUNT"]),
+            environ["MASTER_PORT"],
+        )
+        name = f"started-{time.monotonic_ns():020d}-{worker.master_port}-{os.getpid()}"
+        worker.leave(name, json.dumps({**environ, "PID": os.getpid()}))
+        return worker
+
+    def leave(self, mark: str, text: str = "") -> None:
+        """A file that the test, and other workers, find complete or not at all."""
+        unfinished = self.folder / f"unfinished-{mark}-{os.getpid()}"
+        unfinished.write_text(text)
+        unfinished.rename(self.folder / mark)
+
+    def has(self, mark: str) -> bool:
+        return (self.folder / mark).exists()
+
+    def wait_for(self, mark: str) -> None:
+        deadline = time.monotonic() + GATE_TIMEOUT_S
+        while not self.has(mark):
+            assert time.monotonic() < deadline, f"{mark!r} did not come within {GATE_TIMEOUT_S:g} s"
+            time.sleep(0.01)
+
+    def wait_for_all(self) -> None:
+        """Until all workers of this round have started: an agent ends those that have not, too, when one fails."""
+        deadline = time.monotonic() + GATE_TIMEOUT_S
+        while len(list(self.folder.glob(f"started-*-{self.master_port}-*"))) < self.world_size:
+            assert time.monotonic() < deadline, f"a worker of this round did not start within {GATE_TIMEOUT_S:g} s"
+            time.sleep(0.01)
