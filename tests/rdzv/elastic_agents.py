@@ -1,8 +1,10 @@
 """Stock `LocalElasticAgent`s with our backend, each a process of its own, and the workers they start.
 
-Agents are forked from a server process that has imported torch once, so one more costs milliseconds, and none inherits the
-threads of the test. Most workers are tiny scripts without torch, started as `torchrun` starts a script; they write down the
-environment they were given, and test and workers wait for marks that the others leave in a folder.
+Agents are forked from a process that has imported torch once, so one more costs milliseconds, and none inherits the threads of
+the test. (multiprocessing has one such process for all that use it, with modules and an environment that suit others.)
+
+Most workers are tiny scripts without torch, started as `torchrun` starts a script; they write down the environment they were
+given, and test and workers wait for marks that the others leave in a folder.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed.rpc  # noqa: F401 - imported here once, not by every worker
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -29,12 +34,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchrun_agent import eventually
 
-__all__ = ["ElasticAgents", "Node", "Outcome", "RunningAgent", "Started"]
+import lightning_dlrover.rdzv.handler  # noqa: F401 - as above
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.rpc", "lightning_dlrover.rdzv.handler"]
-)
+__all__ = ["ElasticAgents", "Node", "Nursery", "Outcome", "RunningAgent", "Started"]
 
 # In front of every script.
 PREAMBLE = """
@@ -123,11 +125,58 @@ class Started:
         )
 
 
+class Nursery:
+    """The process that agents are forked from."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        command = f"import elastic_agents; elastic_agents._nurse({theirs.fileno()})"
+        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", command],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def run(self, *arguments: Any) -> tuple[int, Connection]:
+        """Fork a process that calls `_run_agent`; returns its pid, and the connection that it sends its outcome to."""
+        ours, theirs = multiprocessing.Pipe()
+        socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        theirs.close()
+        ours.send(arguments)
+        assert ours.poll(60), "the process that agents are forked from does not answer"
+        pid: int = ours.recv()
+        return pid, ours
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(10)
+
+
+def _nurse(control_fd: int) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the agents
+    control = socket.socket(fileno=control_fd)
+    while True:
+        asked, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not asked:
+            return
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.close()
+            connection = Connection(fds[0])
+            connection.send(os.getpid())
+            _run_agent(*connection.recv(), connection)
+            return
+        os.close(fds[0])
+
+
 class RunningAgent:
-    def __init__(self, number: int, process: multiprocessing.process.BaseProcess, end: Connection, log_path: Path) -> None:
+    def __init__(self, number: int, pid: int, connection: Connection, log_path: Path) -> None:
         self.number = number
-        self._process = process
-        self._end = end
+        self.pid = pid
+        self._connection = connection
         self._log_path = log_path
         self._outcome: Outcome | None = None
 
@@ -141,17 +190,16 @@ class RunningAgent:
 
     @property
     def is_running(self) -> bool:
-        return self._process.is_alive()
+        return psutil.pid_exists(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL of the agent alone; its workers become orphans."""
-        self._process.kill()
-        self._process.join(10)
+        self.signal(signal.SIGKILL)
+        eventually(lambda: not self.is_running, f"{self} is dead")
 
     def wait(self, timeout_s: float = 60.0) -> Outcome:
         """How the agent ended.
@@ -160,23 +208,23 @@ class RunningAgent:
             AssertionError: it still runs, or died without a word.
         """
         if self._outcome is None:
-            assert self._end.poll(timeout_s), (
+            assert self._connection.poll(timeout_s), (
                 f"agent {self.number} still runs after {timeout_s:g} s; its output:\n{self.output}"
             )
             try:
-                self._outcome = pickle.loads(self._end.recv_bytes())
+                self._outcome = pickle.loads(self._connection.recv_bytes())
             except EOFError:
                 raise AssertionError(f"{self} died without a word; its output:\n{self.output}") from None
-            self._process.join(timeout_s)
-            assert not self._process.is_alive(), f"{self} has a result and does not end; its output:\n{self.output}"
+            eventually(lambda: not self.is_running, f"{self}, which has a result, ends", timeout_s)
         return self._outcome
 
 
 class ElasticAgents:
     """The agents of one run, and everything their workers wrote down. Close it: all processes end."""
 
-    def __init__(self, endpoint: str, run_id: str, folder: Path) -> None:
+    def __init__(self, nursery: Nursery, endpoint: str, run_id: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._nursery = nursery
         self.folder = folder
         self._endpoint = endpoint
         self._run_id = run_id
@@ -191,12 +239,8 @@ class ElasticAgents:
         folder.mkdir()
         if isinstance(node.entrypoint, str):
             (folder / "script.py").write_text(PREAMBLE + node.entrypoint)
-        receiving, sending = FORKS.Pipe(duplex=False)
-        arguments = (node, number, self._endpoint, self._run_id, folder, sending)
-        process = FORKS.Process(target=_run_agent, args=arguments, name=f"agent-{number}")
-        process.start()
-        sending.close()
-        self._agents.append(RunningAgent(number, process, receiving, folder / "log"))
+        pid, connection = self._nursery.run(node, number, self._endpoint, self._run_id, folder)
+        self._agents.append(RunningAgent(number, pid, connection, folder / "log"))
         return self._agents[-1]
 
     def starts(self) -> list[Started]:
@@ -250,9 +294,7 @@ def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path
     with (folder / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CONTRACT_FOLDER": str(folder.parent), "CONTRACT_AGENT": str(number)}
-    os.environ.update({**ours, **node.environ})
+    os.environ.update({"CONTRACT_FOLDER": str(folder.parent), "CONTRACT_AGENT": str(number), **node.environ})
     is_script = isinstance(node.entrypoint, str)
     try:
         conf = {"last_call_timeout": "0.5", "lease_ttl": "2", **node.conf}

@@ -21,7 +21,7 @@ import elastic_functions
 import psutil
 import pytest
 import torch
-from elastic_agents import ElasticAgents, Node, Outcome, RunningAgent, Started
+from elastic_agents import ElasticAgents, Node, Nursery, Outcome, RunningAgent, Started
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
@@ -39,9 +39,16 @@ SOON_S = 30.0
 """Far longer than what is to happen at once takes on a busy machine, far shorter than what is not to be waited for."""
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def agents(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[ElasticAgents]:
-    made = ElasticAgents(etcd.endpoint, run_id, tmp_path / "job")
+def agents(nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[ElasticAgents]:
+    made = ElasticAgents(nursery, etcd.endpoint, run_id, tmp_path / "job")
     yield made
     made.close()
 
@@ -316,9 +323,9 @@ def test_a_worker_that_fails_late_fails_its_finished_siblings_with_it(agents: El
 
 
 def test_an_etcd_that_is_gone_at_the_end_does_not_fail_workers_that_succeeded(
-    private_etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+    nursery: Nursery, private_etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
-    agents = ElasticAgents(private_etcd.endpoint, run_id, tmp_path / "job")
+    agents = ElasticAgents(nursery, private_etcd.endpoint, run_id, tmp_path / "job")
     try:
         agent = agents.start_one(Node("me.wait_for('done')", conf={"etcd_timeout": "1"}, exit_barrier_timeout_s=3))
         agents.wait_for_starts(1)
