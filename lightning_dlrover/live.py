@@ -19,11 +19,8 @@ import hashlib
 import json
 import logging
 import random
-import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -34,13 +31,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric, _Sync
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_dlrover import memory, transfer
+from lightning_dlrover import memory
+from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
-from lightning_dlrover.rdzv.membership import MembershipError
-from lightning_dlrover.rdzv.records import CheckpointRecord, RecordError
-from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError, is_group_failure
+from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
+from lightning_dlrover.rdzv.records import CheckpointRecord
+from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.sampler import ElasticLoader, LoaderState
 
 if TYPE_CHECKING:
@@ -49,20 +46,14 @@ if TYPE_CHECKING:
 
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["LiveTraining", "Position", "can_meet", "model_fingerprint"]
+__all__ = ["LiveTraining", "Position", "can_meet"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_ATTEMPTS = 8
-"""Recoveries of one place in the program before its error is taken for the user's own."""
-
 NUM_COPIES = 5
 """Of the model's memory, to be reserved: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
-
-EXIT_ALL_DRAINED = 143
-"""As a process ended by SIGTERM: the job stopped before it was done."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ class LiveTraining:
         self.left = False
         self._strategy = strategy
         self._trainer = trainer
-        self._check_interval_s = check_interval_s
+        self._pace = Pace(world, check_interval_s)
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -164,16 +155,9 @@ class LiveTraining:
         self._entered = False  # the training loop was reached: from here on losses are survived
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
-        self._next_vote = 0
-        self._pending: int | None = None
         self._weighed: int | None = None  # batch whose gradients are computed, if not the last one handed out
         self._window_is_stale = False  # a worker was lost with its share of the open accumulation window's gradients
-        self._attempts: tuple[Position | None, int] = (None, 0)
-        self._step_time_s = 0.0
-        self._step_end = 0.0
         self._at_boundary = False
-        self._was_resized = False  # the step being made holds a change of the world
-        self._stall_from: tuple[float, int] | None = None  # end of the last step before a switch, workers then
         self._undo: _Update | None = None
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
@@ -184,7 +168,7 @@ class LiveTraining:
         """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
         if loader is not self._loaders[0]:
             return
-        self._note_step_end()
+        self._pace.step_ended()
         self._at_boundary = True
         if not self._entered:
             self._enter(loader)
@@ -200,14 +184,6 @@ class LiveTraining:
             self._collective = 0
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
 
-    def _note_step_end(self) -> None:
-        now = time.perf_counter()
-        if self._step_end and not self._was_resized:
-            took = now - self._step_end
-            self._step_time_s = took if not self._step_time_s else 0.8 * self._step_time_s + 0.2 * took
-        self._was_resized = False
-        self._step_end = now
-
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = model_fingerprint(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
@@ -221,36 +197,16 @@ class LiveTraining:
             self._epoch_loop_fetcher().fetched = progress
             self._updates = self._trainer.global_step
             if self.formation.rank == 0:
-                self._announce(fingerprint, loader)
+                self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
-            job = self.world.membership.view.job
-            if job is None or job.phase != "finished":  # else this is a later `fit`, and the checkpoints are of an earlier one
+            if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
                 while self._attempt(self._resume_newest_checkpoint) is None:
                     self._recover()
         else:
-            self._admit(fingerprint, loader)
-        self._next_vote = self._batch_number + 1
+            self._admit(fingerprint)
+        self._pace.went_on(self._batch_number + 1)
 
-    def _announce(self, fingerprint: str, loader: ElasticLoader) -> None:
-        batch = loader.global_batch_size
-        self.world.membership.update_job(
-            # A later `fit` of the same script trains with the workers there are: a joiner would be in its first one.
-            lambda job: (
-                dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=batch)
-                if job.phase == "starting"
-                else job
-            )
-        )
-
-    def _admit(self, fingerprint: str, loader: ElasticLoader) -> None:
-        membership = self.world.membership
-        job = membership.view.job
-        if job is not None and job.fingerprint and job.fingerprint != fingerprint:
-            raise MembershipError(
-                f"run {self.world.config.run_id!r}: this worker's model has other parameter names or shapes than the job's "
-                f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
-                "The job goes on without it"
-            )
+    def _admit(self, fingerprint: str) -> None:
         formation = self._admission(fingerprint)
         while self._attempt(self._settle, formation, None) is None:
             formation = self._recover_formation(b"")
@@ -264,22 +220,15 @@ class LiveTraining:
             self._leave(left_out)
 
     def _maybe_switch(self) -> None:
-        if self.world.broken:
-            raise WorldError("the round has ended")
-        if self._in_window:
+        if self._in_window and not self.world.broken:
             return  # gradients of earlier micro-batches belong to the current split
-        if self.world.is_voting:
-            self._pending, check_every = self.world.agreed()
-            self._next_vote = self._batch_number + check_every
-        if self._pending is not None:
-            self._switch(self._pending)
-        elif self._batch_number >= self._next_vote:
-            self.world.propose(self._check_every())
+        number = self._pace.round_to_switch_to(self._batch_number)
+        if number is not None:
+            self._switch(number)
 
     def _switch(self, number: int) -> None:
         assert self.formation is not None
-        self._pending = None
-        self._stall_from = (self._step_end, self.formation.size)
+        self._pace.held_up()
         position = self._position
         # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
         sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
@@ -309,10 +258,6 @@ class LiveTraining:
                     metric.value = metric.value + value.to(metric.value.device)
                     if metric.meta.is_mean_reduction:
                         metric.cumulated_batch_size = metric.cumulated_batch_size + weight
-
-    def _check_every(self) -> int:
-        # The vote overlaps with a step, so it costs little; still not more often than anyone could react.
-        return min(1000, max(1, round(self._check_interval_s / self._step_time_s))) if self._step_time_s else 1
 
     # --- training steps ------------------------------------------------------------------------------------------------
 
@@ -492,20 +437,13 @@ class LiveTraining:
         """Form the next round with the survivors. Returns whether this step's update was taken over from another worker."""
         self._window_is_stale = True
         position = self._position
-        if self._attempts[0] != position:
-            self._attempts = (position, 0)
-        self._attempts = (position, self._attempts[1] + 1)
-        if self._attempts[1] > MAX_ATTEMPTS:
-            raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at batch {position.batch}; giving up")
-        if self._stall_from is None:
-            self._stall_from = (self._step_end, self._size)
+        self._pace.held_up()
         while True:
             formation = self._recover_formation(position.encode())
             if (settled := self._attempt(self._settle, formation, position)) is not None:
                 return settled[0]
 
     def _recover_formation(self, hello: bytes) -> Formation:
-        self._pending = None
         try:
             return self.world.recover(hello)
         except LeftOutError as left_out:
@@ -515,51 +453,40 @@ class LiveTraining:
         """Bring everyone in a new round to a common state; returns whether this worker took over a missed update."""
         positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
         standing = {w: p for w, p in positions.items() if p is not None}
-        joiners = [w for w in formation.round.members if w not in standing]
+        plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
         self.formation = formation
         strategy = self._strategy
         strategy.enter_round(formation.rank, formation.size)
         for loader in self._loaders:
             loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
-        if standing:
-            newest = max(p.updates for p in standing.values())
-            source = next(w for w in formation.round.members if w in standing and standing[w].updates == newest)
-            behind = [w for w in standing if standing[w].updates < newest]
-        else:
-            source, behind = formation.round.members[0], []
-            joiners = joiners[1:]
-            if me == source:
-                self._load_newest_checkpoint()
-        for worker in behind:
+        if not standing and me == formation.round.members[0]:
+            self._load_newest_checkpoint()
+        for source, worker in plan.behind:
             if me == source:
                 transfer.send(self._capture(), formation.rank_of(worker))
             elif me == worker:
-                if standing[me].updates != newest - 1 or not standing[me].in_step:
-                    raise WorldError(f"this worker missed {newest - standing[me].updates} updates and has to start again")
-                update = transfer.receive(formation.rank_of(source))
-                self._apply(update)
+                missed = standing[source].updates - standing[me].updates
+                if missed != 1 or not standing[me].in_step:
+                    raise WorldError(f"this worker missed {missed} updates and has to start again")
+                self._apply(transfer.receive(formation.rank_of(source)))
         if len(standing) > 1:
             self._share_results(formation, standing)
-        if joiners:
-            senders = [w for w in formation.round.members if w in standing] or [source]
-            state = self._dump() if me in senders[: len(joiners)] else None
-            for i, worker in enumerate(joiners):
-                sender = senders[i % len(senders)]
-                if me == sender:
-                    transfer.send(state, formation.rank_of(worker))
-                elif me == worker:
-                    self._restore(transfer.receive(formation.rank_of(sender)))
+        state = self._dump() if any(me == sender for sender, _ in plan.joining) else None
+        for sender, worker in plan.joining:
+            if me == sender:
+                transfer.send(state, formation.rank_of(worker))
+            elif me == worker:
+                self._restore(transfer.receive(formation.rank_of(sender)))
         strategy.wrap_model()
         if formation.rank == 0:
             self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
-        self._next_vote = last + 1
-        self._report_stall()
+        self._pace.went_on(last + 1)
         validations = {p.validation for p in standing.values()}
         if own is not None and own.validation and validations == {own.validation}:
             raise _RepeatValidation
-        return me in behind
+        return any(me == worker for _, worker in plan.behind)
 
     def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
         """Give results of collectives outside of steps to those who lack them."""
@@ -729,28 +656,7 @@ class LiveTraining:
         self._entered = False
         self.left = True
         log.info("worker %s leaves: %s", self.world.worker_id, left_out)
-        raise SystemExit(EXIT_ALL_DRAINED if left_out.round.kind == "stop" and left_out.round.number else 0)
-
-    def request_drain(self) -> None:
-        """Ask to leave: at one of the next switch points this worker's process ends."""
-        self.world.membership.drain("the worker received SIGTERM")
-
-    def report_error(self, error: BaseException) -> None:
-        """Tell the job why this worker is about to fail."""
-        get_error_handler().record_exception(error)
-        text = "".join(traceback.format_exception(error))
-        with suppress(EtcdError):
-            self.world.membership.event(
-                "error",
-                f"worker {self.world.worker_id}: {type(error).__name__}: {error}"[:500],
-                {
-                    "worker_id": self.world.worker_id,
-                    "rank": self._rank,
-                    "traceback": text[-20000:],
-                    "at": time.time(),
-                },
-            )
-            self.world.membership.flush()
+        raise SystemExit(left_out.exit_code)
 
     def close_loaders(self) -> None:
         """End the training loaders' processes."""
@@ -770,19 +676,10 @@ class LiveTraining:
             try:
                 self.collective(dist.barrier)
             except WorldError:
-                job = self.world.membership.view.job
-                if job is None or job.phase != "finished":
+                if not self.world.has_finished:
                     raise
         self._entered = False
-        step = self._trainer.global_step
-        try:
-            self.world.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
-            if self._rank == 0:
-                self.world.membership.event("finished", f"finished after {step} steps", {"global_step": step})
-                self.world.membership.flush()
-        except (EtcdError, RecordError) as error:
-            # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
-            log.warning("run %s: could not mark the job as finished: %s", self.world.config.run_id, error)
+        self.world.finish(self._trainer.global_step)
 
     def _take_over_rank_zero(self) -> None:
         """Loggers and progress bars live on rank 0 only; make them live here."""
@@ -794,27 +691,6 @@ class LiveTraining:
                 bar.enable()
                 bar.on_train_start(self._trainer, self._trainer.lightning_module)
                 bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
-
-    def _report_stall(self) -> None:
-        """Say how long no step was made: from the end of the last one until training could go on."""
-        self._was_resized = True
-        if self._stall_from is None:
-            return
-        started, workers = self._stall_from
-        self._stall_from = None
-        if self.formation is not None and self.formation.rank == 0:
-            seconds = time.perf_counter() - started
-            self.world.membership.event(
-                "stall",
-                f"round {self.formation.round.number}: {seconds:.3f} s between steps",
-                {
-                    "round": self.formation.round.number,
-                    "seconds": seconds,
-                    "kind": self.formation.round.kind,
-                    "workers_before": workers,
-                    "workers_after": self.formation.size,
-                },
-            )
 
     # --- where things are ----------------------------------------------------------------------------------------------------
 
@@ -875,15 +751,7 @@ class LiveTraining:
     def _is_failure(self, error: BaseException) -> bool:
         if not self._entered and self.formation is None:
             return False
-        if isinstance(error, MembershipError | LeftOutError):
-            return False
-        return is_group_failure(error) or (self.world.broken and isinstance(error, RuntimeError))
-
-
-def model_fingerprint(module: torch.nn.Module) -> str:
-    """A short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
-    lines = sorted(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in module.state_dict().items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return self.world.is_failure(error)
 
 
 def _adopt_csv_log(logger: CSVLogger) -> None:

@@ -7,12 +7,9 @@ which samples) or Lightning's own DDP strategy (everything else).
 from __future__ import annotations
 
 import atexit
-import ctypes
 import dataclasses
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +18,6 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import lightning as L
-import psutil
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
@@ -34,9 +30,8 @@ from torch.utils.data import DataLoader
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
-from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import JobClosedError
-from lightning_dlrover.rdzv.world import World, WorldConfig
+from lightning_dlrover.rdzv.world import World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
@@ -103,7 +98,7 @@ class DLRoverStrategy(DDPStrategy):
             raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
-            _end_with_agent()
+            end_with_agent()
             self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
@@ -379,30 +374,14 @@ class DLRoverStrategy(DDPStrategy):
         epoch_loop.val_loop.run = lambda: live.run_validation(run_validation)
         # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
-        if threading.current_thread() is threading.main_thread():
-            self._listen_for_sigterm(live)
-
-    def _listen_for_sigterm(self, live: LiveTraining) -> None:
-        def leave() -> None:
-            try:
-                live.request_drain()
-            except EtcdError as error:
-                # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
-                log.warning("worker %s ends at once, it cannot say that it leaves: %s", live.world.worker_id, error)
-                os._exit(128 + signal.SIGTERM)
-
-        def drain(signum: int, frame: Any) -> None:
-            # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
-            threading.Thread(target=leave, name="dlrover-drain", daemon=True).start()
-
-        signal.signal(signal.SIGTERM, drain)
+        live.world.listen_for_sigterm()
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._live is not None and not isinstance(exception, SystemExit):
-            self._live.report_error(exception)
+            self._live.world.report_error(exception)
 
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
@@ -419,21 +398,6 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
-
-
-def _end_with_agent() -> None:
-    """Let this process receive SIGTERM when its agent ends: nobody would restart it, or end it with its node."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    agent = os.environ.get("DLROVER_AGENT_PID", "")
-    if not agent:
-        return
-    try:
-        has_ended = psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        has_ended = True
-    if has_ended:
-        # While this process was importing torch: too early for the signal.
-        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
 
 
 if DLRoverStrategy.strategy_name not in StrategyRegistry:

@@ -31,6 +31,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+EXIT_ALL_DRAINED = 143
+"""As a process ended by SIGTERM: the job stopped before it was done."""
+
 
 class MembershipError(RuntimeError):
     """The worker cannot take part in the job."""
@@ -50,6 +53,11 @@ class LeftOutError(WorldError):
     def __init__(self, round_: RoundRecord) -> None:
         super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
         self.round = round_
+
+    @property
+    def exit_code(self) -> int:
+        """What the worker's process should end with: 0, unless the whole job was stopped before it was done."""
+        return EXIT_ALL_DRAINED if self.round.kind == "stop" and self.round.number else 0
 
 
 class UnreachableError(WorldError):

@@ -1,9 +1,10 @@
 """The process group of a job's current round, formed and re-formed inside one worker process.
 
-This is all that a training loop needs to be live-elastic: `World.start`, then `World.propose` and `World.agreed` at step
-boundaries, `World.switch` when a new round was agreed, `World.recover` when a collective failed, `World.leave` at the end. What
-is sent to joiners, and which survivor is ahead, is the loop's own business: every worker says a few bytes of `hello` when it
-enters a round, and receives those of all others before the process group exists.
+This is all that a training loop needs to be live-elastic. Most loops need `World.steps` alone (docs/plain_pytorch.md). What it
+is made of serves loops that want to decide more themselves: `World.start` or `World.admit`, then `World.propose` and
+`World.agreed` between steps, `World.switch` when a new round was agreed, `World.recover` when a collective failed,
+`World.finish` and `World.leave` at the end. Every worker says a few bytes of `hello` when it enters a round, and receives those
+of all others before the process group exists: enough to tell who is ahead.
 
 The main thread forms and destroys groups. The membership thread only ever calls `_sever`, which makes a collective that the
 main thread is blocked in raise at once: gloo has no abort, but its sockets can be shut down from outside.
@@ -12,43 +13,52 @@ main thread is blocked in raise at once: gloo has no abort, but its sockets can 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import functools
 import gc
 import logging
 import os
+import signal
 import socket
 import stat
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError, parse_endpoints
+from lightning_dlrover._version import __version__
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, parse_endpoints
+from lightning_dlrover.rdzv.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.member import (
     CannotMeetError,
     EvictedError,
     Formation,
     LeftOutError,
     Member,
+    MembershipError,
     UnreachableError,
     VoidRoundError,
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.membership import Membership, MembershipConfig
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RoundRecord, WorkerState
+from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RecordError, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
-__all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "is_group_failure"]
+__all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +70,9 @@ CONNECT_TIMEOUT_S = 0.5
 
 PROBE_INTERVAL_S = 0.3
 """How often a worker sees whether the next rank's process lives."""
+
+MAX_ATTEMPTS = 8
+"""Recoveries of one place in the program before its error is taken for the user's own."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,7 @@ class World:
         self._severed = False
         self._next_probe = 0.0
         self._member = Member(_Means(self))
+        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.membership = Membership(
             self._client,
@@ -206,6 +220,69 @@ class World:
             on_view=self._on_view,
             on_tick=self._on_tick,
         )
+
+    @staticmethod
+    def from_environment(backend: str = "gloo") -> World:
+        """The world of the job that started this process.
+
+        Under `torchrun --rdzv-backend=etcd-v3`, or `dlrover run`, it is the job's; a script started as `python train.py` gets a
+        world of its one worker, which nobody can join.
+
+        Raises:
+            WorldError: another launcher has started several workers.
+            EtcdError: the job's etcd cannot be reached.
+        """
+        config = WorldConfig.from_environment(os.environ, __version__)
+        if config is not None:
+            end_with_agent()
+            return World(config, backend)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise WorldError(
+                f"this worker is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), started without the rendezvous backend "
+                "etcd-v3, so they cannot find each other; start the script with torchrun --rdzv-backend=etcd-v3, or with python"
+            )
+        return _LoneWorld()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.report_error(error)
+        self.leave()
+
+    def steps(self, num_steps: int, *, first_step: int = 0, check_interval_s: float = 0.1, **state: Stateful) -> Iterator[Step]:
+        """Enter the job and make its steps, in whatever rounds they fall.
+
+            for step in world.steps(1000, model=model, optimizer=optimizer):
+                with step:
+                    ...  # collectives first, then the update
+
+        Between two steps workers join and leave; those who join get the state. When a collective fails because a worker was
+        lost, the block is left and the step attempted again by the others. A worker that was asked to leave, or whose
+        job is over already, ends here with SystemExit.
+
+        Args:
+            num_steps: of the whole job.
+            first_step: steps made before, as a checkpoint that was loaded says. Of workers that start together the first in
+                rank order is believed, and its state given to all.
+            check_interval_s: about how often the workers agree on whether to change.
+            state: whatever a step changes, as objects with `state_dict` and `load_state_dict`.
+
+        Raises:
+            WorldError: too few workers came, or no round could be formed in time.
+            MembershipError: this worker cannot be part of the job: another model, another release, or taken for dead.
+        """
+        self.listen_for_sigterm()
+        try:
+            yield from steps(self, num_steps, first_step, state, check_interval_s)
+        except LeftOutError as left_out:
+            log.info("worker %s leaves: %s", self.worker_id, left_out)
+            raise SystemExit(left_out.exit_code) from left_out
+        except JobClosedError as error:
+            # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
+            log.warning("%s", error)
+            raise SystemExit(0) from error
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -230,9 +307,21 @@ class World:
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
         """Stand ready at the training loop's entrance until a round takes this worker in.
 
+        Args:
+            hello: said to the others; empty while this worker was not given the job's state.
+            fingerprint: of this worker's model, see `model_fingerprint`.
+
         Raises:
             LeftOutError: the job ended, or this worker was asked to leave, before a round needed it.
+            MembershipError: the job trains another model.
         """
+        job = self.membership.view.job
+        if job is not None and job.fingerprint and job.fingerprint != fingerprint:
+            raise MembershipError(
+                f"run {self.config.run_id!r}: this worker's model has other parameter names or shapes than the job's "
+                f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
+                "The job goes on without it"
+            )
         return run_blocking(self._member.admit(hello, fingerprint))
 
     def switch(self, number: int, hello: bytes) -> Formation:
@@ -250,9 +339,44 @@ class World:
 
         Raises:
             EvictedError: the others went on without this worker.
-            WorldError: no round could be formed in time.
+            WorldError: no round could be formed in time, or collectives fail again and again at the same place.
         """
+        assert self.formation is not None
+        if hello:
+            self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
+            if self._attempts[1] > MAX_ATTEMPTS:
+                raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
         return run_blocking(self._member.recover(hello))
+
+    def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
+        """Rank 0 of the first round: the job trains, and this is the model that joiners must have."""
+        self.membership.update_job(
+            # What a job trained on later, by the same script, is no concern of those who join.
+            lambda job: (
+                dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size)
+                if job.phase == "starting"
+                else job
+            )
+        )
+
+    @property
+    def has_finished(self) -> bool:
+        job = self.membership.view.job
+        return job is not None and job.phase == "finished"
+
+    def finish(self, num_steps: int) -> None:
+        """All steps are made and nobody lacks the state of the last one: from here on the job does not change any more.
+
+        Every worker says so before it goes on: the first one to exit must not be taken for lost.
+        """
+        try:
+            self.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+            if self.formation is not None and self.formation.rank == 0:
+                self.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
+                self.membership.flush()
+        except (EtcdError, RecordError) as error:
+            # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
+            log.warning("run %s: could not mark the job as finished: %s", self.config.run_id, error)
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
@@ -260,12 +384,64 @@ class World:
         self.membership.close()
         self._client.close()
 
+    def listen_for_sigterm(self) -> None:
+        """Let SIGTERM mean that this worker hands over and leaves; in any thread but the main one this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def leave() -> None:
+            try:
+                self.membership.drain("the worker received SIGTERM")
+            except EtcdError as error:
+                # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
+                log.warning("worker %s ends at once, it cannot say that it leaves: %s", self.worker_id, error)
+                os._exit(128 + signal.SIGTERM)
+
+        def drain(signum: int, frame: Any) -> None:
+            # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
+            threading.Thread(target=leave, name="dlrover-drain", daemon=True).start()
+
+        signal.signal(signal.SIGTERM, drain)
+
+    # --- what people are told ----------------------------------------------------------------------------------------
+
+    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        """Queue one line for the job's history; never blocks."""
+        self.membership.event(kind, text, data)
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell the job, and this worker's agent, why the worker is about to fail."""
+        get_error_handler().record_exception(error)
+        text = "".join(traceback.format_exception(error))
+        with contextlib.suppress(EtcdError):
+            self.event(
+                "error",
+                f"worker {self.worker_id}: {type(error).__name__}: {error}"[:500],
+                {
+                    "worker_id": self.worker_id,
+                    "rank": self.formation.rank if self.formation is not None else 0,
+                    "traceback": text[-20000:],
+                    "at": time.time(),
+                },
+            )
+            self.membership.flush()
+
     # --- while a round lasts -----------------------------------------------------------------------------------------
 
     @property
     def broken(self) -> bool:
         """Whether the current group was cut off because its round has ended for good."""
         return self._severed
+
+    def broken_error(self) -> WorldError:
+        """To be raised, and recovered from, where `broken` is found instead of a collective that failed."""
+        return WorldError("the round has ended")
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether `error` says that this worker's round is broken: to `recover` from, not a mistake of the user's."""
+        if isinstance(error, MembershipError | LeftOutError):
+            return False
+        return is_group_failure(error) or (self.broken and isinstance(error, RuntimeError))
 
     def propose(self, check_every: int = 1) -> None:
         """Begin to agree on a round to switch to; a collective of all members that overlaps with the next step.
@@ -549,6 +725,62 @@ class _Means:
         self._world._destroy()
 
 
+class _LoneWorld(World):
+    """The world of a script that was started by hand: one worker, no etcd, the same calls."""
+
+    def __init__(self) -> None:
+        self.backend = "gloo"
+        self._formation: Formation | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return "alone"
+
+    def start(self) -> Formation:
+        round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
+        # A group of one: the user's collectives work as anywhere else.
+        dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
+        self._formation = Formation(round_, {self.worker_id: b""}, 0)
+        return self._formation
+
+    @property
+    def formation(self) -> Formation | None:
+        return self._formation
+
+    @property
+    def broken(self) -> bool:
+        return False
+
+    @property
+    def is_voting(self) -> bool:
+        return False
+
+    def propose(self, check_every: int = 1) -> None:
+        pass  # there is nobody to agree with
+
+    def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
+        pass
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+    def finish(self, num_steps: int) -> None:
+        pass
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def listen_for_sigterm(self) -> None:
+        pass
+
+    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        pass
+
+    def report_error(self, error: BaseException) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def _as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
     """Let `init_process_group` take a gloo backend that is connected already instead of making its own."""
@@ -571,6 +803,25 @@ def _as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
     finally:
         handed_over.clear()
         dist.distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
+
+
+def end_with_agent() -> None:
+    """Let this process receive SIGTERM when its agent ends: nobody would restart it, or end it with its node.
+
+    Raises:
+        SystemExit: the agent has ended already.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    agent = os.environ.get("DLROVER_AGENT_PID", "")
+    if not agent:
+        return
+    try:
+        has_ended = psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        has_ended = True
+    if has_ended:
+        # While this process was importing torch: too early for the signal.
+        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
 
 
 class _Done:

@@ -1,9 +1,10 @@
-"""`rdzv/` alone makes any PyTorch loop live-elastic."""
+"""`World.steps` alone makes any PyTorch loop live-elastic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from harness import Job
 from plain_loop import PlainSettings, run_plain_loop
 
@@ -34,3 +35,43 @@ def test_a_plain_loop_grows_loses_a_worker_and_shrinks_without_a_wrong_count(mak
     job.wait_for_world(2)
     assert job.finish() == [0, -9, -9, 0]
     assert_everyone_counted_the_same(job, settings.num_steps)
+
+
+@pytest.mark.parametrize("moment", ["reduced", "made"])
+def test_a_worker_lost_between_a_collective_and_the_next_costs_the_others_no_step_and_makes_none_twice(
+    make_job: MakeJob, moment: str
+) -> None:
+    settings = PlainSettings()
+    job = make_job(settings, script=run_plain_loop)
+    job.start(), job.start()
+    third = job.start()
+    job.wait_for_world(3)
+    third.arm(moment)
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0, -9]
+    assert_everyone_counted_the_same(job, settings.num_steps)
+
+
+def test_a_worker_that_gets_sigterm_leaves_with_0_and_runs_nothing_after_the_loop(make_job: MakeJob) -> None:
+    settings = PlainSettings()
+    job = make_job(settings, script=run_plain_loop)
+    first = job.start()
+    job.wait_for_step(3)
+    second = job.start()
+    job.wait_for_world(2)
+    first.terminate()  # rank 0: the one whose store the others meet in
+    job.wait_for_world(1)
+    assert job.finish() == [0, 0]
+    assert not first.records("after_loop")
+    assert second.records("after_loop")
+    assert_everyone_counted_the_same(job, settings.num_steps)
+
+
+def test_a_loop_may_end_earlier_on_all_workers_alike_and_a_joiner_is_told_so(make_job: MakeJob) -> None:
+    job = make_job(PlainSettings(num_steps=10_000, last_step=399), script=run_plain_loop)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0]
+    assert_everyone_counted_the_same(job, 400)

@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 
-from lightning_dlrover.live import Position, _adopt_csv_log, can_meet, model_fingerprint
+from lightning_dlrover.live import Position, _adopt_csv_log, can_meet
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
 INSIDE = replace(BETWEEN, in_step=True, at_boundary=False)
@@ -48,25 +46,6 @@ def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_ste
 ) -> None:
     assert can_meet(hellos(*said)) is expected
     assert can_meet(hellos(*reversed(said))) is expected
-
-
-# --- models -------------------------------------------------------------------------------------------------------------------
-
-
-def model(width: int = 4, **more: nn.Module) -> nn.Module:
-    return nn.ModuleDict({"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), **more})
-
-
-def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() -> None:
-    torch.manual_seed(1)
-    one = model()
-    torch.manual_seed(2)
-    assert model_fingerprint(one) == model_fingerprint(model())
-
-
-@pytest.mark.parametrize("other", [model(5), model(more=nn.Linear(1, 1)), model().double(), nn.Linear(3, 4)])
-def test_another_shape_name_or_type_is_another_fingerprint(other: nn.Module) -> None:
-    assert model_fingerprint(other) != model_fingerprint(model())
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_dlrover.transfer import INLINE_BYTES
+from lightning_dlrover.rdzv.transfer import INLINE_BYTES
 
 BOTH = """
 import pickle, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover import transfer
+from lightning_dlrover.rdzv import transfer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, sys.argv[3])

@@ -1,0 +1,55 @@
+"""Who gives the state to whom, when workers agree, and what makes their models alike. Real loops: tests/e2e."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dlrover.rdzv.loop import handover, model_fingerprint
+
+# --- who has the state --------------------------------------------------------------------------------------------------------
+
+WORKERS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("made", list(product([None, 6, 7], repeat=4)))
+def test_everyone_gets_the_most_advanced_state_from_somebody_who_has_it(
+    made: tuple[int | None, ...],
+) -> None:
+    updates = dict(zip(WORKERS, made, strict=True))
+    newest = max((u for u in made if u is not None), default=0)
+    has_newest = {w for w in WORKERS if updates[w] == newest} or {WORKERS[0]}
+    plan = handover(WORKERS, updates)
+    for sender, receiver in (*plan.behind, *plan.joining):
+        assert sender in has_newest
+        assert receiver not in has_newest
+        has_newest.add(receiver)
+    assert has_newest == set(WORKERS)
+    assert {w for _, w in plan.behind} == {w for w in WORKERS if updates[w] is not None and updates[w] != newest}
+
+
+def test_joiners_are_given_the_state_by_as_many_others_as_there_are() -> None:
+    plan = handover(WORKERS, {"a": 5, "b": 5, "c": None, "d": None})
+    assert plan.joining == [("a", "c"), ("b", "d")]
+
+
+# --- models -------------------------------------------------------------------------------------------------------------------
+
+
+def model(width: int = 4, **more: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), **more})
+
+
+def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() -> None:
+    torch.manual_seed(1)
+    one = model()
+    torch.manual_seed(2)
+    assert model_fingerprint(one) == model_fingerprint(model())
+
+
+@pytest.mark.parametrize("other", [model(5), model(more=nn.Linear(1, 1)), model().double(), nn.Linear(3, 4)])
+def test_another_shape_name_or_type_is_another_fingerprint(other: nn.Module) -> None:
+    assert model_fingerprint(other) != model_fingerprint(model())
