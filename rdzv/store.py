@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from lightning_dlrover.rdzv.client import (
+    Compare,
+    Delete,
     EtcdClient,
     EtcdUnavailableError,
+    Get,
     KeyValue,
     Mirror,
     Op,
     Put,
+    absent,
+    created,
     modified,
 )
 
@@ -34,7 +40,9 @@ __all__ = ["MAX_VALUE_BYTES", "EtcdStore"]
 
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests above 1.5 MiB
 _MAX_OPS_PER_TXN = 100  # etcd refuses more than 128
-_WAIT_SLICE_S = 3600.0
+
+# A key's bytes as a name in etcd, where names are text: NUL, which begins an escape, and bytes that are not UTF-8 are escaped.
+_ESCAPED_NUL, _ESCAPED_BYTE, _QUEUED = "\0\1", "\0\2", "\0\3"
 
 # pybind11 calls our methods only while the *Python* object lives, but C++ (a PrefixStore, a process group)
 # keeps just its own half alive: without this reference `PrefixStore("x", EtcdStore(...))` would lose every
@@ -46,8 +54,11 @@ class EtcdStore(Store):
     """A `torch.distributed.Store` whose keys lie under one prefix in etcd.
 
     Semantics are TCPStore's: `get` and `wait` block until the keys exist or the timeout is over
-    (`DistStoreError`), an etcd that cannot be reached raises `DistNetworkError`. Closing does not delete the
-    keys.
+    (`DistStoreError`), an etcd that cannot be reached raises `DistNetworkError`. Values have at most
+    `MAX_VALUE_BYTES`. Closing does not delete the keys.
+
+    torch's bridge from C++ to stores written in Python knows neither `list_keys` nor queues nor keys that are not
+    UTF-8: a `PrefixStore` around this store raises `NotImplementedError` or `UnicodeDecodeError` for these.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, timeout: timedelta = timedelta(seconds=300)) -> None:
@@ -60,11 +71,7 @@ class EtcdStore(Store):
         self._client = client
         self.prefix = prefix.rstrip("/") + "/"
         self._timeout = timeout
-        # Names this store's latest addition, so that one whose answer got lost is recognised and not made
-        # twice.
-        self._marker_key = f"{self.prefix}op/{uuid.uuid4().hex}"
-        self._operations = itertools.count(1)
-        self._read_modify_write = threading.Lock()
+        self._writer = _Writer(client, self.prefix)
         _open_stores.add(self)
 
     def close(self) -> None:
@@ -82,10 +89,11 @@ class EtcdStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         with _torch_errors():
-            return all(self._client.get(self._path(key)) is not None for key in keys)
+            found = self._get([self._path(key) for key in keys])
+            return all(self._path(key) in found or self._queued(key) for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait_for(keys, timeout or self._timeout)
+        self._wait_for(keys, self._timeout if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
         with _torch_errors():
@@ -97,15 +105,18 @@ class EtcdStore(Store):
     def list_keys(self) -> list[str]:
         with _torch_errors():
             _, found = self._client.get_prefix(self._path(""))
-        return [kv.key.removeprefix(self._path("")) for kv in found]
+        return [_unescaped(kv.key.removeprefix(self._path(""))) for kv in found if _QUEUED not in kv.key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         found = self._wait_for(keys, self._timeout)
-        return [found[self._path(key)].value for key in keys]
+        try:
+            return [found[self._path(key)].value for key in keys]
+        except KeyError:
+            raise DistStoreError(f"{keys} were awaited to be read, and one of them is a queue; use queue_pop") from None
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
-            raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values")
+            raise DistStoreError(f"multi_set got {len(keys)} keys and {len(values)} values")
         puts: list[Op] = [Put(self._path(key), self._payload(key, value)) for key, value in zip(keys, values, strict=True)]
         with _torch_errors():
             for chunk in _chunks_of(puts, MAX_VALUE_BYTES):
@@ -141,17 +152,48 @@ class EtcdStore(Store):
     def _modify(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """The value after an atomic change; `change` returns None to leave it as it is."""
         path = self._path(key)
-        with self._read_modify_write, _torch_errors():
+        with _torch_errors():
             while True:
                 current = self._client.get(path)
                 value = change(current.value if current else None)
                 if value is None:
                     return current.value if current else None
                 payload = self._payload(key, value)
-                marker = Put(self._marker_key, str(next(self._operations)).encode())
                 unchanged = modified(path) == (current.mod_revision if current else 0)
-                if self._client.txn([unchanged], [marker, Put(path, payload)]).succeeded:
+                if self._writer.write(unchanged, Put(path, payload)):
                     return payload
+
+    # -- queues
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        path = f"{self._path(key)}{_QUEUED}{uuid.uuid4().hex}"
+        with _torch_errors():
+            self._writer.write(absent(path), Put(path, self._payload(key, value)))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """The value that was pushed first.
+
+        Raises:
+            QueueEmptyError: `block` is False and there is none.
+            DistStoreError: there was none within the timeout.
+        """
+        while True:
+            with _torch_errors():
+                for kv in self._queued(key):  # the first, unless others are faster
+                    if self._writer.write(created(kv.key) == kv.create_revision, Delete(kv.key)):
+                        return kv.value
+                if not block:
+                    raise QueueEmptyError(f"queue {self._path(key)!r} is empty")
+                self._wait_for([key], self._timeout)
+
+    def queue_len(self, key: str) -> int:
+        with _torch_errors():
+            return len(self._queued(key))
+
+    def _queued(self, key: str) -> list[KeyValue]:
+        """Entries of a queue, oldest first."""
+        _, found = self._client.get_prefix(self._path(key) + _QUEUED)
+        return sorted(found, key=lambda kv: kv.create_revision)
 
     # -- the rest of the interface
 
@@ -163,7 +205,9 @@ class EtcdStore(Store):
         self._timeout = timeout
 
     def clone(self) -> EtcdStore:
-        return type(self)(self._client, self.prefix, self._timeout)
+        other = EtcdStore(self._client, self.prefix, self._timeout)
+        other._writer = self._writer
+        return other
 
     def has_extended_api(self) -> bool:
         return True
@@ -177,8 +221,16 @@ class EtcdStore(Store):
 
     # -- helpers
 
-    def _path(self, key: str) -> str:
-        return f"{self.prefix}key/{key}"
+    def _path(self, key: str | bytes) -> str:
+        return f"{self.prefix}key/{_escaped(_as_bytes(key))}"
+
+    def _get(self, paths: Sequence[str]) -> dict[str, KeyValue]:
+        """Those of the names that exist."""
+        found: dict[str, KeyValue] = {}
+        for begin in range(0, len(paths), _MAX_OPS_PER_TXN):
+            chunk = [Get(path) for path in paths[begin : begin + _MAX_OPS_PER_TXN]]
+            found |= {kv.key: kv for kv in self._client.txn([], chunk).values}
+        return found
 
     def _payload(self, key: str, value: str | bytes) -> bytes:
         payload = _as_bytes(value)
@@ -189,29 +241,53 @@ class EtcdStore(Store):
             )
         return payload
 
-    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> dict[str, KeyValue]:
-        """All the keys, once they exist."""
+    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> Mapping[str, KeyValue]:
+        """Everything that exists under the names of `keys`, once each of them has a value or something queued."""
         paths = [self._path(key) for key in keys]
         with _torch_errors():
-            found = {path: kv for path in paths if (kv := self._client.get(path)) is not None}
+            found = self._get(paths)
             if len(found) == len(set(paths)):
                 return found
 
-            def complete(present: dict[str, KeyValue]) -> dict[str, KeyValue] | None:
-                return {p: present[p] for p in paths} if all(p in present for p in paths) else None
+            def missing(present: Mapping[str, KeyValue]) -> list[str]:
+                queues = {name.partition(_QUEUED)[0] for name in present if _QUEUED in name}
+                return [path for path in paths if path not in present and path not in queues]
 
-            timeout_s = timeout.total_seconds() if timeout else _WAIT_SLICE_S
             shared_start = os.path.commonprefix(paths)  # noqa: RUF071 - by character is what etcd does
             with Mirror(self._client, shared_start) as mirror:
                 try:
-                    return mirror.wait_for(complete, timeout_s)
+                    return mirror.wait_for(lambda present: None if missing(present) else present, timeout.total_seconds())
                 except TimeoutError as error:
-                    missing = [path for path in paths if path not in mirror.snapshot()]
+                    if not mirror.healthy:
+                        endpoints = self._client.config.endpoints
+                        raise DistNetworkError(
+                            f"etcd at {endpoints} cannot be reached while waiting for {paths[:3]}"
+                        ) from error
+                    late = missing(mirror.snapshot())
                     raise DistStoreError(
-                        f"wait timeout after {timeout_s:g} s for {len(missing)} of {len(paths)} keys: "
-                        f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; "
+                        f"wait timeout after {timeout.total_seconds():g} s for {len(late)} of {len(paths)} keys: "
+                        f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}; "
                         "the process that should have written them is late or dead"
                     ) from error
+
+
+class _Writer:
+    """Conditional writes of a store and its clones, each made once though its answer may get lost.
+
+    Every write also leaves its number under one key of this writer's own, by which it is recognised when it is repeated.
+    """
+
+    def __init__(self, client: EtcdClient, prefix: str) -> None:
+        self._client = client
+        self._key = f"{prefix}op/{uuid.uuid4().hex}"
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # one at a time: the next number would hide the last one
+
+    def write(self, condition: Compare, op: Op) -> bool:
+        """Whether the condition held."""
+        with self._lock:
+            number = Put(self._key, str(next(self._numbers)).encode())
+            return self._client.txn([condition], [number, op]).succeeded
 
 
 class _torch_errors:
@@ -226,7 +302,21 @@ class _torch_errors:
 
 
 def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return value.encode(errors="surrogateescape")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"a store takes str and bytes, not {type(value).__name__} ({value!r:.80})")
+
+
+def _escaped(name: bytes) -> str:
+    text = name.decode(errors="surrogateescape").replace("\0", _ESCAPED_NUL)
+    return re.sub("[\udc80-\udcff]", lambda found: f"{_ESCAPED_BYTE}{ord(found[0]) - 0xDC00:02x}", text)
+
+
+def _unescaped(name: str) -> str:
+    text = re.sub(f"{_ESCAPED_BYTE}(..)", lambda found: chr(0xDC00 + int(found[1], 16)), name)
+    return text.replace(_ESCAPED_NUL, "\0")
 
 
 def _chunks_of(puts: Sequence[Op], max_bytes: int) -> list[list[Op]]:
