@@ -14,10 +14,10 @@ optimizer update and a few small collectives of each other, so after a loss the 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import logging
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric, _Sync
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
 from lightning_dlrover.rdzv import transfer
@@ -81,7 +81,7 @@ class _Logged:
     """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
 
     key: str
-    meta: Any  # Lightning's, without its link to the strategy
+    meta: dict[str, Any]  # Lightning's, without its link to the strategy
     has_reset: bool
     is_synced: bool
     rank_zero_only: bool
@@ -233,7 +233,7 @@ class LiveTraining:
         # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
         sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
         if self.formation.size > 1:
-            dist.all_gather_object(sums, self._epoch_sums())
+            sums = transfer.all_gather(self._epoch_sums())
         by_worker = dict(zip(self.formation.round.members, sums, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
@@ -464,20 +464,20 @@ class LiveTraining:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
             if me == source:
-                transfer.send(self._capture(), formation.rank_of(worker))
+                transfer.send(vars(self._capture()), formation.rank_of(worker))
             elif me == worker:
                 missed = standing[source].updates - standing[me].updates
                 if missed != 1 or not standing[me].in_step:
                     raise WorldError(f"this worker missed {missed} updates and has to start again")
-                self._apply(transfer.receive(formation.rank_of(source)))
+                self._apply(_Update(**transfer.receive(formation.rank_of(source))))
         if len(standing) > 1:
             self._share_results(formation, standing)
-        state = self._dump() if any(me == sender for sender, _ in plan.joining) else None
+        state = self._message() if any(me == sender for sender, _ in plan.joining) else None
         for sender, worker in plan.joining:
             if me == sender:
                 transfer.send(state, formation.rank_of(worker))
             elif me == worker:
-                self._restore(transfer.receive(formation.rank_of(sender)))
+                self._restore(self._received(formation.rank_of(sender)))
         strategy.wrap_model()
         if formation.rank == 0:
             self._take_over_rank_zero()
@@ -495,10 +495,13 @@ class LiveTraining:
         if all(place == furthest for place in places.values()):
             return
         source = next(w for w in formation.round.members if places.get(w) == furthest)
-        payload = [self._results if self.world.worker_id == source else None]
-        dist.broadcast_object_list(payload, src=formation.rank_of(source))
-        assert payload[0] is not None
-        self._missed.update({key: value for key, value in payload[0].items() if key not in self._results})
+        if self.world.worker_id == source:
+            for worker in formation.round.members:
+                if worker != source:
+                    transfer.send(self._results, formation.rank_of(worker))
+        else:
+            results = transfer.receive(formation.rank_of(source))
+            self._missed.update({key: value for key, value in results.items() if key not in self._results})
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -534,6 +537,31 @@ class LiveTraining:
             checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
         )
 
+    def _message(self) -> dict[str, Any]:
+        """What a joiner is sent; it has the hyperparameters, which may be of any class, from its own script."""
+        state = self._dump()
+        for part in self._parts_with_hparams():
+            for key in (
+                part.CHECKPOINT_HYPER_PARAMS_KEY,
+                part.CHECKPOINT_HYPER_PARAMS_NAME,
+                part.CHECKPOINT_HYPER_PARAMS_TYPE,
+            ):
+                state.checkpoint.pop(key, None)
+        return vars(state)
+
+    def _received(self, from_rank: int) -> _State:
+        """What `_message` of another worker has said."""
+        state = _State(**transfer.receive(from_rank, classes=(LoaderState, _Logged)))
+        for part in self._parts_with_hparams():
+            if part.hparams:
+                state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
+        return state
+
+    def _parts_with_hparams(self) -> list[Any]:
+        return [
+            part for part in (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None)) if part is not None
+        ]
+
     def _restore(self, state: _State) -> None:
         trainer = self._trainer
         for loader, loader_state in zip(self._loaders, state.loaders, strict=True):
@@ -562,7 +590,7 @@ class LiveTraining:
         return [
             _Logged(
                 key=key,
-                meta=dataclasses.replace(metric.meta, _sync=None),
+                meta={**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None},
                 has_reset=metric.has_reset,
                 is_synced=metric.meta.sync.should,
                 rank_zero_only=metric.meta.sync.rank_zero_only,
@@ -573,7 +601,7 @@ class LiveTraining:
 
     def _adopt(self, logged: _Logged) -> None:
         """Have an entry, still without a value, for what the others have logged before this worker came."""
-        meta = dataclasses.replace(logged.meta)
+        meta = _Metadata(**logged.meta)
         meta.sync = _Sync(fn=self._strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
         metric = _ResultMetric(meta, is_tensor=True).to(self._strategy.root_device)
         metric.has_reset = logged.has_reset
@@ -602,23 +630,26 @@ class LiveTraining:
         """First round: go on from the job's newest checkpoint if an earlier life of the job has left one."""
         assert self.formation is not None
         formation = self.formation
-        found = [self._load_newest_checkpoint() if formation.rank == 0 else False]
+        found = torch.tensor(formation.rank == 0 and self._load_newest_checkpoint())
         if formation.size > 1:
-            dist.broadcast_object_list(found, src=0)
-        if not found[0]:
+            dist.broadcast(found, src=0)
+        if not found:
             return
         for rank in range(1, formation.size):
             if formation.rank == 0:
-                transfer.send(self._dump(), rank)
+                transfer.send(self._message(), rank)
             elif formation.rank == rank:
-                self._restore(transfer.receive(0))
+                self._restore(self._received(0))
 
     def _load_newest_checkpoint(self) -> bool:
         record = self.world.membership.newest_checkpoint()
         if record is None or record.global_step <= self._trainer.global_step:
             return False
+        if not os.path.isabs(record.path):  # a URL, say; this job writes none
+            log.error("run %s: ignored a record of a checkpoint at %r", self.world.config.run_id, record.path)
+            return False
         try:
-            checkpoint = self._strategy.load_checkpoint(record.path)
+            checkpoint = self._strategy.load_checkpoint(record.path, weights_only=True)
         except FileNotFoundError:
             log.warning("run %s: the newest checkpoint, %s, is not on this host", self.world.config.run_id, record.path)
             return False

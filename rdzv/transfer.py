@@ -1,45 +1,45 @@
-"""Send a Python object with large tensors from one worker to another without copying the tensors.
+"""Send Python objects with large tensors between workers without copying the tensors, and take nothing but data from them.
 
-Both ends are workers of one job on the data plane, so the object itself is pickled; its large tensors travel as they are.
+What arrives is read by `torch.load(weights_only=True)`: tensors, plain Python values, a few harmless classes of the standard
+library and of numpy, and what the script itself has allowed with `torch.serialization.add_safe_globals`. Whoever gets hold of
+a connection between two workers can make a worker fail, but not run code in it.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
+import datetime
+import fractions
 import io
-import pickle
+import pathlib
+import re
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["receive", "send"]
+__all__ = ["TransferError", "all_gather", "receive", "send"]
 
 INLINE_BYTES = 4096
-"""Smaller tensors travel inside the pickle: a message of their own would cost more than the copy."""
+"""Smaller tensors travel inside the message: one of their own would cost more than the copy."""
+
+# Whatever arguments these are made with, they only hold them.
+_HARMLESS: list[Any] = [
+    *(argparse.Namespace, complex, frozenset, range, slice, fractions.Fraction, uuid.UUID),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+    *(bool, bytes, dict, float, int, list, set, str, tuple),
+    *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]),
+    *(type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"),
+]
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided or obj.nbytes <= INLINE_BYTES:
-            return None
-        if id(obj) not in self._index:
-            self._index[id(obj)] = len(self.tensors)
-            self.tensors.append(obj.detach())
-        return ("tensor", self._index[id(obj)])
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: tuple[str, int]) -> torch.Tensor:
-        return self._tensors[pid[1]]
+class TransferError(RuntimeError):
+    """Another worker has sent something that is not taken from others."""
 
 
 def send(obj: Any, to_rank: int) -> None:
@@ -47,31 +47,108 @@ def send(obj: Any, to_rank: int) -> None:
 
     Tensors arrive on the CPU. The caller must not change them until this returns.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(obj)
-    tensors = [t.cpu().contiguous() for t in pickler.tensors]
-    shapes = [(t.dtype, tuple(t.shape)) for t in tensors]
-    header = pickle.dumps((file.getvalue(), shapes), protocol=pickle.HIGHEST_PROTOCOL)
-    dist.send(torch.tensor([len(header)], dtype=torch.int64), to_rank)
-    dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to_rank)
+    body, large = _packed(obj)
+    tensors = [t.cpu().contiguous() for t in large]
+    dist.send(torch.tensor([len(body)], dtype=torch.int64), to_rank)
+    dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), to_rank)
     pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
     for work in pending:
         assert work is not None
         work.wait()
 
 
-def receive(from_rank: int) -> Any:
-    """The object that `from_rank` passes to `send`."""
+def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
+    """The object that `from_rank` passes to `send`.
+
+    Args:
+        classes: that may be in it, beside plain data.
+
+    Raises:
+        TransferError: it holds a class that is not allowed.
+    """
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, from_rank)
-    buffer = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.recv(buffer, from_rank)
-    body, shapes = pickle.loads(buffer.numpy().tobytes())
-    # Touched first: new pages cost far more while they are filled from a socket.
-    tensors = [torch.empty(shape, dtype=dtype).zero_() for dtype, shape in shapes]
+    body = torch.empty(int(size.item()), dtype=torch.uint8)
+    dist.recv(body, from_rank)
+    outline = _unpacked(body.numpy().tobytes(), classes)
+    tensors: list[torch.Tensor] = []
+
+    def fill(place: torch.Tensor) -> torch.Tensor:
+        if not place.is_meta:
+            return place
+        # Touched first: new pages cost far more while they are filled from a socket.
+        tensors.append(torch.empty(place.shape, dtype=place.dtype).zero_())
+        return tensors[-1]
+
+    obj = _replaced(outline, fill, {})
     pending = [dist.irecv(t.flatten().view(torch.uint8), from_rank) for t in tensors]
     for work in pending:
         assert work is not None
         work.wait()
-    return _Unpickler(io.BytesIO(body), tensors).load()
+    return obj
+
+
+def all_gather(obj: Any) -> list[Any]:
+    """Small objects of all workers of the default group, by rank; to be called by all of them.
+
+    Raises:
+        TransferError: one of them holds a class that is not allowed.
+    """
+    body, large = _packed(obj, inline_bytes=None)
+    assert not large
+    size = torch.tensor([len(body)], dtype=torch.int64)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(max(int(s.item()) for s in sizes), dtype=torch.uint8)
+    padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    bodies = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(bodies, padded)
+    return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+
+
+def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+    """The object with empty places for its large tensors, and these in the order in which `_replaced` meets them."""
+    large: list[torch.Tensor] = []
+
+    def outline(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise TransferError("a tensor on the meta device has no values to send; materialise the model first")
+        if tensor.layout != torch.strided or inline_bytes is None or tensor.nbytes <= inline_bytes:
+            return tensor.detach().cpu().clone()  # or the whole memory that it is a view of would be written
+        large.append(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    file = io.BytesIO()
+    torch.save(_replaced(obj, outline, {}), file)
+    return file.getvalue(), large
+
+
+def _unpacked(body: bytes, classes: Sequence[type]) -> Any:
+    try:
+        with torch.serialization.safe_globals([*_HARMLESS, *classes]):
+            return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever garbage leads to
+        if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+            name = refused[1]
+            advice = f"if it is harmless, allow it in the script: torch.serialization.add_safe_globals([{name.split('.')[-1]}])"
+        else:
+            found = re.search(r"but got <class '([^']+)'", str(error))
+            name = found[1] if found is not None else "what is not data"
+            advice = "keep it as dicts, lists and tensors"
+        raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
+
+
+def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known: dict[int, torch.Tensor]) -> Any:
+    """A copy of nested dicts, lists and tuples with other tensors; a tensor that is there twice stays one tensor."""
+    if isinstance(part, torch.Tensor):
+        if id(part) not in known:
+            known[id(part)] = replace(part)
+        return known[id(part)]
+    if isinstance(part, dict):
+        clone = copy.copy(part)  # keeps what a module's state dict knows about versions
+        for key, value in part.items():
+            clone[key] = _replaced(value, replace, known)
+        return clone
+    if type(part) in (list, tuple):
+        return type(part)(_replaced(value, replace, known) for value in part)
+    return part

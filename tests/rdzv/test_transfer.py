@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
-from lightning_dlrover.rdzv.transfer import INLINE_BYTES
+from lightning_dlrover.rdzv.transfer import INLINE_BYTES, TransferError, _packed, _unpacked
 
 BOTH = """
-import pickle, sys
+import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lightning_dlrover.rdzv import transfer
@@ -28,10 +33,20 @@ if rank == 0:
         transfer.send(message, 1)
     kept = test_transfer.messages()[-1]
     transfer.send(kept, 1)
+    for message in test_transfer.refused():
+        transfer.send(message, 1)
 else:
     received = [transfer.receive(0) for _ in test_transfer.messages()]
     test_transfer.check(received)
     transfer.receive(0)
+    for _ in test_transfer.refused():
+        try:
+            print("not refused:", transfer.receive(0))
+        except transfer.TransferError as error:
+            print("refused:", error)
+assert transfer.all_gather({"rank": rank, "t": torch.full((2000,), rank)}) == [
+    {"rank": r, "t": test_transfer.Same(torch.full((2000,), r))} for r in range(2)
+]
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -53,7 +68,44 @@ def messages() -> list[object]:
         [torch.ones(BIG, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64)],
         {"parameter": torch.nn.Parameter(weight), "needs_grad": weight.clone().requires_grad_()},
         {"complex": torch.complex(weight, weight), "sparse": torch.eye(4).to_sparse()},
+        *plain_values(),
         torch.optim.Adam([torch.nn.Parameter(weight.clone())]).state_dict(),
+    ]
+
+
+class Evil:
+    """Runs code where it is unpickled, as anything may that a pickle can name."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("code of another worker was run",))
+
+
+def refused() -> list[object]:
+    return [Evil(), {"nested": [torch.ones(3), Evil()]}, os.system, torch.load, Same(torch.ones(1))]
+
+
+class Same:
+    """Equal to a tensor of the same values."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Tensor) and torch.equal(other, self.tensor)
+
+
+def plain_values() -> list[object]:
+    """What hooks of users put into checkpoints."""
+    return [
+        {
+            "path": Path("/a/b"),
+            "when": datetime(2026, 1, 2),
+            "sizes": frozenset({1}),
+            "range": range(3),
+            "name": Namespace(a=[1]),
+        },
+        {"float": np.float64(2.5), "array": np.arange(6).reshape(2, 3).tolist(), "bool": np.bool_(True), "none": float},
+        OrderedDict(a=Counter("abca")),
     ]
 
 
@@ -101,6 +153,31 @@ def test_whatever_a_training_state_holds_arrives_as_it_was_sent(tmp_path: Path) 
     try:
         outputs = [process.communicate(timeout=120)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+        answers = [line for line in outputs[1].splitlines() if "refused" in line or "code of" in line]
+        assert [line.split(":")[0] for line in answers] == ["refused"] * len(refused()), outputs[1]
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])
+def test_what_is_not_data_is_refused_by_its_name_with_what_to_do(sent: object) -> None:
+    with pytest.raises(TransferError, match=r"holds \S+, which is not taken from others; (if it is harmless|keep it)"):
+        _unpacked(_packed(sent)[0], ())
+
+
+@pytest.mark.parametrize("body", [b"", b"PK\x03\x04", b"\x80\x02X\x04\x00", bytes(range(256)) * 8])
+def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
+    with pytest.raises(TransferError, match="what is not data"):
+        _unpacked(body, ())
+
+
+def test_a_view_of_a_large_tensor_does_not_take_all_of_it_along() -> None:
+    body, large = _packed({"row": torch.zeros(1000, 1000)[3]})
+    assert len(body) < 8 * INLINE_BYTES
+    assert large == []
+
+
+def test_a_state_dict_keeps_what_it_knows_about_versions() -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    assert _unpacked(_packed(state)[0], ())._metadata == state._metadata  # type: ignore[attr-defined]
