@@ -34,6 +34,7 @@ from lightning_dlrover.components.reconcile import (
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdError, Lease, Mirror, Put, absent, modified
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
+    HISTORY_TTL_S,
     ControllerRecord,
     EventRecord,
     JobRecord,
@@ -132,6 +133,7 @@ class Controller:
         self._is_closed = False
         self._etcd_was_away = False
         self._record = ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
+        client.share_lifetime(keys.root, HISTORY_TTL_S)
         self._lease = self._take_over()
         self._mirror = Mirror(client, keys.live)
         # Nodes of a controller before us may still be ending; their names must not be taken for ours.

@@ -14,7 +14,17 @@ from typing import Any
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Mirror
 from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRound, EventRecord, JobRecord, Keys, RecordError, decode, encode
+from lightning_dlrover.rdzv.records import (
+    DEFAULT_PREFIX,
+    HISTORY_TTL_S,
+    AgentRound,
+    EventRecord,
+    JobRecord,
+    Keys,
+    RecordError,
+    decode,
+    encode,
+)
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = [
@@ -150,6 +160,7 @@ def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
         EtcdError: nobody answers there.
     """
     client = EtcdClient(EtcdConfig(endpoints=place.endpoint, timeout_s=timeout_s))
+    client.share_lifetime(place.keys.root, HISTORY_TTL_S)
     try:
         client.check()
     except BaseException:

@@ -9,7 +9,9 @@ above.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import importlib
 import ipaddress
 import logging
@@ -206,6 +208,7 @@ class Get:
 
 
 Op = Put | Delete | Get
+OpT = TypeVar("OpT", bound=Op)
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,9 @@ class EtcdClient:
         self._last_revision = 0
         self._closed = threading.Event()
         self._children: weakref.WeakSet[Lease | Mirror] = weakref.WeakSet()
+        self._lifetime = ("", 0.0)  # see `share_lifetime`: prefix, seconds
+        self._shared_lease: Lease | None = None
+        self._shared_lease_lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"EtcdClient({self.config!r})"
@@ -300,8 +306,13 @@ class EtcdClient:
         Raises:
             LeaseLostError: etcd no longer knows the lease.
         """
-        request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease.id if lease else 0)
-        return int(self._call(f"write {key!r}", "KV", "Put", request).header.revision)
+        op = Put(key, value, lease.id if lease else 0)
+
+        def write() -> int:
+            request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=self._bound(op).lease_id)
+            return int(self._call(f"write {key!r}", "KV", "Put", request).header.revision)
+
+        return self._with_shared_lease([op], write)
 
     def delete(self, key: str) -> bool:
         """Whether the key was there."""
@@ -326,6 +337,12 @@ class EtcdClient:
             LeaseLostError: etcd no longer knows the lease of a put.
             EtcdUnavailableError: no answer; the transaction may or may not have been carried out.
         """
+        return self._with_shared_lease(
+            [*success, *failure],
+            lambda: self._txn(compare, [self._bound(op) for op in success], [self._bound(op) for op in failure]),
+        )
+
+    def _txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> Txn:
         request = etcdrpc.TxnRequest(
             compare=[_compare_message(c) for c in compare],
             success=[_op_message(op) for op in success],
@@ -367,6 +384,50 @@ class EtcdClient:
         lease = Lease(self, lease_id, granted)
         self._children.add(lease)
         return lease
+
+    def share_lifetime(self, prefix: str, ttl_s: float) -> None:
+        """Let what is written under `prefix` without a lease of its own end together, `ttl_s` after the last one who writes.
+
+        All clients that were told so about a prefix share one lease, whose number follows from the prefix: nobody has to be
+        the one who makes it, or who cleans up. It is made with the first write, and refreshed while any of these clients
+        lives, so at least two thirds of `ttl_s` (as the first one said it) are left when the last of them ends.
+        """
+        self._lifetime = (prefix, ttl_s)
+
+    def _bound(self, op: OpT) -> OpT:
+        """`op`, with the shared lease if it is a put that has none."""
+        prefix, _ = self._lifetime
+        if not prefix or not isinstance(op, Put) or op.lease_id or not op.key.startswith(prefix):
+            return op
+        with self._shared_lease_lock:
+            if self._shared_lease is None or self._shared_lease.lost.is_set():
+                self._shared_lease = self._join_shared_lease()
+            return dataclasses.replace(op, lease_id=self._shared_lease.id)
+
+    def _join_shared_lease(self) -> Lease:
+        prefix, ttl_s = self._lifetime
+        number = int.from_bytes(hashlib.sha256(prefix.encode()).digest()[:7], "big") | 1
+        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=number)
+        try:
+            granted = float(self._call("create a lease", "Lease", "LeaseGrant", request).TTL)
+        except EtcdError as error:
+            if "already exists" not in str(error):
+                raise
+            granted = float(self._keep_alive_once(number, self.config.timeout_s))
+        lease = Lease(self, number, granted or ttl_s)
+        self._children.add(lease)
+        return lease.keep_alive()
+
+    def _with_shared_lease(self, ops: Sequence[Op], write: Callable[[], T]) -> T:
+        """What `write` returns; tried once more if the shared lease has ended meanwhile, and it alone can have."""
+        try:
+            return write()
+        except LeaseLostError:
+            if self._shared_lease is None or any(isinstance(op, Put) and op.lease_id for op in ops):
+                raise
+            self._shared_lease.close()
+            self._shared_lease.lost.set()
+        return write()
 
     def close(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
         """End all threads of this client, its leases (which are not revoked) and its mirrors."""

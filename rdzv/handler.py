@@ -61,6 +61,7 @@ from lightning_dlrover.rdzv.client import (
 )
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
+    HISTORY_TTL_S,
     AgentRecord,
     AgentRound,
     JobRecord,
@@ -105,6 +106,7 @@ class HandlerConfig:
     lease_ttl_s: float = 5.0  # an agent that was not heard from for so long is dead
     live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
     num_workers: int = 1  # of this node, until the agent tells
+    history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
 
     @staticmethod
     def from_parameters(params: RendezvousParameters) -> HandlerConfig:
@@ -142,10 +144,11 @@ class HandlerConfig:
             close_timeout_s=take("close_timeout", _seconds, 30.0),
             lease_ttl_s=take("lease_ttl", _seconds, 5.0),
             live=take("live", _flag, False),
+            history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
         if conf:
-            known = "close_timeout etcd_timeout join_timeout key_prefix last_call_timeout lease_ttl live nproc"
+            known = "close_timeout etcd_timeout history_ttl join_timeout key_prefix last_call_timeout lease_ttl live nproc"
             raise ValueError(
                 f"--rdzv-conf has unknown keys {sorted(conf)}; known are {known} user password_file ca_cert cert cert_key"
             )
@@ -164,6 +167,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._config = config
         self._keys = Keys(config.run_id, config.key_prefix)
         self._client = EtcdClient(config.etcd)
+        self._client.share_lifetime(self._keys.root, config.history_ttl_s)
         try:
             self._client.check()
         except EtcdError as error:
@@ -427,8 +431,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._lease is not None:
             self._lease.revoke()
         self._client.delete(self._keys.agents + self._agent_id)
-        if not any(agent != self._agent_id for agent in view.agents):
+        if not self._client.get_prefix(self._keys.agents)[1]:
+            # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
             self._client.delete_prefix(self._keys.store)
+            if _is_live(view) and _why_over(view) is not None:
+                self._client.delete(self._keys.agent_round)
 
     def _close_job(self, reason: str, deadline: float) -> None:
         while True:
@@ -558,6 +565,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_AGENT_PID": str(os.getpid()),
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
+            "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
             "DLROVER_USER": etcd.user,
             "DLROVER_PASSWORD": etcd.password,
             "DLROVER_CA_CERT": etcd.ca_cert,
@@ -620,6 +628,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError("it must be a number of seconds above 0")
+    return value
+
+
+def _lifetime(text: str) -> float:
+    if not 60 <= (value := _seconds(text)) <= 9e9:
+        # Should all of a running job be cut off from etcd for so long, it would be forgotten.
+        raise ValueError("it must be at least 60 seconds")
     return value
 
 

@@ -41,6 +41,7 @@ from lightning_dlrover.rdzv.client import (
 from lightning_dlrover.rdzv.convener import Convener, burial
 from lightning_dlrover.rdzv.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.records import (
+    HISTORY_TTL_S,
     MAX_UNREACHABLE,
     AgentRecord,
     CheckpointRecord,
@@ -93,6 +94,7 @@ class MembershipConfig:
     address: str  # where other workers reach this one
     port: int  # its TCPStore
     lease_ttl_s: int = 5
+    history_ttl_s: float = HISTORY_TTL_S
     patience: Patience = field(default_factory=Patience)
 
 
@@ -211,6 +213,7 @@ class Membership:
         self.reached: set[str] = set()  # workers that this one has formed a round with
         self._config = config
         self._client = client
+        client.share_lifetime(self.keys.root, config.history_ttl_s)
         self._on_view = on_view
         self._on_tick = on_tick
         self._record: WorkerRecord | None = None
@@ -351,11 +354,23 @@ class Membership:
         try:
             self._write_events()
             self.leave()
+            self._tidy_up()
             self._lease.revoke()
         except EtcdError as error:
             # The lease ends by itself; failing the worker's exit for it would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
         self._mirror.close()
+
+    def _tidy_up(self) -> None:
+        """Leave of a job that has ended only what tells about it; whoever closes does so, all at once if need be.
+
+        What nobody comes to remove, since all were killed, ends with the records' common lifetime.
+        """
+        entry = self._client.get(self.keys.job)
+        with contextlib.suppress(RecordError):
+            if entry is not None and decode(JobRecord, entry.value, entry.key).phase in ("finished", "failed"):
+                self._client.delete(self.keys.plan)
+                self._client.delete_prefix(self.keys.drains)
 
     # --- views and waiting ---------------------------------------------------------------------------------------------
 

@@ -41,6 +41,9 @@ MAX_UNREACHABLE = 64
 
 DEFAULT_PREFIX = "/dlrover"
 
+HISTORY_TTL_S = 7 * 24 * 3600.0
+"""How long a job's records outlast everyone who takes part in it."""
+
 
 class RecordError(ValueError):
     """A value in etcd that is not the record its key says it is."""

@@ -55,7 +55,7 @@ from lightning_dlrover.rdzv.member import (
     run_blocking,
 )
 from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, RecordError, RoundRecord, WorkerState
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, RecordError, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
@@ -91,6 +91,7 @@ class WorldConfig:
     form_timeout_s: float = 120.0  # all members of a round have arrived; they may be saving a checkpoint
     wait_timeout_s: float = 600.0  # enough workers are there for a round
     collective_timeout_s: float = 1800.0
+    history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
@@ -134,6 +135,7 @@ class WorldConfig:
             max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
             version=version,
             lease_ttl_s=number("DLROVER_LEASE_TTL_S", 5),
+            history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
         )
 
 
@@ -216,6 +218,7 @@ class World:
                 address=address,
                 port=self._server.port,
                 lease_ttl_s=config.lease_ttl_s,
+                history_ttl_s=config.history_ttl_s,
             ),
             on_view=self._on_view,
             on_tick=self._on_tick,
