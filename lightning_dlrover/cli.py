@@ -494,12 +494,28 @@ def _status_text(status: dict[str, Any]) -> str:
     if plan:
         binding = "" if plan["binding"] else " (a recommendation)"
         lines.append(f"plan: {plan['num_workers']} workers{binding}, by {plan['source']}: {plan['reason']}")
+    if status["controller"]:
+        controller = status["controller"]
+        nodes = ", ".join(controller["awaited_nodes"])
+        lines.append(
+            f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
+            + (f"; waits for {nodes} to come" if nodes else "")
+        )
+    for agent in status["agents"]:
+        if agent["waits"]:
+            gives_up = agent["gives_up_in_s"]
+            lines.append(
+                f"node {agent['host']}:{agent['pid']} {agent['waits']}, for {agent['for_s']:.0f} s"
+                + (f", gives up in {max(0.0, gives_up):.0f} s" if gives_up is not None else "")
+            )
     lines.append(f"{'rank':>4}  {'state':<10} {'step':>9}  {'process':<24} worker")
     for worker in status["workers"]:
         rank = "-" if worker["rank"] is None else str(worker["rank"])
         step = f"{worker['step_time_s'] * 1000:.1f} ms" if worker["step_time_s"] else "-"
         process = f"{worker['host']}:{worker['pid']}"
         lines.append(f"{rank:>4}  {worker['state']:<10} {step:>9}  {process:<24} {worker['worker_id']}")
+        if worker["waits"]:
+            lines.append(f"{'':>4}  {worker['waits']}, for {worker['for_s']:.0f} s")
     if status["events"]:
         lines.append("last events:")
         lines += [

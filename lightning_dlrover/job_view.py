@@ -6,18 +6,22 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv import agent_rounds, rounds
+from lightning_dlrover.rdzv.agent_rounds import AgentView, SeenAgent
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Mirror
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
     AgentRound,
+    ControllerRecord,
     EventRecord,
     JobRecord,
     Keys,
@@ -191,6 +195,8 @@ class FoundJob:
     """A job as etcd shows it."""
 
     view: View
+    agents: AgentView
+    controller: ControllerRecord | None
     problems: list[str]  # records that cannot be read; a running job ignores them, people should know
 
 
@@ -209,13 +215,23 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         problems.append(str(error))
 
     view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
+    agent_round, controller = None, None  # of no interest to workers
+    since = {entry.key: entry.create_revision for entry in entries}
     for entry in entries:
-        if entry.key == keys.agent_round:  # of no interest to workers
-            try:
-                decode(AgentRound, entry.value, entry.key)
-            except RecordError as error:
-                bad(entry.key, error)
-    return FoundJob(view, problems)
+        try:
+            if entry.key == keys.agent_round:
+                agent_round = decode(AgentRound, entry.value, entry.key)
+            elif entry.key == keys.controller:
+                controller = decode(ControllerRecord, entry.value, entry.key)
+        except RecordError as error:
+            bad(entry.key, error)
+    agents = AgentView(
+        agents={a: SeenAgent(record, since[keys.agents + a]) for a, record in view.agents.items()},
+        round=agent_round,
+        round_revision=since.get(keys.agent_round, 0),
+        job=view.job,
+    )
+    return FoundJob(view, agents, controller, problems)
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
@@ -299,9 +315,14 @@ class EventLog:
 
 
 def show_status(
-    place: JobPlace, found: FoundJob, profiles: dict[str, StepProfile], events: list[EventRecord]
+    place: JobPlace, found: FoundJob, profiles: dict[str, StepProfile], events: list[EventRecord], now: float | None = None
 ) -> dict[str, Any]:
-    """What `dlrover status` prints, as plain data."""
+    """What `dlrover status` prints, as plain data.
+
+    For how long something lasts is told by the clocks of several hosts (`now`: ours, seconds since the epoch): for people only.
+    """
+    now = time.time() if now is None else now
+    worker_waits, agent_waits = rounds.waits(found.view), agent_rounds.waits(found.agents)
     view = found.view
     job, round_, plan = view.job, view.round, view.plan
     phase: str = job.phase if job else "not started"
@@ -325,15 +346,48 @@ def show_status(
                 "host": record.host,
                 "pid": record.pid,
                 "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
+                "waits": worker_waits[worker],
+                "for_s": _elapsed(record.since, now),
             }
             for worker, record in sorted(
                 view.workers.items(), key=lambda w: (w[0] not in members, members.index(w[0]) if w[0] in members else 0)
             )
         ],
+        "agents": [
+            {
+                "agent_id": agent,
+                "state": seen.record.state,
+                "host": seen.record.host,
+                "pid": seen.record.pid,
+                "waits": agent_waits[agent],
+                "for_s": _elapsed(seen.record.since, now),
+                "gives_up_in_s": seen.record.join_timeout_s - _elapsed(seen.record.since, now)
+                if seen.record.state == "waiting" and seen.record.join_timeout_s
+                else None,
+            }
+            for agent, seen in found.agents.agents.items()
+        ],
+        "controller": _show_controller(found),
         "samples_per_s": rates[0] if rates else None,
         "plan": {"num_workers": plan.num_workers, "source": plan.source, "reason": plan.reason, "binding": plan.binding}
         if plan
         else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
+    }
+
+
+def _elapsed(since: float, now: float) -> float:
+    return max(0.0, now - since) if since else 0.0
+
+
+def _show_controller(found: FoundJob) -> dict[str, Any] | None:
+    if found.controller is None:
+        return None
+    come = {agent.labels.get("node") for agent in found.view.agents.values()}
+    return {
+        "host": found.controller.host,
+        "pid": found.controller.pid,
+        "target": found.controller.target,
+        "awaited_nodes": [node for node in found.controller.apps if node not in come],
     }

@@ -19,6 +19,7 @@ __all__ = [
     "members_of_next_round",
     "num_waiting",
     "participants",
+    "waits",
 ]
 
 
@@ -86,3 +87,22 @@ def num_waiting(view: AgentView, limits: Limits) -> int:
     """Agents that the running ones should restart for: none when the round is full."""
     running = participants(view)
     return len(candidates(view)) if len(running) < limits.max_nodes else 0
+
+
+def waits(view: AgentView) -> dict[str, str]:
+    """What each agent waits for, as half a sentence for people; empty for one whose workers run."""
+    waiting, running = candidates(view), participants(view)
+    found = {}
+    for agent, seen in view.agents.items():
+        record = seen.record
+        if record.state == "running":
+            found[agent] = ""
+        elif view.round is not None and view.round.state == "closed":
+            found[agent] = "the run is closed: about to end"
+        elif running:
+            found[agent] = f"waits for {len(running)} running node{'s' * (len(running) > 1)} to make room"
+        elif (missing := record.min_nodes - len(waiting)) > 0:
+            found[agent] = f"waits for {missing} more node{'s' * (missing > 1)} of at least {record.min_nodes}"
+        else:
+            found[agent] = "last call: waits whether more nodes come"
+    return found

@@ -186,6 +186,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             state="waiting",
             labels={"node": node} if (node := os.environ.get("DLROVER_NODE")) else {},
             address=self._address,
+            min_nodes=config.limits.min_nodes,
+            join_timeout_s=config.join_timeout_s,
         )
         self._wake = threading.Event()
         self._mirror: Mirror | None = None
@@ -475,6 +477,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _register(self, **changes: Any) -> None:
         """Write our record, under a new lease when the old one is lost, and wait until our mirror shows
         it."""
+        if "state" in changes:
+            changes = {"since": time.time(), **changes}
         self._record = dataclasses.replace(self._record, **changes)
         self._write_record()
 

@@ -290,6 +290,7 @@ class Membership:
             port=self._config.port,
             state=state,
             version=self._config.version,
+            since=time.time(),
         )
         self._created_revision = self._client.put(self._own_key, encode(self._record), self._lease)
         self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
@@ -331,6 +332,8 @@ class Membership:
             record = dataclasses.replace(self._record, state=state, round_number=round_number, unreachable=apart)
             if fingerprint is not None:
                 record = dataclasses.replace(record, fingerprint=fingerprint)
+            if (state, round_number) != (self._record.state, self._record.round_number):
+                record = dataclasses.replace(record, since=time.time())
             written = self._client.txn([exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)])
             if not written.succeeded:
                 self._evicted = True

@@ -143,6 +143,9 @@ class AgentRecord:
     round_number: int = 0  # running: agent round it takes part in; waiting: it joins only a later one than this
     address: str = ""  # of this host, for other nodes
     port: int = 0  # running: free port for the workers' MASTER_PORT, should this agent be node rank 0
+    since: float = 0.0  # when it came into this state, seconds since the epoch; for people, never compared
+    min_nodes: int = 0  # waiting: it goes on with so many nodes, or gives up after `join_timeout_s`
+    join_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class WorkerRecord:
     round_number: int = 0
     fingerprint: str = ""  # of the model's parameter names and shapes; empty until the model is built
     version: str = ""  # of lightning_dlrover
+    since: float = 0.0  # when it came into this state, seconds since the epoch; for people, never compared
     # Workers that this one could not reach: other members when round `round_number` did not form, members of the current round
     # while it is `ready`. At most MAX_UNREACHABLE of them.
     unreachable: list[str] = field(default_factory=list)

@@ -16,12 +16,15 @@ ended, or with the proof that its port refuses connections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
-__all__ = ["Patience", "View", "awaited", "losses", "next_round"]
+__all__ = ["Patience", "View", "awaited", "losses", "next_round", "waits"]
+
+
+MORE = "waits for more workers"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,68 @@ def awaited(view: View) -> list[str]:
     if view.failed and not view.lost:
         return [w for w in view.holders if w not in view.failed]
     return []
+
+
+def waits(view: View) -> dict[str, str]:
+    """What each worker waits for, and from whom, as half a sentence for people; empty for one that trains."""
+    is_about_to = next_round(view, 0.0) is not None
+    return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
+
+
+def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
+    record, round_, limits = view.workers[worker], view.round, view.job
+    state, is_member = record.state, round_ is not None and worker in round_.members
+    missing = awaited(view)
+    if limits is None:
+        return "waits for the job's record"
+    if limits.phase in ("finished", "failed"):
+        return f"the job has {limits.phase}: about to end"
+    if state == "standby":
+        return "builds its model and data" + (", asked to leave" if worker in view.drains else "")
+    if not view.survivors:
+        # In `starting` at the very start, `ready` when all who held the state are gone.
+        here = len(view.in_state("ready", "starting"))
+        few = _too_few(here, limits)
+        return few or (f"waits for {', '.join(missing)} to come" if missing else "about to start" if is_about_to else MORE)
+    assert round_ is not None
+    forming = [w for w in view.survivors if view.workers[w].state != "active" or view.workers[w].round_number != round_.number]
+    if state == "starting":
+        return "about to join those who train"
+    if view.lost or view.failed:
+        broken = f"round {round_.number} lost {', '.join(view.lost)}" if view.lost else f"round {round_.number} broke"
+        if worker in missing:
+            return f"{broken}: has not answered"
+        here = len(view.survivors) + len(view.in_state("ready"))
+        few = _too_few(here, limits)
+        if not few and missing:
+            few = f"waits for {', '.join(missing)} to answer"
+        return f"{broken}: {few or ('about to form the next one' if is_about_to else MORE)}"
+    if is_member and worker in forming:
+        return f"enters round {round_.number}" + _with(w for w in forming if w != worker)
+    if is_member and forming:
+        return f"waits for {', '.join(forming)} to enter round {round_.number}"
+    if is_member:
+        return "asked to leave: goes at one of the next steps" if worker in view.drains else ""
+    if worker in view.drains:
+        return "asked to leave"
+    if forming:
+        return f"waits for {', '.join(forming)} to enter round {round_.number}"
+    if _is_cut_off(view, worker):
+        return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
+    if len([w for w in round_.members if w not in view.drains]) >= view.cap:
+        wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
+        return f"spare: waits for a plan that admits it, {wanted}"
+    return "about to be taken in" if is_about_to else MORE
+
+
+def _too_few(here: int, job: JobRecord) -> str:
+    missing = job.min_workers - here
+    return f"waits for {missing} more worker{'s' * (missing > 1)} of at least {job.min_workers}" if missing > 0 else ""
+
+
+def _with(workers: Iterable[str]) -> str:
+    others = ", ".join(workers)
+    return f", as do {others}" if others else ""
 
 
 def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:

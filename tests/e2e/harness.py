@@ -227,8 +227,17 @@ class Job:
     @property
     def round_number(self) -> int:
         """Of the newest round in etcd, whether formed or not."""
+        return self._round.number
+
+    @property
+    def members(self) -> list[str]:
+        """Worker ids of that round in rank order."""
+        return self._round.members
+
+    @property
+    def _round(self) -> RoundRecord:
         entry = self._client.get(Keys(self.run_id).round)
-        return decode(RoundRecord, entry.value, entry.key).number if entry else 0
+        return decode(RoundRecord, entry.value, entry.key) if entry else RoundRecord(0, [], "", "start", planned=True)
 
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
         try:

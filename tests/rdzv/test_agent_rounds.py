@@ -13,6 +13,7 @@ from lightning_dlrover.rdzv.agent_rounds import (
     members_of_next_round,
     num_waiting,
     participants,
+    waits,
 )
 from lightning_dlrover.rdzv.records import AgentRecord, AgentRound
 
@@ -101,3 +102,13 @@ def test_a_dead_member_does_not_hold_up_the_next_round() -> None:
 def test_a_closed_run_forms_no_round() -> None:
     view = _view(AgentRound(2, [], "closed"), _agent("b", "waiting", 2))
     assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == []
+
+
+def test_each_waiting_agent_says_what_it_waits_for() -> None:
+    first, second = _agent("a", "waiting"), _agent("b", "waiting")
+    first = dataclasses.replace(first, record=dataclasses.replace(first.record, min_nodes=3))
+    assert waits(_view(None, first)) == {"a": "waits for 2 more nodes of at least 3"}
+    assert waits(_view(None, first, second))["a"] == "waits for 1 more node of at least 3"
+    running = AgentRound(1, ["c"], "complete")
+    assert waits(_view(running, _agent("c", "running", 1), second)) == {"c": "", "b": "waits for 1 running node to make room"}
+    assert waits(_view(AgentRound(1, [], "closed"), second)) == {"b": "the run is closed: about to end"}

@@ -154,6 +154,7 @@ def test_a_worker_is_told_where_the_jobs_state_is(
         "DLROVER_RUN_ID": keys.run_id,
         "DLROVER_MIN_NODES": "1",
         "DLROVER_MAX_NODES": "3",
+        "DLROVER_HISTORY_TTL_S": "604800",
     }
 
 

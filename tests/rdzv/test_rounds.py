@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round, waits
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
 NAMES = [f"w{i}" for i in range(7)]
@@ -282,3 +282,59 @@ def test_the_first_round_waits_for_every_announced_agent() -> None:
 
 def test_a_finished_job_has_no_further_rounds() -> None:
     assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
+
+
+# --- what people are told -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=500, deadline=None)
+@given(views())
+def test_whatever_the_view_who_is_said_to_be_about_to_go_on_does_so_and_who_is_awaited_is_named(seen: View) -> None:
+    told = waits(seen)
+    assert told.keys() == seen.workers.keys()
+    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in told.values()):
+        assert next_round(seen, 0.0) is not None, told
+    for worker, text in told.items():
+        if " to answer" in text or " to come" in text:
+            assert all(awaited_one in text for awaited_one in awaited(seen)), (worker, text)
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        (view("01"), {"w0": "", "w1": ""}),
+        (
+            view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)),
+            {"w0": "", "w1": "", "w2": "spare: waits for a plan that admits it, the plan wants 2"},
+        ),
+        (view("0123", others="4"), {"w4": "spare: waits for a plan that admits it, at most 4 are allowed"}),
+        (view("01", drains=frozenset({"w1"})), {"w0": "", "w1": "asked to leave: goes at one of the next steps"}),
+        (
+            view("01", workers={"w0": worker("w0", "reforming"), "w1": worker("w1")}),
+            {"w0": "round 1 broke: waits for w1 to answer", "w1": "round 1 broke: has not answered"},
+        ),
+        (
+            view("01", gone="1", job=replace(JOB, min_workers=3)),
+            {"w0": "round 1 lost w1: waits for 2 more workers of at least 3"},
+        ),
+        (
+            view("01", workers={"w0": worker("w0"), "w1": worker("w1", number=0)}),
+            {"w0": "waits for w1 to enter round 1", "w1": "enters round 1"},
+        ),
+        (
+            View(
+                job=JOB,
+                workers={"w0": worker("w0", "starting", 0)},
+                agents={"agent-w1": AgentRecord("agent-w1", "host", 1, 1, "running")},
+            ),
+            {"w0": "waits for agent-w1 to come"},
+        ),
+        (
+            View(job=replace(JOB, min_workers=2), workers={"w0": worker("w0", "starting", 0)}),
+            {"w0": "waits for 1 more worker of at least 2"},
+        ),
+        (view("0", workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)}), {"w1": "builds its model and data"}),
+    ],
+)
+def test_each_worker_says_what_it_waits_for_and_from_whom(seen: View, expected: dict[str, str]) -> None:
+    assert {w: text for w, text in waits(seen).items() if w in expected} == expected

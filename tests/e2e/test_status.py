@@ -1,0 +1,79 @@
+"""`dlrover status` tells what a job that does not go on waits for, from whom, and for how long."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import Job, eventually
+from plain_loop import PlainSettings, run_plain_loop
+
+from lightning_dlrover import cli
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+MakeJob = Callable[..., Job]
+
+
+def status(capsys: object, endpoint: str, run_id: str) -> str:
+    cli.main(["status", "--endpoint", endpoint, run_id])
+    return str(capsys.readouterr().out)  # type: ignore[attr-defined]
+
+
+def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[str]:
+    """The first match of `pattern` in what the command says."""
+    last = ""
+
+    def look() -> re.Match[str] | None:
+        nonlocal last
+        last = status(capsys, endpoint, run_id)
+        return re.search(pattern, last)
+
+    try:
+        return eventually(look, pattern)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}; the last answer was\n{last}") from None
+
+
+def test_of_a_worker_that_is_stopped_its_neighbour_says_that_it_waits_for_it(
+    make_job: MakeJob, etcd: EmbeddedEtcd, capsys: object
+) -> None:
+    job = make_job(PlainSettings(num_steps=3000), script=run_plain_loop)
+    workers = [job.start() for _ in range(3)]
+    job.wait_for_world(3)
+    # Rank 0 convenes, and sees that rank 1 is gone: a worker watches over the one that follows it.
+    pids = [int(worker_id.split("-")[-2]) for worker_id in job.members]
+    _, killed, stopped = sorted(workers, key=lambda worker: pids.index(worker.pid))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    killed.kill()
+    match = said(capsys, etcd.endpoint, job.run_id, r"enters round (\d+), as do (\S+), for (\d+) s")
+    number = match[1]
+    time.sleep(2)
+    again = said(capsys, etcd.endpoint, job.run_id, rf"enters round {number}, as do (\S+), for (\d+) s")
+    assert int(again[2]) >= int(match[3]) + 1
+    os.kill(stopped.pid, signal.SIGCONT)
+    job.wait_for_world(2)
+
+
+def test_of_a_node_that_waits_for_others_it_is_told_for_how_many_and_for_how_long_still(
+    etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, capsys: object
+) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
+        *(f"--rdzv-id={run_id}", "--rdzv-conf=join_timeout=500", "--nnodes=3:4", "--nproc-per-node=1", "--no-python", "true"),
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        pattern = r"waits for 2 more nodes of at least 3, for (\d+) s, gives up in (\d+) s"
+        eventually(lambda: cli.main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come")
+        match = said(capsys, etcd.endpoint, run_id, pattern)
+        assert 0 <= int(match[1]) <= 60
+        assert 400 <= int(match[2]) <= 500
+    finally:
+        process.terminate()
+        process.wait(20)
