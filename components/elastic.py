@@ -21,6 +21,11 @@ def train(
     node: str = "node",
     max_restarts: int = 0,
     key_prefix: str = "",
+    user: str = "",
+    password_file: str = "",
+    ca_cert: str = "",
+    cert: str = "",
+    cert_key: str = "",
     cpu: int = 1,
     gpu: int = 0,
     memMB: int = 1024,
@@ -37,12 +42,22 @@ def train(
         node: name of this node, shown in logs and status
         max_restarts: how often the agent starts a failed worker again by itself
         key_prefix: folder of the job's keys in etcd
+        user: of an etcd that asks who one is
+        password_file: file whose first line is the user's password
+        ca_cert: PEM file of the authority that etcd's certificate is checked against
+        cert: PEM file of the certificate to show to etcd
+        cert_key: PEM file of its key
         cpu: cores
         gpu: accelerators
         memMB: memory
         image: container image or folder, where the scheduler needs one
     """
-    conf = "live=1" + (f",key_prefix={key_prefix}" if key_prefix else "")
+    access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
+    values = {"live": "1", "key_prefix": key_prefix, **access}
+    for name, value in values.items():
+        if "," in value or "=" in value:
+            raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")
+    conf = ",".join(f"{name}={value}" for name, value in values.items() if value)
     return specs.AppDef(
         name=node,
         roles=[

@@ -8,8 +8,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +40,7 @@ class NodeSpec:
     min_workers: int
     max_workers: int
     max_restarts: int = 0
+    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
 
 
 class Target(Protocol):
@@ -101,6 +102,7 @@ class LocalTarget:
             node=node,
             max_restarts=spec.max_restarts,
             key_prefix=spec.prefix,
+            **spec.access,  # type: ignore[arg-type]
         )
         app.roles[0].env |= {PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
         # One worker per node and several nodes per machine: more threads than cores would only get in each other's way.

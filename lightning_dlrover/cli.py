@@ -114,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _place_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one")
+    access = parser.add_argument_group("an etcd that asks who one is", "default: as of the job, else DLROVER_USER and so on")
+    access.add_argument("--user", metavar="NAME")
+    access.add_argument("--password-file", metavar="FILE", help="its first line is the password")
+    access.add_argument("--ca-cert", metavar="FILE", help="PEM: whom to trust for etcd's certificate; makes the connection TLS")
+    access.add_argument("--cert", metavar="FILE", help="PEM: the certificate to show")
+    access.add_argument("--cert-key", metavar="FILE", help="PEM: its key")
     parser.add_argument("--key-prefix", metavar="PREFIX", help="folder of all jobs' keys in etcd (default /dlrover)")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders (default runs)"
@@ -136,7 +142,7 @@ def _workers(text: str) -> tuple[int, int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import JobPlace
+    from lightning_dlrover.job_view import JobPlace, access_from
 
     script = _checked_script(options.script)
     run_id = options.rdzv_id or _new_run_id(script)
@@ -156,7 +162,8 @@ def _run(options: argparse.Namespace) -> int:
                     server = stack.enter_context(EmbeddedEtcd())
                     place, is_alive = JobPlace(run_id, server.endpoint, prefix), server.is_running
                 else:
-                    place, is_alive = JobPlace(run_id, endpoint, prefix), lambda: True
+                    access = _access(options) or access_from(os.environ)
+                    place, is_alive = JobPlace(run_id, endpoint, prefix, access), lambda: True
                 return _run_job(options, script, place, folder, is_alive, hurry)
         except _Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
@@ -195,6 +202,7 @@ def _run_job(
         min_workers=limits.min_workers,
         max_workers=limits.max_workers,
         max_restarts=options.max_restarts,
+        access=place.access,
     )
     # An agent that may start its worker again needs no worker for as long as that takes.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
@@ -318,6 +326,21 @@ def _checked_script(text: str) -> Path:
     return script.resolve()
 
 
+def _access(options: argparse.Namespace) -> dict[str, str]:
+    """The options that say who we are, by the names of `EtcdConfig`.
+
+    Raises:
+        UsageError: a file cannot be read, or its path cannot be handed to the agents.
+    """
+    access = {name: getattr(options, name) for name in ("user", "password_file", "ca_cert", "cert", "cert_key")}
+    for name in set(access) - {"user"}:
+        if access[name] is not None:
+            access[name] = os.path.abspath(access[name])  # nodes may run in another folder
+            if not os.access(access[name], os.R_OK):
+                raise UsageError(f"--{name.replace('_', '-')} {access[name]!r} does not exist or cannot be read")
+    return {name: value for name, value in access.items() if value is not None}
+
+
 def _checked_prefix(text: str | None) -> str:
     from lightning_dlrover.rdzv.records import DEFAULT_PREFIX
 
@@ -402,7 +425,7 @@ def _scale(options: argparse.Namespace) -> int:
     from lightning_dlrover.rdzv.client import Put, absent, modified
     from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, encode
 
-    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
+    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
     with connect_to_job(place, options.run_dir) as client:
         found = read_job(client, place.keys)
         _tell_problems(found.problems)
@@ -441,7 +464,7 @@ def _drain(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import connect_to_job, find_job, read_job
     from lightning_dlrover.rdzv.records import DrainRecord, encode
 
-    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
+    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
     with connect_to_job(place, options.run_dir) as client:
         view = read_job(client, place.keys).view
         if options.worker not in view.workers:
@@ -462,7 +485,7 @@ def _status(options: argparse.Namespace) -> int:
     from lightning_dlrover.perf.samples import StepProfile
     from lightning_dlrover.rdzv.records import RecordError, decode
 
-    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
+    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
     with connect_to_job(place, options.run_dir) as client:
         found = read_job(client, place.keys)
         profiles: dict[str, StepProfile] = {}
@@ -532,7 +555,7 @@ def _report(options: argparse.Namespace) -> int:
     events: list[EventRecord] = []
     folder = options.run_dir / options.job
     try:
-        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir)
+        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
         with connect(place, timeout_s=2.0) as client:
             events = read_events(client.get_prefix(place.keys.events)[1])
     except (EtcdError, JobNotFoundError):
@@ -551,7 +574,7 @@ def _list(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import list_jobs
 
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
-    jobs = list_jobs(endpoint, options.key_prefix, options.run_dir)
+    jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, _access(options))
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     print("\n".join(f"{run_id:<32} {state}" for run_id, state in jobs) or f"no jobs in {where}")
     return EXIT_OK

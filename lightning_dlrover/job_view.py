@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from typing import Any
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv import agent_rounds, rounds
 from lightning_dlrover.rdzv.agent_rounds import AgentView, SeenAgent
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Mirror
+from lightning_dlrover.rdzv.client import (
+    ACCESS_VARIABLES,
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    EtcdUnavailableError,
+    KeyValue,
+    Mirror,
+)
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
@@ -39,6 +48,7 @@ __all__ = [
     "JobFile",
     "JobNotFoundError",
     "JobPlace",
+    "access_from",
     "connect",
     "connect_to_job",
     "find_job",
@@ -68,6 +78,7 @@ class JobPlace:
     run_id: str
     endpoint: str
     prefix: str = DEFAULT_PREFIX
+    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files, as of `EtcdConfig.access`
 
     @property
     def keys(self) -> Keys:
@@ -75,7 +86,7 @@ class JobPlace:
 
     def write(self, folder: Path) -> None:
         """Write `job.json` into the job's run folder, whole or not at all."""
-        content = {"run_id": self.run_id, "endpoint": self.endpoint, "prefix": self.prefix, "pid": os.getpid()}
+        content = {**dataclasses.asdict(self), "pid": os.getpid()}
         unfinished = folder / f".{JOB_FILE}.{os.getpid()}"
         unfinished.write_text(json.dumps(content) + "\n")
         unfinished.replace(folder / JOB_FILE)
@@ -96,18 +107,26 @@ def read_job_file(file: Path) -> JobFile:
     """
     try:
         content = json.loads(file.read_text())
-        place = JobPlace(str(content["run_id"]), str(content["endpoint"]), str(content["prefix"]))
+        access = {name: str(content["access"][name]) for name in ACCESS_VARIABLES if name in content.get("access", {})}
+        place = JobPlace(str(content["run_id"]), str(content["endpoint"]), str(content["prefix"]), access)
         return JobFile(place, int(content["pid"]))
     except FileNotFoundError as error:
         raise JobNotFoundError(
             f"{file} does not exist; name the job's etcd with --endpoint HOST:PORT, or the folder that `dlrover run` wrote "
             "with --run-dir"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JobNotFoundError(f"{file} cannot be read ({error!r}); name the job's etcd with --endpoint HOST:PORT") from error
 
 
-def find_job(run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path) -> JobPlace:
+def access_from(environ: Mapping[str, str]) -> dict[str, str]:
+    """User and files for etcd that the environment names, as an agent exports them to its worker."""
+    return {name: environ[variable] for name, variable in ACCESS_VARIABLES.items() if environ.get(variable)}
+
+
+def find_job(
+    run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
+) -> JobPlace:
     """The place of a job: as given, else from its run folder, else from the environment.
 
     Raises:
@@ -116,19 +135,22 @@ def find_job(run_id: str, endpoint: str | None, prefix: str | None, run_dir: Pat
     file = run_dir / run_id / JOB_FILE
     endpoint = endpoint or (os.environ.get("DLROVER_ENDPOINT") if not file.exists() else None)
     if endpoint:
-        return JobPlace(run_id, endpoint, prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX))
+        folder = prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)
+        return JobPlace(run_id, endpoint, folder, access or access_from(os.environ))
     try:
         place = read_job_file(file).place
     except JobNotFoundError as error:
         raise JobNotFoundError(f"job {run_id!r} is not known: {error}") from error
-    return JobPlace(run_id, place.endpoint, prefix or place.prefix)
+    return JobPlace(run_id, place.endpoint, prefix or place.prefix, access or place.access)
 
 
-def list_jobs(endpoint: str | None, prefix: str | None, run_dir: Path) -> list[tuple[str, str]]:
+def list_jobs(
+    endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
     """Name and state of every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
         folder = (prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)).rstrip("/") + "/"
-        with connect(JobPlace("list", endpoint)) as client:
+        with connect(JobPlace("list", endpoint, folder, access or access_from(os.environ))) as client:
             # Only the jobs' own records are decoded; a job without one has not started yet.
             entries = client.get_prefix(folder)[1]
         phases: dict[str, str] = {}
@@ -163,7 +185,7 @@ def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
     Raises:
         EtcdError: nobody answers there.
     """
-    client = EtcdClient(EtcdConfig(endpoints=place.endpoint, timeout_s=timeout_s))
+    client = EtcdClient(EtcdConfig(place.endpoint, timeout_s=timeout_s, **place.access))
     client.share_lifetime(place.keys.root, HISTORY_TTL_S)
     try:
         client.check()

@@ -23,8 +23,8 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +36,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import grpc  # type: ignore[import-untyped]
 
 __all__ = [
+    "ACCESS_VARIABLES",
     "Compare",
     "Delete",
     "EtcdClient",
@@ -115,13 +116,23 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
     return endpoints
 
 
+ACCESS_VARIABLES = {
+    "user": "DLROVER_USER",
+    "password_file": "DLROVER_PASSWORD_FILE",
+    "ca_cert": "DLROVER_CA_CERT",
+    "cert": "DLROVER_CERT",
+    "cert_key": "DLROVER_CERT_KEY",
+}
+"""Fields of `EtcdConfig` that say who a client is, and the environment variables that agents hand them to workers in."""
+
+
 @dataclass(frozen=True)
 class EtcdConfig:
     """How etcd is reached. TLS is used when `ca_cert` is given or the endpoints start with https://."""
 
     endpoints: str  # host:port,host:port
     user: str | None = None
-    password: str | None = field(default=None, repr=False)
+    password_file: str | None = None  # its first line is the password, which itself is kept nowhere
     ca_cert: str | None = None  # paths of PEM files
     cert: str | None = None
     cert_key: str | None = None
@@ -129,12 +140,26 @@ class EtcdConfig:
 
     def __post_init__(self) -> None:
         parse_endpoints(self.endpoints)
-        if (self.user is None) != (self.password is None):
-            raise ValueError("etcd needs both user and password, or neither")
+        if (self.user is None) != (self.password_file is None):
+            raise ValueError("etcd needs both user and password_file, or neither")
         if (self.cert is None) != (self.cert_key is None):
             raise ValueError("a TLS client certificate needs both cert and cert_key")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}, must be above 0")
+
+    @classmethod
+    def from_environment(cls, endpoints: str, environ: Mapping[str, str], timeout_s: float = 5.0) -> EtcdConfig:
+        """With the user and the files that `to_environment` names."""
+        return cls(endpoints, timeout_s=timeout_s, **{f: environ[v] for f, v in ACCESS_VARIABLES.items() if environ.get(v)})
+
+    def to_environment(self) -> dict[str, str | None]:
+        """What `from_environment` reads; None: not to be set."""
+        return {variable: getattr(self, name) for name, variable in ACCESS_VARIABLES.items()}
+
+    @property
+    def access(self) -> dict[str, str]:
+        """The user and the files that are set, by field."""
+        return {name: value for name in ACCESS_VARIABLES if (value := getattr(self, name)) is not None}
 
     @property
     def uses_tls(self) -> bool:
@@ -256,6 +281,7 @@ class EtcdClient:
         self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
         self._credentials = _tls_credentials(config)
+        _password(config)  # an unreadable file is an error at once, not when the first token is asked for
         self._target_index = random.randrange(len(self._targets))
         self._connection: _Connection | None = None
         self._token: str | None = None
@@ -566,7 +592,7 @@ class EtcdClient:
         with self._lock:
             token = self._token
         if token is None:
-            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=self.config.password)
+            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=_password(self.config))
             timeout_s = max(0.1, deadline - time.monotonic())
             token = str(connection.stub("Auth").Authenticate(request, timeout=timeout_s).token)
             with self._lock:
@@ -912,6 +938,20 @@ def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(
         read("ca_cert", config.ca_cert), read("cert_key", config.cert_key), read("cert", config.cert)
     )
+
+
+def _password(config: EtcdConfig) -> str | None:
+    """Read whenever it is needed: it may be changed while a job runs, and what is kept nowhere cannot leak."""
+    if config.password_file is None:
+        return None
+    what = f"password_file {config.password_file!r} for etcd at {config.endpoints}"
+    try:
+        lines = Path(config.password_file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EtcdError(f"cannot read {what}: {error}") from error
+    if not lines or not lines[0]:
+        raise EtcdError(f"cannot use {what}: it has no first line")
+    return lines[0]
 
 
 def _is_loopback(host: str) -> bool:

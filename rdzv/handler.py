@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
@@ -131,10 +130,9 @@ class HandlerConfig:
 
         etcd_timeout_s = take("etcd_timeout", _seconds, 5.0)
         user = take("user", str, None)
-        password = take("password_file", _first_line, None)
-        ca_cert, cert, cert_key = (take(key, _readable_file, None) for key in ("ca_cert", "cert", "cert_key"))
+        files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
         config = HandlerConfig(
-            etcd=EtcdConfig(params.endpoint, user, password, ca_cert, cert, cert_key, etcd_timeout_s),
+            etcd=EtcdConfig(params.endpoint, user, timeout_s=etcd_timeout_s, **files),
             run_id=params.run_id,
             limits=Limits(params.min_nodes, params.max_nodes),
             key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
@@ -570,11 +568,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
             "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
-            "DLROVER_USER": etcd.user,
-            "DLROVER_PASSWORD": etcd.password,
-            "DLROVER_CA_CERT": etcd.ca_cert,
-            "DLROVER_CERT": etcd.cert,
-            "DLROVER_CERT_KEY": etcd.cert_key,
+            **etcd.to_environment(),
         }
         for name, value in values.items():
             if value is None:
@@ -665,13 +659,6 @@ def _key_prefix(text: str) -> str:
     if not text.startswith("/") or "//" in text or text == "/":
         raise ValueError("it must start with '/' and name a folder of keys, such as /dlrover")
     return text.rstrip("/")
-
-
-def _first_line(path: str) -> str | None:
-    lines = Path(path).read_text().splitlines()
-    if not lines or not lines[0]:
-        raise ValueError("the file is empty")
-    return lines[0]
 
 
 def _readable_file(path: str) -> str | None:

@@ -119,14 +119,7 @@ class WorldConfig:
             ) from error
         workers_per_node = number("LOCAL_WORLD_SIZE", 1)
         return cls(
-            etcd=EtcdConfig(
-                endpoints=endpoints,
-                user=environ.get("DLROVER_USER"),
-                password=environ.get("DLROVER_PASSWORD"),
-                ca_cert=environ.get("DLROVER_CA_CERT"),
-                cert=environ.get("DLROVER_CERT"),
-                cert_key=environ.get("DLROVER_CERT_KEY"),
-            ),
+            etcd=EtcdConfig.from_environment(endpoints, environ),
             run_id=environ["DLROVER_RUN_ID"],
             prefix=environ.get("DLROVER_PREFIX", DEFAULT_PREFIX),
             agent_id=agent_id,

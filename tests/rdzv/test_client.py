@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from torchrun_agent import eventually
@@ -16,6 +17,7 @@ from lightning_dlrover.rdzv.client import (
     Delete,
     EtcdClient,
     EtcdConfig,
+    EtcdError,
     EtcdUnavailableError,
     Get,
     KeyValue,
@@ -55,10 +57,21 @@ def test_what_is_not_an_endpoint_is_refused_with_an_example(text: str) -> None:
         parse_endpoints(text)
 
 
-def test_a_password_is_never_shown() -> None:
-    config = EtcdConfig("a:1", user="u", password="hush")
-    assert "hush" not in repr(config)
-    assert "hush" not in repr(EtcdClient(config))
+def test_a_password_is_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hush\n")
+    client = EtcdClient(EtcdConfig("a:1", user="u", password_file=str(file)))
+    assert "hush" not in repr(client)
+    assert "hush" not in repr(vars(client))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\nsecond line", b"\xff\xfe"])
+def test_a_file_that_holds_no_password_is_named(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(EtcdError, match=f"password_file '{file}' for etcd at a:1"):
+        EtcdClient(EtcdConfig("a:1", user="u", password_file=str(file)))
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.43", "3.5.1", "3.5.29", "3.6.10"])

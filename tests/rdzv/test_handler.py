@@ -243,13 +243,15 @@ def test_a_killed_live_worker_is_reported_and_replaced_without_touching_the_othe
 
 
 def test_with_the_live_hint_a_late_node_starts_beside_workers_that_are_still_importing(
-    start_agent: StartAgent,
+    start_agent: StartAgent, tmp_path: Any
 ) -> None:
-    script = "import os, time; print('STARTED', flush=True); time.sleep(3); print('DONE', flush=True)"
+    enough = tmp_path / "enough"
+    script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.05)"
     first = start_agent(script, nnodes="1:2", conf="live=1,last_call_timeout=60")
     _started(first, "STARTED")
     second = start_agent(script, nnodes="1:2", conf="live=1,last_call_timeout=60")
     _started(second, "STARTED")
+    enough.touch()
     assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
     assert [len(agent.lines("STARTED")) for agent in (first, second)] == [1, 1]
 

@@ -42,11 +42,10 @@ def test_a_missing_variable_is_named_with_what_to_do(missing: str) -> None:
         WorldConfig.from_environment(environ, "1")
 
 
-def test_a_password_is_not_printed() -> None:
-    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD": "secret"}, "1")
+def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
+    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
     assert config is not None
-    assert config.etcd.password == "secret"
-    assert "secret" not in repr(config)
+    assert config.etcd.access == {"user": "me", "password_file": "/secret"}
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------------
