@@ -379,20 +379,22 @@ class EtcdClient:
         attempts: list[None] = []
         response = self._call(f"run a transaction on {keys}", "KV", "Txn", request, attempts)
         revision = int(response.header.revision)
-        if not response.succeeded and len(attempts) > 1 and self._was_applied(success, before):
-            return Txn(True, revision, [])
+        if not response.succeeded and len(attempts) > 1 and (applied := self._was_applied(success, before)):
+            return Txn(True, applied, [])
         ranges = [r.response_range for r in response.responses if r.WhichOneof("response") == "response_range"]
         values = [_key_value(kv) for found in ranges for kv in found.kvs]
         return Txn(bool(response.succeeded), revision, values)
 
-    def _was_applied(self, ops: Sequence[Op], before: int) -> bool:
+    def _was_applied(self, ops: Sequence[Op], before: int) -> int:
+        """The revision at which an earlier attempt carried out `ops`; 0 when none did."""
         puts = [op for op in ops if isinstance(op, Put)]
         for put in puts:
             found = self.get(put.key)
             if found is not None and found.mod_revision > before and (found.value, found.lease_id) == (put.value, put.lease_id):
-                return True
+                return found.mod_revision
         deletes = [op for op in ops if isinstance(op, Delete)]
-        return not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
+        are_gone = not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
+        return self._last_revision if are_gone else 0
 
     def lease(self, ttl_s: float) -> Lease:
         """A new lease; unless kept alive it ends after `ttl_s` (etcd: whole seconds, at least 2)."""

@@ -8,6 +8,7 @@ methods are coroutines so that one and the same code runs in a process, where ea
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,7 @@ __all__ = [
     "Means",
     "Member",
     "MembershipError",
+    "TooLateError",
     "UnreachableError",
     "VoidRoundError",
     "WorldError",
@@ -33,6 +35,9 @@ T = TypeVar("T")
 
 EXIT_ALL_DRAINED = 143
 """As a process ended by SIGTERM: the job stopped before it was done."""
+
+REACH_AGAIN_S = 5.0
+"""How often a joiner that is cut off from a member tries to reach it."""
 
 
 class MembershipError(RuntimeError):
@@ -66,6 +71,10 @@ class UnreachableError(WorldError):
     def __init__(self, text: str, workers: Sequence[str]) -> None:
         super().__init__(text)
         self.workers = list(workers)
+
+
+class TooLateError(WorldError):
+    """What was awaited did not come in time."""
 
 
 class VoidRoundError(Exception):
@@ -108,7 +117,7 @@ class Means(Protocol):
         """What `found` says of the view as soon as it is not None; meanwhile the dead among `probe` are buried.
 
         Raises:
-            WorldError: `what` did not come in time.
+            TooLateError: `what` did not come in time.
             EvictedError: this worker's record is gone.
         """
 
@@ -119,6 +128,9 @@ class Means(Protocol):
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         """Remove the records of those whose process is certainly gone."""
+
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        """Those to whose port no connection can be made from here, though it is not refused."""
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         """The process group of a round that this worker is a member of.
@@ -196,8 +208,6 @@ class Member:
         return await self._enter(await self._next_after(broken), hello)
 
     async def _await_admission(self) -> RoundRecord:
-        await self._means.write("ready", self.number, self._fingerprint)
-
         def look(view: View) -> RoundRecord | None:
             if view.round is not None and self.worker_id in view.round.members and view.round.number > self.number:
                 return view.round
@@ -205,8 +215,14 @@ class Member:
                 raise LeftOutError(view.round or RoundRecord(0, [], "the job ended", "stop", planned=True))
             return None
 
-        # A spare may wait as long as the job runs.
-        return await self._means.until(look, "a round that needs this worker", timeout_s=float("inf"))
+        while True:
+            round_ = self._means.view.round
+            cut_off = await self._means.out_of_reach(round_.members if round_ else [])
+            await self._means.write("ready", self.number, self._fingerprint, cut_off)
+            # A spare may wait as long as the job runs.
+            patience_s = REACH_AGAIN_S if cut_off else float("inf")
+            with contextlib.suppress(TooLateError):
+                return await self._means.until(look, "a round that needs this worker", patience_s)
 
     async def _enter(self, target: RoundRecord, hello: bytes) -> Formation:
         while True:

@@ -35,7 +35,6 @@ from lightning_dlrover.rdzv.client import (
     Mirror,
     Put,
     absent,
-    exists,
     modified,
 )
 from lightning_dlrover.rdzv.convener import Convener, burial
@@ -67,6 +66,7 @@ __all__ = [
     "MembershipError",
     "dead_workers",
     "read_view",
+    "silent_workers",
 ]
 
 log = logging.getLogger(__name__)
@@ -154,34 +154,43 @@ def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> lis
 
     A worker that does not answer at all (host gone, process stopped) is not in the list: its lease decides.
     """
-    dead: list[str] = []
+    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code == errno.ECONNREFUSED]
+
+
+def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
+    """Ids of the workers to whose port no connection can be made though nobody refuses it: cut off, or their host is gone."""
+    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code not in (0, errno.ECONNREFUSED)]
+
+
+def _knock(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, int]:
+    """What trying to connect to each worker's port gives: 0, or an error number."""
+    answers: dict[str, int] = {}
     with selectors.DefaultSelector() as selector:
         for record in records:
             try:
                 family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
             except OSError:
+                answers[record.worker_id] = errno.EHOSTUNREACH
                 continue
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             code = sock.connect_ex(target)
-            if code == errno.ECONNREFUSED:
-                dead.append(record.worker_id)
-                sock.close()
-            elif code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+            if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                answers[record.worker_id] = errno.ETIMEDOUT
                 selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
             else:
+                answers[record.worker_id] = code
                 sock.close()
         deadline = time.monotonic() + timeout_s
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 sock = key.fileobj  # type: ignore[assignment]
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
-                    dead.append(key.data)
+                answers[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 selector.unregister(sock)
                 sock.close()
         for key in list((selector.get_map() or {}).values()):
             key.fileobj.close()  # type: ignore[union-attr]
-    return dead
+    return answers
 
 
 def _is_loopback(address: str) -> bool:
@@ -217,7 +226,7 @@ class Membership:
         self._on_view = on_view
         self._on_tick = on_tick
         self._record: WorkerRecord | None = None
-        self._created_revision = 0
+        self._created = self._modified = 0  # revisions of our record: when it was made, and of our last write
         self._write_lock = threading.Lock()
         self._cache: dict[str, _Decoded] = {}
         self._changed = threading.Condition()
@@ -292,8 +301,13 @@ class Membership:
             version=self._config.version,
             since=time.time(),
         )
-        self._created_revision = self._client.put(self._own_key, encode(self._record), self._lease)
-        self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
+        # Guarded like every write of it: a repetition that arrives late, when we have moved on, must not bring this one back.
+        made = self._client.txn([absent(self._own_key)], [Put(self._own_key, encode(self._record), self._lease.id)])
+        self._created = self._modified = made.revision
+        try:
+            self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
+        except TimeoutError as error:
+            raise EvictedError(self._evicted_text()) from error  # its lease may have ended, as when it was stopped meanwhile
         self._thread.start()
         return state
 
@@ -334,11 +348,14 @@ class Membership:
                 record = dataclasses.replace(record, fingerprint=fingerprint)
             if (state, round_number) != (self._record.state, self._record.round_number):
                 record = dataclasses.replace(record, since=time.time())
-            written = self._client.txn([exists(self._own_key)], [Put(self._own_key, encode(record), self._lease.id)])
-            if not written.succeeded:
-                self._evicted = True
-                raise EvictedError(self._evicted_text())
-            self._record = record
+            put = Put(self._own_key, encode(record), self._lease.id)
+            while not (written := self._client.txn([modified(self._own_key) == self._modified], [put])).succeeded:
+                entry = self._client.get(self._own_key)
+                if entry is None or entry.create_revision != self._created:
+                    self._evicted = True
+                    raise EvictedError(self._evicted_text())
+                self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+            self._record, self._modified = record, written.revision
 
     def leave(self) -> None:
         """Remove this worker's records; it is no longer alive for the others."""

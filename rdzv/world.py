@@ -49,12 +49,13 @@ from lightning_dlrover.rdzv.member import (
     LeftOutError,
     Member,
     MembershipError,
+    TooLateError,
     UnreachableError,
     VoidRoundError,
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, silent_workers
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, RecordError, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
@@ -534,10 +535,10 @@ class World:
                 return store
             self.membership.bury_the_dead(target.members[:1])
             if time.monotonic() > deadline:
-                raise UnreachableError(
+                raise self._too_late(
+                    target,
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}",
-                    target.members[:1],
                 )
             self._pause(0.02)
 
@@ -553,9 +554,9 @@ class World:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(missing)
             if time.monotonic() > deadline:
-                raise UnreachableError(
+                raise self._too_late(
+                    target,
                     f"round {target.number}: waited {self.config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
-                    missing,
                 )
             # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
             self._pause(0.003)
@@ -585,8 +586,14 @@ class World:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(target.members)
             if time.monotonic() > deadline:
-                raise WorldError(f"round {target.number}: the workers could not connect to each other")
+                raise self._too_late(target, f"round {target.number}: the workers could not connect to each other")
         return connected.result()
+
+    def _too_late(self, target: RoundRecord, text: str) -> UnreachableError:
+        """Names those that are out of reach from here; who merely is late, as in a long validation run, is not."""
+        workers = self.membership.view.workers
+        others = [workers[w] for w in target.members if w in workers and w != self.worker_id]
+        return UnreachableError(text, silent_workers(others))
 
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.is_void(self.membership.view, target.number):
@@ -683,7 +690,7 @@ class _Means:
         try:
             return membership.wait_for(found, timeout_s or self._world.config.wait_timeout_s, what, tick)
         except TimeoutError as error:
-            raise WorldError(str(error)) from error
+            raise TooLateError(str(error)) from error
 
     async def write(
         self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
@@ -700,6 +707,10 @@ class _Means:
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         self._world.membership.bury_the_dead(workers)
+
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        records = self.view.workers
+        return silent_workers(records[w] for w in workers if w in records and w != self.worker_id)
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_dlrover.rdzv.client import Delete, EtcdClient, EtcdConfig, Put
+from lightning_dlrover.rdzv.client import Delete, EtcdClient, EtcdConfig, EtcdUnavailableError, Put
 from lightning_dlrover.rdzv.membership import (
     EvictedError,
     JobClosedError,
@@ -20,6 +20,7 @@ from lightning_dlrover.rdzv.membership import (
     MembershipError,
     dead_workers,
     read_view,
+    silent_workers,
 )
 from lightning_dlrover.rdzv.records import (
     DrainRecord,
@@ -230,6 +231,7 @@ def test_only_a_port_that_refuses_proves_a_death() -> None:
         ]
         began = time.monotonic()
         assert dead_workers(records) == ["dead"]
+        assert silent_workers(records) == ["silent", "unknown"]
         assert time.monotonic() - began < 5.0
 
 
@@ -286,6 +288,52 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     eventually(lambda: second.membership.evicted)
     new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
     assert new
+
+
+def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gave up waiting for an answer asks again, and the first request may still be on its way to etcd."""
+    worker = start()
+    sent = []
+    carry_out = worker.client.txn
+
+    def txn(compare: Any, success: Any) -> Any:
+        sent.append((compare, success))
+        return carry_out(compare, success)
+
+    monkeypatch.setattr(worker.client, "txn", txn)
+    worker.membership.register()
+    worker.membership.update("standby")
+    worker.membership.update("ready")
+    key = worker.membership.keys.workers + worker.worker_id
+    earlier = [(compare, ops) for compare, ops in sent if [op.key for op in ops] == [key]]
+    assert len(earlier) == 3
+    for compare, ops in earlier:
+        assert not carry_out(compare, ops).succeeded
+    entry = worker.client.get(key)
+    assert entry is not None
+    assert decode(WorkerRecord, entry.value, key).state == "ready"
+
+
+def test_a_worker_whose_write_was_carried_out_without_an_answer_writes_on(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    worker.membership.register()
+    carry_out = worker.client.txn
+
+    def txn(compare: Any, success: Any) -> Any:
+        carry_out(compare, success)
+        raise EtcdUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.client, "txn", txn)
+        with pytest.raises(EtcdUnavailableError):
+            worker.membership.update("standby")
+    worker.membership.update("standby")
+    worker.membership.update("ready", 3)
+    assert worker.wait_for(lambda view: view.workers[worker.worker_id] if view.workers[worker.worker_id].round_number else None)
 
 
 # --- etcd goes away -----------------------------------------------------------------------------------------------------------
