@@ -1,0 +1,276 @@
+"""What holds in every run, whatever goes wrong; `Checks` raises `Violation` at the moment it does not.
+
+- one-number: The numbers of rounds grow by one; no two rounds with one number ever exist in etcd's history.
+- fence: Each round is written by the holder of the election key at that revision.
+- members: A round's members are distinct; whoever is added stands at the training loop's entrance (never `standby`); who held
+  the state and was left out never comes back under its id.
+- cap: A planned round is not larger than what the plan and the job allow when it is decided, unless those who were asked to
+  leave hand over in it. Nobody who was asked to leave is added.
+- rank-order: Survivors come first and keep their order, so rank 0 is a survivor if there is one.
+- alone: A step is made by exactly the members of one round, in that round, all standing on the same state.
+- no-ghosts: A group whose round ended without an agreement, and a worker whose record is gone, make no step any more once one
+  of them has had undisturbed contact with etcd for `NOTICE_S`: no two groups go on for longer.
+- one-boundary: All that leave one round for another by a vote do so at the same step.
+- state-kept: Those who meet stand within one update of each other, and on the same state where at the same step. The job starts
+  over only if no living member of the round before, whose record exists, has the state.
+- samples: The shares of a step are disjoint and together the whole batch, so each sample of the surviving history counts once.
+- patience: An unplanned round leaves out only the dead, those who stepped back for want of the state, those who have not
+  answered for `REGROUP_S` while etcd could be reached, and those who are out of reach of others; whoever does not answer for
+  longer is left out. Members that do not reach each other do not try again for ever.
+- given-up: Nobody waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
+- progress: Once nothing new goes wrong, everybody who can train does within `SETTLE_S`, steps are made, and nobody who was
+  asked to leave, nor anybody without a record, still trains. A job below its minimum waits: it goes on when there are enough
+  again. No worker ends with an error other than that the job went on without it.
+- sound: No assertion of the code under test fails.
+
+A clock that jumps has nothing to act on: wall time is written into records, `created_at`, and never compared. Each worker's own
+clock has another zero and a rate of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.rdzv.client import KeyValue
+from lightning_dlrover.rdzv.member import Formation
+from lightning_dlrover.rdzv.records import RoundRecord, decode
+from lightning_dlrover.rdzv.rounds import View, awaited, next_round
+
+from .etcd import Written
+from .process import BATCH, Hello, Meeting, Worker
+
+if TYPE_CHECKING:
+    from .job import Job
+
+__all__ = ["INVARIANTS", "NOTICE_S", "SETTLE_S", "Checks", "Violation"]
+
+NOTICE_S = 10.0
+REGROUP_S = 8.0
+SETTLE_S = 240.0
+MAX_ATTEMPTS = 3
+
+INVARIANTS = [line[2:].split(":")[0] for line in (__doc__ or "").splitlines() if line.startswith("- ")]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        assert invariant in INVARIANTS
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+class Checks:
+    """Watches one run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rounds: dict[int, tuple[RoundRecord, float]] = {}  # and when it was written
+        self.num_steps = 0
+        self.last_step_at = 0.0
+        self._holders: dict[int, list[str]] = {}  # by round: members of the one before that had the state when it was written
+        self._left_out: dict[str, int] = {}
+        self._boundaries: dict[tuple[int, int], int] = {}
+        self._gone_since: dict[str, float] = {}
+        self._reports: dict[int, tuple[float, float]] = {}  # by round: when the first and the last member said that it failed
+        self._elected_at = 0.0
+
+    # --- writes
+
+    def wrote(self, written: Written) -> None:
+        keys = self.job.keys
+        if written.key == keys.round and written.value is not None:
+            before = self.job.etcd.copies[written.revision - 1]
+            round_ = decode(RoundRecord, written.value, written.key)
+            self._wrote_round(written, round_, before, self.job.etcd.views[written.revision - 1])
+        elif written.key == keys.convener:
+            self._elected_at = written.at
+        elif written.key.startswith(keys.workers):
+            worker_id = written.key.removeprefix(keys.workers)
+            if written.value is None:
+                self._gone_since[worker_id] = written.at
+            else:
+                self._gone_since.pop(worker_id, None)  # a registration that was repeated, the first one buried meanwhile
+            view = self.job.etcd.views[-1]
+            if view.round is not None:
+                first = self._reports.get(view.round.number, (written.at, 0.0))[0]
+                if view.failed:
+                    self._reports[view.round.number] = (first, written.at)
+
+    def _wrote_round(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], seen: View) -> None:
+        old = seen.round
+        self.job.kernel.log(written.writer, "writes round", new.number, new.kind, *new.members)
+        expected = old.number + 1 if old else 1
+        if new.number != expected or new.number in self.rounds:
+            raise Violation("one-number", f"{written.writer} wrote round {new.number} where {expected} was next")
+        election = before.get(self.job.keys.convener)
+        if election is None or election.value.decode() != written.writer:
+            raise Violation("fence", f"round {new.number} was written by {written.writer}, elected is {election}")
+        if len(set(new.members)) != len(new.members):
+            raise Violation("members", f"{new} names a worker twice")
+        members = old.members if old else []
+        for worker_id in new.members:
+            if worker_id in self._left_out:
+                raise Violation("members", f"{new}: {worker_id} was left out in round {self._left_out[worker_id]}")
+        kept = [w for w in members if w in new.members]
+        if kept != new.members[: len(kept)]:
+            raise Violation("rank-order", f"{new} follows {old}")
+        for worker_id in members:
+            if worker_id not in new.members and self.job.workers[worker_id].state is not None:
+                self._left_out[worker_id] = new.number
+        self._holders[new.number] = [] if new.kind == "stop" else [w for w in members if self._holds(w)]
+        self.rounds[new.number] = (new, written.at)
+
+    def _holds(self, worker_id: str) -> bool:
+        worker = self.job.workers[worker_id]
+        return worker.state is not None and worker.process.alive and worker.own_key in self.job.etcd.entries
+
+    def decided(self, convener: Worker, seen: View, new: RoundRecord) -> None:
+        """What a convener is about to write, judged by what it saw."""
+        members = seen.round.members if seen.round else []
+        added = [w for w in new.members if w not in members]
+        for worker_id in added:
+            if worker_id not in seen.workers or seen.workers[worker_id].state == "standby":
+                raise Violation("members", f"{new} takes in {worker_id}, which is {seen.workers.get(worker_id)}")
+            if worker_id in seen.drains:
+                raise Violation("cap", f"{new} takes in {worker_id}, which was asked to leave")
+        if new.planned and len(new.members) > seen.cap and not set(new.members) & seen.drains:
+            raise Violation("cap", f"{new} has more than {seen.cap} members")
+
+        if not new.planned and seen.survivors:
+            self._is_patient(seen, new)
+
+    def _is_patient(self, seen: View, new: RoundRecord) -> None:
+        assert seen.round is not None
+        now = self.job.kernel.now
+        left_out = [w for w in seen.survivors if w not in new.members and w not in seen.stepped_back]
+        if left_out and seen.apart:
+            return
+        first = max(self._reports.get(seen.round.number, (now, now))[0], self.job.etcd.back_since)
+        for worker_id in left_out:
+            if worker_id in seen.failed:
+                raise Violation("patience", f"{new} leaves out {worker_id}, which has answered")
+            if now - first < 0.9 * REGROUP_S:
+                raise Violation("patience", f"{new} leaves out {worker_id} after {now - first:.1f} s")
+        if new.kind == "retry" and seen.round.apart_attempts > MAX_ATTEMPTS:
+            assert seen.job is not None
+            for size in range(len(seen.survivors), seen.job.min_workers - 1, -1):
+                for group in itertools.combinations(seen.survivors, size):
+                    if seen.apart and not any(frozenset(pair) in seen.apart for pair in itertools.combinations(group, 2)):
+                        raise Violation("patience", f"{new} tries again although {group} reach each other: {seen.apart}")
+
+    def convenes(self, worker: Worker, seen: View) -> None:
+        number = seen.round.number if seen.round else 0
+        election = worker.entries.get(self.job.keys.convener)
+        if number not in self._reports or election is None or election.value.decode() != worker.id:
+            return
+        since = max(self._reports[number][1], self._elected_at, worker.client.clean_since, self.job.etcd.back_since)
+        if self.job.kernel.now - since > REGROUP_S + 4.0 and awaited(seen) and next_round(seen, 1e9) is not None:
+            raise Violation("patience", f"{worker.id} still waits for {awaited(seen)} of round {number}")
+
+    def waits(self, worker: Worker, target: RoundRecord) -> None:
+        view = self.job.etcd.views[-1]
+        if view.round is None or view.round.number != target.number or not any(w != worker.id for w in view.failed):
+            return
+        if self._should_know([worker.id], self._reports[target.number][0], NOTICE_S / 2):
+            raise Violation("given-up", f"{worker.id} still waits for {target}, given up by {view.failed}")
+
+    # --- groups
+
+    def formed(self, worker: Worker, meeting: Meeting) -> None:
+        self.job.kernel.log(worker.id, "has formed", meeting.round.number)
+
+    def settles(self, worker: Worker, formation: Formation) -> None:
+        hellos = {w: Hello.decode(h) for w, h in formation.hellos.items()}
+        standing = {w: h for w, h in hellos.items() if h is not None}
+        if standing:
+            steps = [h.step for h in standing.values()]
+            if max(steps) - min(steps) > 1:
+                raise Violation("state-kept", f"round {formation.round.number} brings {standing} together")
+            tokens: dict[int, int] = {}
+            for w, h in standing.items():
+                if tokens.setdefault(h.step, h.token) != h.token:
+                    raise Violation(
+                        "state-kept", f"{w} of round {formation.round.number} stands on another history: {standing}"
+                    )
+            return
+        for w in self._holders.get(formation.round.number, []):
+            if self._holds(w):
+                raise Violation("state-kept", f"round {formation.round.number} starts over although {w} has the state")
+
+    def completed(self, meeting: Meeting, key: object, values: dict[str, Any]) -> None:
+        if not isinstance(key, tuple) or key[0] != "step":
+            return
+        round_ = meeting.round
+        shares = [share for share, _ in values.values()]
+        if list(values) and sorted(values) != sorted(round_.members):
+            raise Violation("alone", f"a step of {round_} was made by {sorted(values)}")
+        if len({token for _, token in values.values()}) > 1:
+            raise Violation("alone", f"a step of {round_} was made on different states")
+        for worker_id in values:
+            formation = self.job.workers[worker_id].member.formation
+            if formation is None or formation.round.number != round_.number:
+                raise Violation("alone", f"{worker_id} makes a step of {round_} while it is in {formation}")
+        if sum(map(len, shares)) != BATCH or frozenset().union(*shares) != frozenset(range(BATCH)):
+            raise Violation("samples", f"the shares of a step of {round_} are {[sorted(s) for s in shares]}")
+        self._no_ghosts(round_, values)
+        self.num_steps += 1
+        self.last_step_at = self.job.kernel.now
+
+    def _no_ghosts(self, round_: RoundRecord, values: dict[str, Any]) -> None:
+        now = self.job.kernel.now
+        following = self.rounds.get(round_.number + 1)
+        if following is not None:
+            ends = [at for n, (new, at) in self.rounds.items() if n > round_.number and not new.planned]
+            if ends and self._should_know(values, min(ends)):
+                raise Violation("no-ghosts", f"round {round_.number} still makes steps {now - min(ends):.1f} s after its end")
+        for worker_id in values:
+            since = self._gone_since.get(worker_id)
+            if since is not None and self._should_know([worker_id], since):
+                raise Violation("no-ghosts", f"{worker_id} makes a step {now - since:.1f} s after its record went")
+
+    def _should_know(self, workers: Any, since: float, notice_s: float = NOTICE_S) -> bool:
+        """Whether one of `workers` has had undisturbed contact with etcd for `notice_s` after `since`."""
+        clients = [self.job.workers[w].client for w in workers]
+        if self.job.etcd.loss > 0.0:
+            notice_s = 4 * NOTICE_S  # every request may take several attempts
+        return any(c.is_fresh and self.job.kernel.now - max(since, c.clean_since) > notice_s for c in clients)
+
+    def switches(self, worker: Worker, number: int) -> None:
+        assert worker.meeting is not None
+        assert worker.state is not None
+        step = worker.state.step
+        if self._boundaries.setdefault((worker.meeting.round.number, number), step) != step:
+            raise Violation("one-boundary", f"{worker.id} switches to round {number} at step {step}, others at another")
+
+    def failed(self, worker: Worker, error: BaseException) -> None:
+        raise Violation("progress", f"{worker.id} ended with {error!r}")
+
+    # --- the end
+
+    def missing(self) -> str:
+        """What is not yet as it should be when nothing goes wrong any more; empty when all is."""
+        job, view = self.job, self.job.etcd.views[-1]
+        if any(node.side for node in job.nodes):
+            return "the network is still parted"
+        processes = [w for w in job.workers.values() if w.process.alive]
+        staying = [w.id for w in processes if w.id not in view.drains]
+        if job.restarting:
+            return "nodes are starting workers"
+        if any(w.id in view.drains for w in processes):
+            return f"asked to leave, but still there: {[w.id for w in processes if w.id in view.drains]}"
+        round_ = view.round
+        if round_ is None or len(round_.members) != min(len(staying), view.cap):
+            return f"{len(staying)} workers, cap {view.cap}, but {round_}"
+        for worker_id in round_.members:
+            record = view.workers.get(worker_id)
+            if not job.workers[worker_id].process.alive:
+                return f"{worker_id} of {round_} is dead"
+            if record is None or record.state != "active" or record.round_number != round_.number:
+                return f"{worker_id} of {round_} is {record}"
+        unknown = [w.id for w in processes if w.own_key not in job.etcd.entries]
+        if unknown:
+            return f"alive without a record: {unknown}"
+        return "" if job.kernel.now - self.last_step_at < 3.0 else f"no step since {self.last_step_at:.1f} s: {round_}"

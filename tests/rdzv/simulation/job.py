@@ -1,0 +1,130 @@
+"""One job: its nodes with an agent each, who reaches whom, and what its workers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dlrover.rdzv.client import Delete, Put
+from lightning_dlrover.rdzv.convener import burial
+from lightning_dlrover.rdzv.records import AgentRecord, Keys, RoundRecord, encode
+
+from .etcd import Etcd
+from .invariants import Checks
+from .kernel import Kernel
+from .process import LEASE_S, Meeting, State, Worker
+
+__all__ = ["Job", "Node"]
+
+
+@dataclass
+class Node:
+    number: int
+    alive: bool = True
+    side: int = 0  # nodes on different sides do not reach each other
+    worker: Worker | None = None
+
+
+class Job:
+    def __init__(self, seed: int) -> None:
+        self.kernel = kernel = Kernel(seed)
+        rng = kernel.rng
+        self.keys = Keys("job", "/sim")
+        self.etcd = Etcd(kernel, self.keys)
+        self.checks = Checks(self)
+        self.etcd.on_write = self.checks.wrote
+        self.min_workers = rng.choice([1, 1, 1, 2, 2, 3])
+        self.max_workers = self.min_workers + rng.randint(0, 3)
+        self.step_s = rng.choice([0.3, 0.6, 1.0])
+        self.workers: dict[str, Worker] = {}
+        self.nodes: list[Node] = []
+        self.restarting = 0
+        self._meetings: dict[tuple[int, tuple[str, ...]], Meeting] = {}
+        self._updates: dict[tuple[int, int], State] = {}
+        self._num_tokens = 0
+
+    # --- nodes
+
+    def start_node(self, delay_s: float) -> None:
+        node = Node(len(self.nodes))
+        self.nodes.append(node)
+        agent = AgentRecord(f"agent-{node.number}", "host", 1, 1, "running")
+        self.etcd.txn([], [Put(self.keys.agents + agent.agent_id, encode(agent))])
+        self._start_worker(node, delay_s)
+
+    def _start_worker(self, node: Node, delay_s: float) -> None:
+        self.restarting += 1
+
+        def start() -> None:
+            self.restarting -= 1
+            if node.alive:
+                worker = Worker(self, f"w{len(self.workers)}", node.number)
+                self.workers[worker.id] = node.worker = worker
+                self.kernel.log(worker.id, "starts on node", node.number)
+                worker.begin()
+
+        self.kernel.after(delay_s, start)
+
+    def lose_node(self, node: Node) -> None:
+        node.alive = False
+        if node.worker is not None:
+            node.worker.kill()
+        self.kernel.after(LEASE_S, lambda: self._forget_agent(node))
+
+    def _forget_agent(self, node: Node) -> None:
+        self.etcd.txn([], [Delete(f"{self.keys.agents}agent-{node.number}")])
+
+    def ended(self, worker: Worker) -> None:
+        """The agent's part: it buries the worker, and starts another unless it has left for good."""
+        node = self.nodes[worker.node]
+        if not node.alive:
+            return
+        if worker.outcome == "left":
+            self._forget_agent(node)
+            return
+        delay_s = 0.05 + self.kernel.rng.random()
+
+        def bury() -> None:
+            if node.alive and self.etcd.up:
+                for write in burial(self.etcd.entries, self.keys, worker.id):
+                    self.etcd.txn(write.compare, write.ops)
+
+        self.kernel.after(delay_s, bury)
+        self._start_worker(node, delay_s + self.kernel.rng.random())
+
+    @property
+    def num_staying(self) -> int:
+        """Workers that are there or about to be, and were not asked to leave."""
+        drains = self.etcd.views[-1].drains
+        return self.restarting + sum(w.process.alive and w.id not in drains for w in self.workers.values())
+
+    # --- who reaches whom
+
+    def connected(self, one: str, other: str) -> bool:
+        a, b = self.nodes[self.workers[one].node], self.nodes[self.workers[other].node]
+        return a is b or (a.alive and b.alive and a.side == b.side)
+
+    def refuses(self, by: str, worker_id: str) -> bool:
+        """Whether the worker's port is known to be closed: its process is gone, its node is not."""
+        worker = self.workers.get(worker_id)
+        return worker is not None and not worker.process.alive and self.connected(by, worker_id)
+
+    # --- what is shared
+
+    def meeting(self, round_: RoundRecord) -> Meeting:
+        return self._meetings.setdefault((round_.number, tuple(round_.members)), Meeting(self, round_))
+
+    @property
+    def meetings(self) -> list[Meeting]:
+        return list(self._meetings.values())
+
+    def start_over(self) -> State:
+        self._num_tokens += 1
+        return State(0, self._num_tokens)
+
+    def update(self, state: State, meeting: Meeting) -> State:
+        """The state after a step that a group made together: the same on all its members."""
+        key = (state.token, meeting.round.number)
+        if key not in self._updates:
+            self._num_tokens += 1
+            self._updates[key] = State(state.step + 1, self._num_tokens)
+        return self._updates[key]

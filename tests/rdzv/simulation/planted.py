@@ -1,0 +1,356 @@
+"""Bugs that the simulation must find: each replaces a small piece of the code under test.
+
+With each stands which invariant shows it, and a seed from which on it is found soon: rare ones need some hundred runs from 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from lightning_dlrover.rdzv import convener as convener_module
+from lightning_dlrover.rdzv import rounds as rounds_module
+from lightning_dlrover.rdzv.client import KeyValue, Put, exists
+from lightning_dlrover.rdzv.convener import Convener, Write
+from lightning_dlrover.rdzv.member import Member
+from lightning_dlrover.rdzv.records import RoundRecord, encode
+from lightning_dlrover.rdzv.rounds import Patience, View
+
+from . import process as process_module
+from .etcd import Client, Etcd
+from .process import Worker
+
+__all__ = ["BUGS", "planted"]
+
+Patch = contextlib.AbstractContextManager[Any]
+BUGS: dict[str, Bug] = {}
+
+
+@dataclass(frozen=True)
+class Bug:
+    plant: Callable[[], list[Patch]]
+    invariant: str
+    near: int  # seed
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in BUGS[name].plant():
+            stack.enter_context(patch)
+        yield
+
+
+def bug(name: str, invariant: str, near: int = 0) -> Callable[[Callable[[], list[Patch]]], None]:
+    def keep(plant: Callable[[], list[Patch]]) -> None:
+        BUGS[name] = Bug(plant, invariant, near)
+
+    return keep
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """`make` gets what is there and gives what shall be there instead."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _view_property(name: str, found: Callable[[View], Any]) -> Patch:
+    return mock.patch.object(View, name, property(found))
+
+
+# --- the convener ------------------------------------------------------------------------------------------------------------
+
+
+def _changed_write(change: Callable[[Convener, Mapping[str, KeyValue], View, Write], Write]) -> Patch:
+    def make(original: Any) -> Any:
+        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
+            write: Write | None = original(self, entries, view, *rest)
+            return write if write is None or write.round is None else change(self, entries, view, write)
+
+        return next_write
+
+    return _replace(Convener, "next_write", make)
+
+
+@bug("fence removed", "one-number")
+def _() -> list[Patch]:
+    """A round is guarded by nothing: neither by the election nor by the round that it follows."""
+    return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=()))]
+
+
+@bug("fence without the election", "fence", near=40)
+def _() -> list[Patch]:
+    """Only the round before is compared: whoever thinks to be in office may write."""
+    return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[1:]))]
+
+
+@bug("round not guarded", "one-number")
+def _() -> list[Patch]:
+    """The election is compared, the round that is followed is not: after a lost answer a number comes twice."""
+    return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[:1]))]
+
+
+@bug("election key without lease", "progress")
+def _() -> list[Patch]:
+    """A convener that vanished stays in office for ever, as nobody unseats it either."""
+
+    def stand(self: Convener) -> Write:
+        write = original(self)
+        (put,) = write.ops
+        return dataclasses.replace(write, ops=(dataclasses.replace(put, lease_id=0),))
+
+    original = Convener._stand
+    return [
+        mock.patch.object(Convener, "_stand", stand),
+        mock.patch.object(Convener, "_unseat", return_value=None),
+    ]
+
+
+@bug("a lost office is not noticed", "fence", near=130)
+def _() -> list[Patch]:
+    """Once elected, a worker convenes whatever the election key says, under the fence of whoever holds it."""
+
+    def make(original: Any) -> Any:
+        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
+            election = entries.get(self._keys.convener)
+            if election is not None and election.value == self._worker_id.encode():
+                self._was_elected = True  # type: ignore[attr-defined]
+            elif election is not None and getattr(self, "_was_elected", False):
+                entries = {**entries, election.key: dataclasses.replace(election, value=self._worker_id.encode())}
+            write: Write | None = original(self, entries, view, *rest)
+            return write
+
+        return next_write
+
+    return [_replace(Convener, "next_write", make)]
+
+
+@bug("an unknown outcome is taken for a failure", "one-number", near=280)
+def _() -> list[Patch]:
+    """A write whose answer was lost is repeated with the next number, over whatever stands there."""
+
+    def change(self: Convener, entries: Mapping[str, KeyValue], view: View, write: Write) -> Write:
+        assert write.round is not None
+        tried = getattr(self, "_tried", 0)
+        self._tried = max(tried, write.round.number)  # type: ignore[attr-defined]
+        if tried < write.round.number:
+            return write
+        again = dataclasses.replace(write.round, number=tried + 1)
+        return dataclasses.replace(write, round=again, ops=(Put(self._keys.round, encode(again)),))
+
+    return [_changed_write(change)]
+
+
+@bug("a number is skipped after a loss", "one-number")
+def _() -> list[Patch]:
+    def make(original: Any) -> Any:
+        def make_round(view: View, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
+            round_: RoundRecord = original(view, members, kind, *args, **kwargs)
+            return dataclasses.replace(round_, number=round_.number + (kind == "loss"))
+
+        return make_round
+
+    return [_replace(rounds_module, "_round", make)]
+
+
+@bug("patience ignored", "patience")
+def _() -> list[Patch]:
+    """Whoever has not answered yet is left out at once."""
+    return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=0.0))]
+
+
+@bug("one wait counts towards the next", "patience")
+def _() -> list[Patch]:
+    """How long the job has waited is counted from the first time that it waited at all."""
+
+    def make(original: Any) -> Any:
+        def next_write(self: Convener, entries: Any, view: View, now_s: float, *rest: Any) -> Write | None:
+            first = self.__dict__.setdefault("_first", now_s)
+
+            def impatient(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+                return next_round(view, now_s - first, patience)
+
+            with mock.patch.object(convener_module, "next_round", impatient):
+                write: Write | None = original(self, entries, view, now_s, *rest)
+            return write
+
+        return next_write
+
+    next_round = rounds_module.next_round
+    return [_replace(Convener, "next_write", make)]
+
+
+@bug("patience never ends", "patience", near=90)
+def _() -> list[Patch]:
+    """A survivor that does not answer, though its lease lasts, is waited for without end."""
+
+    def make(original: Any) -> Any:
+        return lambda view, waited_s, patience: original(view, 0.0, patience)
+
+    return [_replace(convener_module, "next_round", make)]
+
+
+# --- who is in a round --------------------------------------------------------------------------------------------------------
+
+
+@bug("a joiner counts as a holder", "progress")
+def _() -> list[Patch]:
+    """Who said that it was not given the state is taken for one that has it."""
+    return [_view_property("arriving", lambda view: []), _view_property("stepped_back", lambda view: [])]
+
+
+@bug("a worker that is not ready is taken in", "members")
+def _() -> list[Patch]:
+    """A worker that still builds its model is taken into a round."""
+
+    def make(original: Any) -> Any:
+        return lambda self, *states: original(self, *states, *(["standby"] if states == ("ready",) else []))
+
+    return [_replace(View, "in_state", make)]
+
+
+@bug("drain ignored", "progress")
+def _() -> list[Patch]:
+    return [
+        _replace(
+            rounds_module, "_planned", lambda original: lambda view: original(dataclasses.replace(view, drains=frozenset()))
+        )
+    ]
+
+
+@bug("cap ignored", "cap")
+def _() -> list[Patch]:
+    def make(original: Any) -> Any:
+        def planned_round(view: View) -> RoundRecord | None:
+            with mock.patch.object(View, "cap", 99):
+                round_: RoundRecord | None = original(view)
+            return round_
+
+        return planned_round
+
+    return [_replace(rounds_module, "_planned", make)]
+
+
+@bug("joiners come first", "rank-order")
+def _() -> list[Patch]:
+    def make(original: Any) -> Any:
+        def planned_round(view: View) -> RoundRecord | None:
+            round_: RoundRecord | None = original(view)
+            if round_ is None or view.round is None or round_.kind != "grow":
+                return round_
+            members = sorted(round_.members, key=lambda w: w in view.round.members)  # type: ignore[union-attr]
+            return dataclasses.replace(round_, members=members)
+
+        return planned_round
+
+    return [_replace(rounds_module, "_planned", make)]
+
+
+@bug("a retry forgets somebody", "patience")
+def _() -> list[Patch]:
+    """A living member of the round is left out of the retry, and whoever has the state may be the one."""
+
+    def make(original: Any) -> Any:
+        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+            round_: RoundRecord | None = original(view, *args)
+            if round_ is None or round_.kind != "retry" or len(round_.members) < 2:
+                return round_
+            return dataclasses.replace(round_, members=round_.members[1:])
+
+        return after_failure
+
+    return [_replace(rounds_module, "_after_failure", make)]
+
+
+@bug("ready before state", "patience")
+def _() -> list[Patch]:
+    """When joiners step back for want of the state, the job goes on with them instead of with those who have it."""
+
+    def make(original: Any) -> Any:
+        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+            round_: RoundRecord | None = original(view, *args)
+            if round_ is None or not view.stepped_back:
+                return round_
+            return dataclasses.replace(round_, members=view.stepped_back, kind="start")
+
+        return after_failure
+
+    return [_replace(rounds_module, "_after_failure", make)]
+
+
+@bug("a network that fell into two is not noticed", "patience", near=390)
+def _() -> list[Patch]:
+    """Members that do not reach each other try again for ever, and so does whoever was left out."""
+    return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=8.0, apart_attempts=10**9))]
+
+
+# --- a worker's own side ------------------------------------------------------------------------------------------------------
+
+
+@bug("lease ignored", "progress")
+def _() -> list[Patch]:
+    """Leases never end: the dead whose port nobody can reach stay members."""
+    return [mock.patch.object(Etcd, "_expire")]
+
+
+@bug("the buried go on", "progress")
+def _() -> list[Patch]:
+    """A worker does not look whether its record still exists."""
+
+    def make(original: Any) -> Any:
+        async def refresh(self: Worker) -> None:
+            await original(self)
+            self.evicted = False
+
+        return refresh
+
+    return [_replace(Worker, "_refresh", make)]
+
+
+@bug("stale round accepted", "progress")
+def _() -> list[Patch]:
+    """A worker that meets the others again takes the round that has just failed for the next one."""
+
+    def make(original: Any) -> Any:
+        async def next_after(self: Member, broken: RoundRecord, *args: Any) -> RoundRecord:
+            older = dataclasses.replace(broken, number=broken.number - 1)
+            return await original(self, older, *args)  # type: ignore[no-any-return]
+
+        return next_after
+
+    return [_replace(Member, "_next_after", make)]
+
+
+@bug("a void round is not noticed", "given-up", near=925)
+def _() -> list[Patch]:
+    """Those who form a round, or have formed it, do not see that another member gave it up."""
+
+    def is_void(self: Member, view: View, number: int) -> bool:
+        return view.round is not None and view.round.number > number
+
+    return [mock.patch.object(Member, "is_void", is_void)]
+
+
+@bug("the end of a round is not noticed", "no-ghosts")
+def _() -> list[Patch]:
+    """A group is cut off neither when its round has ended nor when its worker was removed."""
+    return [mock.patch.object(Member, "must_cut_off", return_value=False)]
+
+
+@bug("a late repetition brings an old state back", "progress", near=40)
+def _() -> list[Patch]:
+    """A worker's record is written over whatever stands there, also by an attempt that is late."""
+
+    def make(original: Any) -> Any:
+        async def txn(self: Client, compare: Any, ops: Any) -> Any:
+            own = self.etcd.keys.workers + self.name
+            if any(isinstance(op, Put) and op.key == own for op in ops):
+                compare = [exists(own)] if own in self.etcd.entries else []
+            return await original(self, compare, ops)
+
+        return txn
+
+    return [_replace(Client, "txn", make)]
