@@ -140,6 +140,12 @@ class Worker:
         self.doomed = self.killed = True
         self._signal(signal.SIGKILL)
 
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def arm(self, moment: str) -> None:
         """Let the worker kill itself when it comes by the moment, see `Recorder.moment`."""
         self.doomed = self.killed = True
@@ -248,6 +254,11 @@ class Job:
     def _all_ended(self) -> None:
         if all(worker.exit_code is not None for worker in self.workers):
             raise AssertionError(f"all workers have ended\n{self.report()}")
+
+    def end(self) -> list[int]:
+        """Let the plain loop end with its next step; exit codes of all workers, once they have ended."""
+        (self.folder / "end").touch()
+        return self.finish()
 
     def finish(self, timeout_s: float = DEADLINE_S) -> list[int]:
         """Exit codes of all workers, once they have ended."""

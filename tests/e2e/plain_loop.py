@@ -48,10 +48,12 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
                 time.sleep(settings.step_s)
                 recorder.moment("forward")
                 contribution = torch.tensor([1.0, step.number * 0.5], dtype=torch.float64) / step.size
-                dist.all_reduce(contribution)
+                told_to_end = torch.tensor([float(recorder.place.end.exists())], dtype=torch.float64)
+                together = torch.cat([contribution, told_to_end])
+                dist.all_reduce(together)
                 recorder.moment("reduced")
-                count.value = count.value + contribution
-                step.is_last = step.number == settings.last_step
+                count.value = count.value + together[:2]
+                step.is_last = step.number == settings.last_step or bool(together[2] > 0)
             if step.was_made:
                 state = [round(float(value), 6) for value in count.value]
                 recorder.write("done", step=step.number + 1, state=state, world=step.size, round=number, pid=os.getpid())

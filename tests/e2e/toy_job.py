@@ -62,6 +62,11 @@ class Place:
         return Path(self.folder) / f"{self.agent_id}.armed"
 
     @property
+    def end(self) -> Path:
+        """Exists when a plain loop shall end with its next step."""
+        return Path(self.folder) / "end"
+
+    @property
     def environment(self) -> dict[str, str]:
         return {
             "DLROVER_ENDPOINT": self.endpoint,

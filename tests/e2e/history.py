@@ -1,0 +1,106 @@
+"""Everything that was ever written under a job's prefix, in etcd's order, and what must hold of it."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc  # type: ignore[import-untyped]
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError
+from lightning_dlrover.rdzv.records import Keys, RoundRecord, decode
+
+__all__ = ["Change", "History", "history_violations"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key at one revision; those of a transaction share it."""
+
+    revision: int
+    key: str
+    value: bytes | None  # None: the key was deleted
+
+
+class History:
+    """Follows a job from before its start; through all restarts of etcd."""
+
+    def __init__(self, endpoint: str, run_id: str) -> None:
+        self.keys = Keys(run_id)
+        self.changes: list[Change] = []
+        self._client = EtcdClient(EtcdConfig(endpoint, timeout_s=30.0))
+        self._grown = threading.Condition()
+        self._next_revision = self._client.get_prefix(self.keys.root)[0] + 1
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="history", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> list[Change]:
+        """All changes until now."""
+        end = f"{self.keys.root}end/{uuid.uuid4().hex}"
+        self._client.put(end, b"")
+        try:
+            with self._grown:
+                if not self._grown.wait_for(lambda: self.changes and self.changes[-1].key == end, 30.0):
+                    raise AssertionError(f"the watch of {self.keys.root} does not come to an end")
+                return [change for change in self.changes if not change.key.startswith(f"{self.keys.root}end/")]
+        finally:
+            self._client.delete(end)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()
+        self._thread.join(10.0)
+
+    def _follow(self) -> None:
+        while not self._closed.wait(0.02):
+            try:
+                for response in self._client._watch(self.keys.root, self._next_revision):
+                    if response.compact_revision:
+                        raise AssertionError(f"etcd has forgotten revisions before {response.compact_revision}")
+                    if response.canceled:
+                        break
+                    self._add(response.events)
+            except (grpc.RpcError, ValueError, EtcdError):
+                with_connection = self._client._connect()
+                self._client._drop(with_connection)
+
+    def _add(self, events: Iterable[object]) -> None:
+        with self._grown:
+            for event in events:
+                kv = event.kv  # type: ignore[attr-defined]
+                is_deletion = event.type == event.DELETE  # type: ignore[attr-defined]
+                self.changes.append(Change(kv.mod_revision, kv.key.decode(), None if is_deletion else kv.value))
+                self._next_revision = kv.mod_revision + 1
+            self._grown.notify_all()
+
+
+def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
+    """What was wrong at any moment: two rounds of one number, a gap, a round without a convener, a member twice."""
+    bad: list[str] = []
+    number, convener, known = 0, "", set[str]()
+    for change in changes:
+        name = f"revision {change.revision}"
+        if change.key == keys.convener:
+            if change.value is not None and convener:
+                bad.append(f"{name}: {change.value.decode()} took the election key from {convener}")
+            convener = change.value.decode() if change.value is not None else ""
+        elif change.key.startswith(keys.workers) and change.value is not None:
+            known.add(change.key.removeprefix(keys.workers))
+        elif change.key == keys.round:
+            if change.value is None:
+                bad.append(f"{name}: the round was deleted")
+                continue
+            found = decode(RoundRecord, change.value, change.key)
+            if found.number != number + 1:
+                bad.append(f"{name}: round {found.number} follows round {number}")
+            number = found.number
+            if found.convener != convener:
+                bad.append(f"{name}: round {number} was written by {found.convener}, convener was {convener or 'nobody'}")
+            if len(set(found.members)) != len(found.members):
+                bad.append(f"{name}: round {number} has a member twice: {found.members}")
+            if strangers := set(found.members) - known:
+                bad.append(f"{name}: round {number} has members that never registered: {sorted(strangers)}")
+    return bad
