@@ -210,6 +210,8 @@ class Client:
             self._delivering = False
             if self.in_contact:
                 self.seen = max(self.seen, target)
+                if delay_s > 0.1:
+                    self.disturbed()  # what it knew until now was old
                 self._on_change()
                 self.follow()
 
