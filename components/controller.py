@@ -131,7 +131,7 @@ class Controller:
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
-        self._etcd_was_away = False
+        self._etcd_away_since: float | None = None
         self._record = ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
         client.share_lifetime(keys.root, HISTORY_TTL_S)
         self._lease = self._take_over()
@@ -228,11 +228,12 @@ class Controller:
                 self._lease = self._take_over()
         except EtcdError:
             return False
-        if self._mirror.healthy == self._etcd_was_away:
-            self._etcd_was_away = not self._mirror.healthy
-            state = "cannot be reached, nodes are left as they are" if self._etcd_was_away else "is back"
+        healthy = self._mirror.healthy
+        if healthy != (self._etcd_away_since is None):
+            self._etcd_away_since = None if healthy else time.monotonic()
+            state = "is back" if healthy else "cannot be reached, nodes are left as they are"
             log.warning("run %s: etcd %s", self._keys.run_id, state)
-        return self._mirror.healthy
+        return healthy
 
     # --- looking -------------------------------------------------------------------------------------------------------
 
@@ -296,6 +297,7 @@ class Controller:
             wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)),
             nodes=nodes,
             may_act=may_act,
+            etcd_away_s=now - self._etcd_away_since if self._etcd_away_since is not None else 0.0,
             failures_in_a_row=self._failures_in_a_row,
             since_failure_s=now - self._failed_at,
         )

@@ -29,6 +29,7 @@ class Patience:
     surplus_s: float = 60.0  # a node that the plan has no room for
     register_s: float = 60.0  # a started node has registered in etcd
     settle_s: float = 2.0  # what etcd and the scheduler say may be so far apart
+    etcd_s: float = 120.0  # etcd does not answer, and no node is left
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class JobView:
     wanted: int
     nodes: Sequence[Node]
     may_act: bool = True  # we hold the job's controller key, and etcd answers
+    etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
     failures_in_a_row: int = 0  # without a new round between them
     since_failure_s: float = 0.0
 
@@ -96,7 +98,7 @@ Action = AddNode | CancelNode | Warn | Give
 def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     """What to do now; nothing when all is as the plan says, or when it is not ours to act."""
     if not view.may_act:
-        return []
+        return _end_without_etcd(view, patience)
     living = [node for node in view.nodes if node.is_living]
     if view.phase == "finished":
         if not living:
@@ -110,6 +112,22 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     if not living and (end := _end_without_job(view, patience)):
         return [end]
     return [*_additions(view, living, patience), *_cancellations(view, living, patience), *_warnings(living, patience)]
+
+
+def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
+    """The end when nobody is left whom etcd's return could help; whether the job has finished is known to etcd alone."""
+    last = min(view.nodes, key=lambda node: node.ended_s, default=None)
+    if last is None or any(node.is_living for node in view.nodes):
+        return []
+    waited_s = min(view.etcd_away_s, last.ended_s)
+    if waited_s <= patience.etcd_s:
+        return []
+    reason = (
+        f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
+        "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
+        "under the same name to go on with it"
+    )
+    return [Give(1, reason)]
 
 
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -381,4 +381,24 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
         job.stays(lambda: job.target.living == [])
         private_etcd.restart()
         job.run_until("a replacement", lambda: job.target.living == ["node2"])
+        job.controller.close()
+
+
+def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
+    private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+        job = Job(client, keys, FakeTarget(tmp_path))
+        job.controller._patience = replace(QUICK, etcd_s=0.5)
+        job.run_until("a node", lambda: job.target.living)
+        job.train_with("node1")
+        job.stays(lambda: True, steps=2)
+        private_etcd.kill()
+        job.run_until("the loss of etcd", lambda: not job.controller._mirror.healthy)
+        job.stays(lambda: job.target.living == ["node1"], steps=40)  # a node that lives may outlast any outage
+        job.target.nodes["node1"] = "succeeded"
+        end = job.run_to_its_end()
+        assert end.exit_code == 1
+        assert "etcd has not answered" in end.reason
+        assert job.target.living == []
         job.controller.close()

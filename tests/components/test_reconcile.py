@@ -127,6 +127,24 @@ def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit
     assert give.reason
 
 
+@pytest.mark.parametrize(
+    ("nodes", "away_s", "gives_up"),
+    [
+        ([ended()], 0.0, False),
+        ([ended("a", 121.0), killed("b", 130.0)], 125.0, True),
+        ([ended("a", 500.0)], 119.0, False),
+        ([ended("a", 119.0)], 500.0, False),  # etcd may have been on its way back for longer than any node lived
+        ([ended("a", 500.0), member("b")], 500.0, False),
+        ([], 500.0, False),
+    ],
+)
+def test_a_job_without_etcd_ends_only_when_its_nodes_have_and_after_a_while(
+    nodes: list[Node], away_s: float, gives_up: bool
+) -> None:
+    actions = reconcile(JobView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
+    assert [type(action) for action in actions] == ([Give] if gives_up else [])
+
+
 def test_the_reason_for_giving_up_names_the_error() -> None:
     (give,) = reconcile(training(1, *[faulty(error="KeyError: 'label'")] * 3))
     assert isinstance(give, Give)
