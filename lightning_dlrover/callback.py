@@ -29,7 +29,7 @@ from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.profiler import COMMUNICATION_SAMPLE_STEPS, Place, StepProfiler
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import Membership
-from lightning_dlrover.rdzv.records import PlanRecord, encode
+from lightning_dlrover.rdzv.records import PlanRecord, encode, from_fields
 from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.strategy import DLRoverStrategy
 
@@ -284,7 +284,7 @@ class _Analyst:
         for event in self._membership.past_events():
             try:
                 if event.kind == "profile":
-                    windows.append(StepProfile(**event.data))
+                    windows.append(from_fields(StepProfile, event.data, "a profile"))
                 elif event.kind == "decision":
                     decisions.append(Decision.from_data(event.data))
             except (TypeError, ValueError, KeyError) as error:
@@ -301,7 +301,8 @@ class _Analyst:
             if job is None:
                 return
             limits = Limits(job.min_workers, job.max_workers)
-            stalls = [e.data["seconds"] for e in membership.past_events() if e.kind == "stall" and "seconds" in e.data]
+            past = [e.data.get("seconds") for e in membership.past_events() if e.kind == "stall"]
+            stalls = [seconds for seconds in past if isinstance(seconds, float) and 0 <= seconds < math.inf]
             resize_cost_s = median(stalls) if stalls else DEFAULT_RESIZE_COST_S
         model = StepTimeModel.fit(self._windows, node_cores=self._node_cores)
         decision = plan_workers(

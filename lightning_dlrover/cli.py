@@ -541,10 +541,15 @@ def _status_text(status: dict[str, Any]) -> str:
             lines.append(f"{'':>4}  {worker['waits']}, for {worker['for_s']:.0f} s")
     if status["events"]:
         lines.append("last events:")
-        lines += [
-            f"  {time.strftime('%H:%M:%S', time.localtime(e['at']))}  {e['kind']:<9} {e['text']}" for e in status["events"]
-        ]
+        lines += [f"  {_clock(e['at'])}  {e['kind']:<9} {e['text']}" for e in status["events"]]
     return "\n".join(lines)
+
+
+def _clock(at: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (ValueError, OverflowError, OSError):  # no calendar has such a day
+        return "--:--:--"
 
 
 def _report(options: argparse.Namespace) -> int:

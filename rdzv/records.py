@@ -29,12 +29,16 @@ __all__ = [
     "WorkerRecord",
     "decode",
     "encode",
+    "from_fields",
 ]
 
 FORMAT_VERSION = 1
 """Written into every record; a reader refuses any other number."""
 
 MAX_RECORD_BYTES = 1 << 20
+
+_LARGEST = 1 << 62  # of any number in a field: what is larger, infinite or not a number (NaN) breaks whoever computes with it
+_LARGEST_PORT = 65535
 
 MAX_UNREACHABLE = 64
 """Workers that one worker names as out of its reach: enough to tell two sides apart, and a record stays a few kilobytes."""
@@ -285,10 +289,12 @@ def decode(record_type: type[T], raw: bytes, key: str) -> T:
     """The record that `raw` holds.
 
     Raises:
-        RecordError: `raw` is not JSON, has another format version, or a field is missing or has another type.
+        RecordError: `raw` is not JSON in UTF-8, has another format version, or see `from_fields`.
     """
     try:
-        document = json.loads(raw)
+        document = json.loads(raw.decode())
+        if b"\\u" in raw:
+            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair could neither be a key nor be printed
     except (ValueError, RecursionError) as error:
         raise RecordError(
             f"key {key!r} holds {len(raw)} bytes that are not a {record_type.__name__}; "
@@ -302,25 +308,36 @@ def decode(record_type: type[T], raw: bytes, key: str) -> T:
             f"key {key!r} has format version {version!r}, this program writes {FORMAT_VERSION}: "
             "all workers of a job must run the same release of lightning-dlrover"
         )
+    return from_fields(record_type, document, f"key {key!r}")
+
+
+def from_fields(record_type: type[T], document: dict[str, Any], where: str) -> T:
+    """The record whose fields `document` holds.
+
+    Raises:
+        RecordError: a field is missing, unknown or has another type; a whole number is negative, or any is out of range.
+    """
     hints = get_type_hints(record_type)
     fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for name, f in fields.items():
         if name not in document:
             if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise RecordError(f"key {key!r}: field {name!r} of {record_type.__name__} is missing")
+                raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is missing")
             continue
         value = document[name]
         if not _has_type(value, hints[name]):
-            raise RecordError(f"key {key!r}: field {name!r} of {record_type.__name__} is {value!r:.80}, not {hints[name]}")
+            raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is {value!r:.80}, not {hints[name]}")
+        if name.endswith("port") and not 0 <= value <= _LARGEST_PORT:
+            raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is {value}, which is no port")
         values[name] = float(value) if hints[name] is float else value
     unknown = sorted(set(document) - set(fields))
     if unknown:
-        raise RecordError(f"key {key!r}: unknown fields {unknown} in {record_type.__name__}")
+        raise RecordError(f"{where}: unknown fields {unknown} in {record_type.__name__}")
     try:
         return record_type(**values)
     except ValueError as error:
-        raise RecordError(f"key {key!r}: {error}") from error
+        raise RecordError(f"{where}: {error}") from error
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -337,7 +354,7 @@ def _has_type(value: Any, hint: Any) -> bool:
         _, item_hint = get_args(hint)
         return isinstance(value, dict) and all(_has_type(item, item_hint) for item in value.values())
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+    if hint is int:  # whatever is counted or numbered here
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
     return hint is type(value) or (isinstance(hint, type) and isinstance(value, hint))

@@ -14,6 +14,9 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 __all__ = ["Candidate", "Decision", "Outcome", "outcome"]
 
 
+LARGEST = 1e18  # of any quantity; beyond lies a broken record, infinity or a whole number that is no float
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One world size that was considered."""
@@ -123,7 +126,7 @@ def _read(record_type: type[T], data: Mapping[str, Any]) -> T:
     values = {}
     for name, value in data.items():
         hint = hints[name]
-        if hint is float and type(value) in (int, float) and math.isfinite(value):
+        if hint is float and type(value) in (int, float) and -LARGEST <= value <= LARGEST:
             value = float(value)
         elif type(value) is not (get_origin(hint) or hint) or hint is float:
             raise ValueError(f"{name} of a {record_type.__name__} is {value!r:.80}, not {hint}")
