@@ -419,3 +419,66 @@ def test_gloo_forms_process_groups_over_it(etcd: EmbeddedEtcd, keys: Keys) -> No
     ]
     assert [worker.communicate(timeout=60)[0].strip() for worker in workers] == ["6.0", "6.0"]
     assert [worker.returncode for worker in workers] == [0, 0]
+
+
+SUBGROUP_WORKER = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.store import EtcdStore
+endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix)
+chain = dist.PrefixStore("outer", dist.PrefixStore("inner", store))
+dist.init_process_group("gloo", store=chain, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+sums = []
+for members, group in zip(([0, 1], [1, 2]), pairs):
+    if rank in members:
+        total = torch.tensor([10.0 ** rank])
+        dist.all_reduce(total, group=group)
+        sums.append(int(total.item()))
+dist.monitored_barrier(timeout=timedelta(seconds=60))
+if rank < 2:
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=3))  # which rank 2 never enters
+    except RuntimeError as error:
+        sums.append("refused")
+chain.add("ended", 1)
+chain.wait(["ended"])
+print(sums)
+"""
+
+
+def test_subgroups_and_barriers_of_a_group_formed_over_it_are_those_of_any_store(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SUBGROUP_WORKER, etcd.endpoint, keys.store, str(global_rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for global_rank in range(3)
+    ]
+    outputs = [worker.communicate(timeout=120)[0].strip() for worker in workers]
+    assert outputs == ["[11, 'refused']", "[11, 110, 'refused']", "[110]"]
+
+
+INTERRUPTED = """
+import sys, threading, os, signal
+from datetime import timedelta
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.store import EtcdStore
+store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    store.get("never")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_a_wait_is_ended_by_ctrl_c(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, etcd.endpoint, keys.store], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.stdout == "interrupted\n", process.stderr
