@@ -108,3 +108,25 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: s
     assert time.monotonic() - began < 20
     assert endpoint in worker.output
     assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.client.EtcdUnavailableError")
+
+
+def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:
+    """Growth and loss in one of them are no business of the other."""
+    one, other = make_job(LONG), make_job(LONG)
+    other.run_id = one.run_id + "1"
+    one.start(), other.start()
+    one.wait_for_step(1)
+    other.wait_for_step(1)
+    joiner = one.start()
+    one.wait_for_world(2)
+    joiner.kill()
+    one.wait_for_world(1)
+    assert one.finish() == [0, -9]
+    assert other.finish() == [0]
+    assert violations(one, LONG) == []
+    assert violations(other, LONG) == []
+    assert {record["world"] for record in other.records("done")} == {1}
+    mine, theirs = (Keys(job.run_id).root for job in (one, other))
+    owners = {r["pid"]: job.run_id for job in (one, other) for r in job.records("done")}
+    assert len(owners) == 3
+    assert all(entry.key.startswith(mine) != entry.key.startswith(theirs) for entry in client.get_prefix(mine.rstrip("/"))[1])
