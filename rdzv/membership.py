@@ -56,7 +56,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, losses
 
 __all__ = [
     "EvictedError",
@@ -232,6 +232,8 @@ class Membership:
         self._changed = threading.Condition()
         self._dirty = False
         self._view = View()
+        self._view_since = time.monotonic()
+        self._buried: set[str] = set()  # by this worker
         self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
         self._events: deque[EventRecord] = deque()
         self._events_lock = threading.Lock()
@@ -443,6 +445,7 @@ class Membership:
         for worker_id in worker_ids:
             writes = burial(entries, self.keys, worker_id)
             if writes:
+                self._buried.add(worker_id)
                 log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
             for write in writes:
                 self._client.txn(write.compare, write.ops)
@@ -538,6 +541,8 @@ class Membership:
         entries = self._mirror.snapshot()
         view = read_view(entries, self.keys, self._cache, bad)
         with self._changed:
+            if view != self._view:
+                self._view_since = time.monotonic()
             self._view = view
             self._seen = (entries, view)
             if self._record is not None and (self._own_key not in entries or self._lease.lost.is_set()):
@@ -589,8 +594,14 @@ class Membership:
 
     def _announce(self, view: View, round_: RoundRecord) -> None:
         log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
+        decided_s = round(time.monotonic() - self._view_since, 3)
         for worker_id in losses(view, round_):
-            self.event("loss", f"worker {worker_id} is gone", {"worker_id": worker_id, "round": round_.number - 1})
+            how = self._evidence(view, worker_id)
+            self.event(
+                "loss",
+                f"worker {worker_id} is gone: {how}",
+                {"worker_id": worker_id, "round": round_.number - 1, "evidence": how, "decided_s": decided_s},
+            )
         self.event(
             "round",
             f"round {round_.number}: {len(round_.members)} workers, {round_.reason}",
@@ -600,8 +611,18 @@ class Membership:
                 "kind": round_.kind,
                 "planned": round_.planned,
                 "reason": round_.reason,
+                "cause": cause(view, round_),
+                "decided_s": decided_s,  # from the last change of the records to this round being written
             },
         )
+
+    def _evidence(self, view: View, worker_id: str) -> str:
+        """How it is known that a worker is lost, as far as the convener can tell."""
+        if worker_id in view.workers:
+            return "it did not answer, or cannot be reached"
+        if worker_id in self._buried:
+            return "its port refuses connections"
+        return "its lease ended, or its agent or another worker found its process gone"
 
     def _write_events(self) -> None:
         # Two threads write: the background one, and the one that flushes before its process ends.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
-__all__ = ["Patience", "View", "awaited", "losses", "next_round", "waits"]
+__all__ = ["Patience", "View", "awaited", "cause", "losses", "next_round", "waits"]
 
 
 MORE = "waits for more workers"
@@ -120,6 +120,20 @@ def awaited(view: View) -> list[str]:
     if view.failed and not view.lost:
         return [w for w in view.holders if w not in view.failed]
     return []
+
+
+def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
+    """Who made `successor` follow the round of `view`, by what they did: each change of the members under one name."""
+    before = view.round.members if view.round is not None else []
+    gone = losses(view, successor)
+    left = [w for w in before if w not in successor.members and w not in gone]
+    return {
+        "joined": [w for w in successor.members if w not in before],
+        "lost": [w for w in gone if w not in view.workers],
+        "left_out": [w for w in gone if w in view.workers],  # they live, but did not answer or cannot be reached
+        "drained": [w for w in left if w in view.drains],
+        "not_in_plan": [w for w in left if w not in view.drains],
+    }
 
 
 def waits(view: View) -> dict[str, str]:

@@ -24,7 +24,7 @@ import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import Keys, RoundRecord, decode
+from lightning_dlrover.rdzv.records import EventRecord, Keys, RoundRecord, decode
 from lightning_dlrover.sampler import epoch_order, share
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
@@ -229,6 +229,12 @@ class Job:
             return next((r["step"] for r in self.records("done") if r["world"] == size and r["step"] > after), None)
 
         return self.wait_until(look, f"a step of {size} workers after step {after}")
+
+    def events(self, kind: str) -> list[EventRecord]:
+        """Of the job's history, oldest first."""
+        entries = sorted(self._client.get_prefix(Keys(self.run_id).events)[1], key=lambda entry: entry.key)
+        events = [decode(EventRecord, entry.value, entry.key) for entry in entries]
+        return [event for event in events if event.kind == kind]
 
     @property
     def round_number(self) -> int:

@@ -35,6 +35,14 @@ def test_a_plain_loop_grows_loses_a_worker_and_shrinks_without_a_wrong_count(mak
     job.wait_for_world(2)
     assert job.finish() == [0, -9, -9, 0]
     assert_everyone_counted_the_same(job, settings.num_steps)
+    rounds, losses = job.events("round"), job.events("loss")
+    assert [event.data["number"] for event in rounds] == list(range(1, len(rounds) + 1))
+    assert sum(len(event.data["cause"]["joined"]) for event in rounds) == 4
+    # One event each, with how it was noticed; the round after it says the same.
+    lost = [event.data["worker_id"] for event in losses]
+    assert len(lost) == len(set(lost)) == 2
+    assert sorted(lost) == sorted(worker for event in rounds for worker in event.data["cause"]["lost"])
+    assert all(event.data["evidence"] and 0 <= event.data["decided_s"] < 30 for event in losses)
 
 
 @pytest.mark.parametrize("moment", ["reduced", "made"])

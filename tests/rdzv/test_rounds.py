@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, losses, next_round, waits
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, losses, next_round, waits
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
 NAMES = [f"w{i}" for i in range(7)]
@@ -338,3 +338,30 @@ def test_whatever_the_view_who_is_said_to_be_about_to_go_on_does_so_and_who_is_a
 )
 def test_each_worker_says_what_it_waits_for_and_from_whom(seen: View, expected: dict[str, str]) -> None:
     assert {w: text for w, text in waits(seen).items() if w in expected} == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or seen.stepped_back:  # those are asked again: neither lost nor gone
+        return
+    before = set(seen.round.members if seen.round else [])
+    found = cause(seen, proposal)
+    named = [worker for workers in found.values() for worker in workers]
+    assert len(named) == len(set(named))
+    assert set(named) == before ^ set(proposal.members)
+    assert set(found["joined"]) == set(proposal.members) - before
+
+
+def test_a_round_says_who_was_lost_and_who_was_asked_to_leave() -> None:
+    lost = next_round(view("012", gone="1"), 0.0)
+    assert lost is not None
+    assert cause(view("012", gone="1"), lost)["lost"] == ["w1"]
+    drained = view("01", others="2", drains=frozenset({"w0"}))
+    replaced = next_round(drained, 0.0)
+    assert replaced is not None
+    assert {name: workers for name, workers in cause(drained, replaced).items() if workers} == {
+        "joined": ["w2"],
+        "drained": ["w0"],
+    }
