@@ -549,7 +549,9 @@ class EtcdClient:
                 f"{where}: what listens there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
             ) from error
         advice = {
-            grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix",
+            grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix"
+            if self.config.user is not None
+            else "; this etcd wants a user and a password (--rdzv-conf user=...,password_file=...)",
             grpc.StatusCode.UNAUTHENTICATED: "; check user and password",
         }.get(code, "")
         if "user name is empty" in details:
@@ -565,6 +567,8 @@ class EtcdClient:
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
         cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
         tls = "" if self.config.uses_tls else " and whether it asks for TLS (ca_cert)"
+        if "handshake failed" in cause:
+            tls = ", that ca_cert is of the authority that signed its certificate, and whether it asks for one of us (cert)"
         return EtcdUnavailableError(
             f"cannot {action}: no etcd v3 answered at {self.config.endpoints} within {limit_s:g} s "
             f"({cause}); check that etcd runs, that the endpoint is right and reachable from this host{tls}"

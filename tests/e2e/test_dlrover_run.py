@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from dlrover_process import Dlrover, Run
+from secure_etcd import PASSWORD, secure_etcd
 
 SCRIPT = Path(__file__).with_name("tiny_script.py")
 PROBLEM = "the script's own error at step 3"
@@ -211,6 +212,32 @@ def test_two_runs_of_one_job_cannot_exist(dlrover: Dlrover, tmp_path: Path) -> N
     again = dlrover("run", "--rdzv-id", "job", SCRIPT)
     assert again.returncode == 2
     assert "holds an earlier job's files" in again.stderr
+
+
+def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    (tmp_path / "etcd").mkdir()
+    with secure_etcd(tmp_path / "etcd") as etcd:
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in etcd.access.items()]
+        run = dlrover.start("--workers", "1:1", "--endpoint", etcd.endpoint, *options, SCRIPT, "--until", until)
+        wait_for_first_round(run)
+        shown = dlrover("status", "job")
+        assert shown.returncode == 0, shown.stderr
+        seen = shown.stdout
+        for pid in dlrover.processes():
+            for file in ("cmdline", "environ"):
+                seen += Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace")
+        assert etcd.access["password_file"] in seen  # the right places were looked at
+        until.touch()
+        assert run.wait_for_exit(90) == 0, run.output
+        report = dlrover("report", "job")
+        assert report.returncode == 0, report.stderr
+        seen += run.output + report.stdout
+        files = [file for file in run.folder.rglob("*") if file.is_file()]
+        assert {"job.json", "report.html", "events.jsonl"} <= {file.name for file in files}
+        for file in files:
+            seen += file.read_text(errors="replace")
+        assert PASSWORD not in seen
 
 
 def with_deadline(found: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:

@@ -1,0 +1,130 @@
+"""A shared etcd with TLS, users and roles: who has the right files gets in, and nobody learns a secret."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from secure_etcd import PASSWORD, SecureEtcd, secure_etcd
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
+from torchrun_agent import Agent, eventually
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, Mirror
+from lightning_dlrover.rdzv.handler import create_backend
+from lightning_dlrover.rdzv.records import Keys
+
+StartAgent = Callable[..., Agent]
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureEtcd]:
+    with secure_etcd(tmp_path_factory.mktemp("secured")) as etcd:
+        yield etcd
+
+
+def conf_of(access: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in access.items())
+
+
+GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("SUM", total.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_trains_with_a_certificate_a_user_and_a_role_for_its_prefix(
+    secured: SecureEtcd, start_agent: StartAgent
+) -> None:
+    conf = f"last_call_timeout=0,{conf_of(secured.access)}"
+    agents = [start_agent(GLOO, nnodes="2", conf=conf, endpoint=secured.endpoint) for _ in range(2)]
+    assert [agent.wait(90) for agent in agents] == [0, 0], agents[0].output + agents[1].output
+    assert all(agent.lines("SUM") == ["SUM 2.0"] for agent in agents)
+    assert PASSWORD not in agents[0].output + agents[1].output
+
+
+def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
+    handler = create_backend()(RendezvousParameters("etcd-v3", endpoint, run_id, 1, 1, **access))
+    try:
+        handler.next_rendezvous()
+    finally:
+        handler.shutdown()
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"password_file": "wrong.password"}, "authentication failed.*check user and password"),
+        ({"user": None, "password_file": None}, "wants a user and a password .*user=...,password_file=..."),
+        ({"ca_cert": "other-ca.pem"}, "that ca_cert is of the authority that signed its certificate"),
+        ({"cert": None, "cert_key": None}, r"whether it asks for one of us"),
+        ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether it asks for TLS \(ca_cert\)"),
+        ({"key_prefix": "/others"}, "permission denied; grant the user readwrite there, or change key_prefix"),
+    ],
+)
+def test_who_lacks_something_is_told_within_seconds_what(
+    changed: dict[str, str | None], told: str, secured: SecureEtcd, run_id: str
+) -> None:
+    access: dict[str, Any] = {**secured.access, "etcd_timeout": "3", "join_timeout": "5", "last_call_timeout": "0"}
+    for name, value in changed.items():
+        if value is None:
+            del access[name]
+        else:
+            access[name] = value if name in ("user", "key_prefix") else str(secured.folder / value)
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=f"(?s){told}") as refused:
+        join(secured.endpoint, run_id, access)
+    assert time.monotonic() - began < 20
+    assert PASSWORD not in str(refused.value)
+
+
+def test_a_role_confines_its_users_to_the_prefix(secured: SecureEtcd, keys: Keys) -> None:
+    with EtcdClient(EtcdConfig(secured.endpoint, **secured.access)) as client:
+        client.put(keys.job, b"mine")
+        for forbidden in (
+            lambda: client.put("/other/key", b""),
+            lambda: client.get("/other/key"),
+            lambda: client.get_prefix("/"),
+            lambda: client.delete_prefix("/dlroves/"),
+            lambda: Mirror(client, "/dlrove"),
+        ):
+            with pytest.raises(EtcdError, match="permission denied"):
+                forbidden()
+        assert client.delete(keys.job)
+
+
+def test_a_token_that_has_run_out_is_renewed_and_watches_go_on(tmp_path: Path, keys: Keys) -> None:
+    with (
+        secure_etcd(tmp_path, token_ttl_s=1) as etcd,
+        EtcdClient(EtcdConfig(etcd.endpoint, **etcd.access)) as client,
+        EtcdClient(EtcdConfig(etcd.endpoint, **etcd.access)) as other,
+    ):
+        lease = client.lease(2).keep_alive()
+        client.put(keys.job, b"leased", lease)
+        seen = threading.Event()
+        with Mirror(client, keys.live, on_change=seen.set) as mirror:
+            for number in range(3):
+                seen.clear()
+                # Nobody speaks for longer than a token lasts; nothing says when it has run out but etcd's refusal.
+                assert not seen.wait(2.5)
+                other.put(keys.round, str(number).encode())
+                eventually(lambda: mirror.snapshot()[keys.round].value == str(number).encode(), "the write is seen", 20)  # noqa: B023
+            assert not lease.lost.is_set()
+            assert keys.job in mirror.snapshot()
+
+
+def test_a_changed_password_is_picked_up_while_the_client_lives(tmp_path: Path, keys: Keys) -> None:
+    with secure_etcd(tmp_path) as etcd:
+        access = {**etcd.access, "password_file": str(tmp_path / "wrong.password")}
+        with EtcdClient(EtcdConfig(etcd.endpoint, **access)) as client:
+            with pytest.raises(EtcdError, match="authentication failed"):
+                client.put(keys.job, b"")
+            (tmp_path / "wrong.password").write_text(PASSWORD)
+            client.put(keys.job, b"")
