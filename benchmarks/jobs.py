@@ -156,10 +156,11 @@ class Workspace:
 
     @contextlib.contextmanager
     def live_job(
-        self, name: str, etcd: EmbeddedEtcd, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
+        self, name: str, etcd: EmbeddedEtcd | str, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
     ) -> Iterator[LiveJob]:
-        """A job of our strategy, for `torchrun --nnodes=num_workers`."""
-        job = LiveJob(name, self.folder / name, etcd.endpoint, num_workers, arguments, script)
+        """A job of our strategy, for `torchrun --nnodes=num_workers`, on an etcd or its endpoints."""
+        endpoint = etcd if isinstance(etcd, str) else etcd.endpoint
+        job = LiveJob(name, self.folder / name, endpoint, num_workers, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
 

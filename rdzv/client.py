@@ -658,6 +658,10 @@ class Lease:
                 self._thread.start()
         return self
 
+    def has_ended(self) -> bool:
+        """Whether the lease is gone; asks etcd, and refreshes it if not."""
+        return self.lost.is_set() or self._client._keep_alive_once(self.id, self._client.config.timeout_s) <= 0
+
     def revoke(self) -> None:
         """End the lease now: its keys are deleted at once."""
         self.close()

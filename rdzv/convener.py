@@ -54,6 +54,7 @@ class Convener:
         self._lease_id = lease_id
         self._patience = patience
         self._situation: tuple[object, float] | None = None  # whom the job waits for, and since when
+        self._cut_off_s: float | None = None  # when etcd was last out of reach
 
     def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
         """What this worker should write now.
@@ -71,6 +72,8 @@ class Convener:
         situation = (view.round.number if view.round else 0, tuple(awaited(view)))
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
+        if view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s:
+            return None  # what kept us from etcd may have kept them, too
         proposal = next_round(view, now_s - self._situation[1], self._patience)
         if proposal is None:
             return None
@@ -83,6 +86,16 @@ class Convener:
     def interrupt(self) -> None:
         """Count patience from the beginning: for a while nobody could have been heard."""
         self._situation = None
+
+    def was_cut_off(self, now_s: float) -> None:
+        """Etcd is, or was until now, out of this worker's reach: leases may have ended of workers that are well."""
+        self.interrupt()
+        self._cut_off_s = now_s
+
+    def came_back(self, lease_id: int, now_s: float) -> None:
+        """This worker has registered again, under another lease."""
+        self._lease_id = lease_id
+        self.was_cut_off(now_s)
 
     def _stand(self) -> Write:
         key = self._keys.convener

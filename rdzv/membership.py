@@ -32,8 +32,11 @@ from lightning_dlrover.rdzv.client import (
     EtcdError,
     EtcdUnavailableError,
     KeyValue,
+    Lease,
+    LeaseLostError,
     Mirror,
     Put,
+    Txn,
     absent,
     modified,
 )
@@ -240,6 +243,7 @@ class Membership:
         self._num_events_written = 0
         self._closing = False
         self._evicted = False
+        self._drain_reason = ""  # not empty: this worker has asked to leave
         self._lease = client.lease(config.lease_ttl_s)
         self._lease.keep_alive()
         self._convener = Convener(self.keys, self.worker_id, self._lease.id, config.patience)
@@ -351,13 +355,56 @@ class Membership:
             if (state, round_number) != (self._record.state, self._record.round_number):
                 record = dataclasses.replace(record, since=time.time())
             put = Put(self._own_key, encode(record), self._lease.id)
-            while not (written := self._client.txn([modified(self._own_key) == self._modified], [put])).succeeded:
+            while not (written := self._try_write(put)).succeeded:
                 entry = self._client.get(self._own_key)
-                if entry is None or entry.create_revision != self._created:
+                if entry is not None and entry.create_revision == self._created:
+                    self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+                elif not self._come_back():
                     self._evicted = True
                     raise EvictedError(self._evicted_text())
-                self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+                put = dataclasses.replace(put, lease_id=self._lease.id)
             self._record, self._modified = record, written.revision
+
+    def _try_write(self, put: Put) -> Txn:
+        try:
+            return self._client.txn([modified(self._own_key) == self._modified], [put])
+        except LeaseLostError:
+            return Txn(False, 0, [])
+
+    def _come_back(self) -> bool:
+        """Register again after the lease has ended, provided that nobody went on without this worker meanwhile.
+
+        So it is when etcd was out of everybody's reach for longer than a lease. Whoever decides on a round guards it by the
+        revision of the one before, and so is this: either the job's newest round still is one with this worker, or it fails.
+        A worker that was buried is not meant; `_write_lock` is held.
+        """
+        assert self._record is not None
+        if not self._lease.has_ended():
+            return False
+        entry = self._client.get(self.keys.round)
+        if entry is not None:
+            try:
+                is_member = self.worker_id in decode(RoundRecord, entry.value, entry.key).members
+            except RecordError:
+                return False
+            # One that waits to be taken in misses nothing by being away.
+            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+                return False
+        nobody_went_on = modified(self.keys.round) == entry.mod_revision if entry else absent(self.keys.round)
+        lease = self._client.lease(self._config.lease_ttl_s)
+        ops = [Put(self._own_key, encode(self._record), lease.id)]
+        if self._drain_reason:
+            ops.append(self._drain_request(lease))
+        made = self._client.txn([absent(self._own_key), nobody_went_on], ops)
+        if not made.succeeded:
+            lease.revoke()
+            return False
+        log.warning("run %s: worker %s has registered again after its lease had ended", self._config.run_id, self.worker_id)
+        self._lease.close()
+        self._lease = lease.keep_alive()
+        self._created = self._modified = made.revision
+        self._convener.came_back(lease.id, time.monotonic())
+        return True
 
     def leave(self) -> None:
         """Remove this worker's records; it is no longer alive for the others."""
@@ -465,8 +512,18 @@ class Membership:
     # --- what workers write for others ----------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> None:
-        """Ask to leave the job: the next planned round is formed without this worker."""
-        self._client.put(self.keys.drains + self.worker_id, encode(DrainRecord(self.worker_id, reason)), self._lease)
+        """Ask to leave the job: the next planned round is formed without this worker.
+
+        Raises:
+            LeaseLostError: this worker's lease has ended; should it register again, it asks then.
+        """
+        self._drain_reason = reason
+        request = self._drain_request(self._lease)
+        self._client.put(request.key, request.value, self._lease)
+
+    def _drain_request(self, lease: Lease) -> Put:
+        record = DrainRecord(self.worker_id, self._drain_reason)
+        return Put(self.keys.drains + self.worker_id, encode(record), lease.id)
 
     def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
         """Queue one line for the job's history; never blocks."""
@@ -545,9 +602,12 @@ class Membership:
                 self._view_since = time.monotonic()
             self._view = view
             self._seen = (entries, view)
-            if self._record is not None and (self._own_key not in entries or self._lease.lost.is_set()):
-                # The mirror may be a moment behind our own registration, never behind the loss of our lease.
-                self._evicted = self._evicted or self._client.get(self._own_key) is None
+        if self._own_key not in entries or self._lease.lost.is_set():
+            # The mirror may be a moment behind our own registration, never behind the loss of our lease.
+            with self._write_lock:
+                if self._record is not None and not self._evicted and self._client.get(self._own_key) is None:
+                    self._evicted = not self._come_back()
+        with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:
             self._on_view(view)
@@ -580,7 +640,7 @@ class Membership:
         if self._record is None or self._evicted:
             return
         if not self._mirror.healthy:
-            self._convener.interrupt()
+            self._convener.was_cut_off(time.monotonic())
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return

@@ -105,6 +105,7 @@ class Patience:
 
     start_s: float = 60.0  # all announced workers have registered or are ready
     regroup_s: float = 120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
+    return_s: float = 10.0  # workers whose leases ended while etcd was out of reach have registered again
     apart_attempts: int = 2  # rounds in a row that may fail because members do not reach each other, before some are left out
 
 

@@ -40,7 +40,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, EtcdUnavailableError, parse_endpoints
+from lightning_dlrover.rdzv.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    EtcdUnavailableError,
+    LeaseLostError,
+    parse_endpoints,
+)
 from lightning_dlrover.rdzv.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.member import (
     CannotMeetError,
@@ -387,12 +394,21 @@ class World:
             return
 
         def leave() -> None:
-            try:
-                self.membership.drain("the worker received SIGTERM")
-            except EtcdError as error:
-                # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
-                log.warning("worker %s ends at once, it cannot say that it leaves: %s", self.worker_id, error)
-                os._exit(128 + signal.SIGTERM)
+            # While etcd is away training goes on, and a change of membership waits.
+            deadline = time.monotonic() + self.config.wait_timeout_s
+            while not self.membership.evicted:
+                try:
+                    self.membership.drain("the worker received SIGTERM")
+                    return
+                except (EtcdUnavailableError, LeaseLostError) as error:
+                    problem: EtcdError = error
+                except EtcdError as error:
+                    problem, deadline = error, 0.0
+                if time.monotonic() > deadline:
+                    # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
+                    log.warning("worker %s ends at once, it cannot say that it leaves: %s", self.worker_id, problem)
+                    os._exit(128 + signal.SIGTERM)
+                time.sleep(0.1)
 
         def drain(signum: int, frame: Any) -> None:
             # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
@@ -846,11 +862,20 @@ def _protect_forks() -> None:
 
 
 def _own_address(endpoints: str) -> str:
-    """The address of this host on the way to etcd: the other workers come the same way."""
-    host, port = parse_endpoints(endpoints)[0]
-    with socket.create_connection((host, port), timeout=5.0) as probe:
-        address: str = probe.getsockname()[0]
-    return address
+    """The address of this host on the way to etcd: the other workers come the same way.
+
+    Raises:
+        EtcdUnavailableError: none of the endpoints can be reached.
+    """
+    problems = []
+    for host, port in parse_endpoints(endpoints):
+        try:
+            with socket.create_connection((host, port), timeout=5.0) as probe:
+                address: str = probe.getsockname()[0]
+                return address
+        except OSError as error:
+            problems.append(f"{host}:{port}: {error}")
+    raise EtcdUnavailableError(f"no endpoint of etcd can be reached from this host ({'; '.join(problems)})")
 
 
 def _use_interface_of(address: str) -> None:

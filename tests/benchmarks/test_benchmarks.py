@@ -68,6 +68,12 @@ def test_resizing_and_losing_workers_does_not_change_what_is_learned() -> None:
     assert result["largest_difference"] <= 0.003
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_faults_of_etcd_cost_no_job_and_no_step() -> None:
+    assert quick_result("etcd_faults.py") == {"jobs_lost": 0, "steps_lost": 0}
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_leaves_no_process_behind(how: signal.Signals) -> None:
     benchmark = subprocess.Popen(

@@ -284,10 +284,34 @@ def test_a_worker_that_came_back_under_its_name_is_not_buried_for_its_former_lif
 
 def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    second.membership._lease.revoke()
+    third = start(min_workers=2)  # with whom the first can go on
+    third.membership.register()
+    third.membership.update("ready")
+    for worker in (first, second, third):
+        worker.enter(2)
+    with second.membership._write_lock:  # as if it was stopped
+        second.membership._lease.revoke()
+        first.wait_for_round(3)
     eventually(lambda: second.membership.evicted)
     new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
     assert new
+
+
+def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_on_without_it(
+    start: Callable[..., Worker],
+) -> None:
+    first, second = job_of(start, 2)
+    before = first.membership.view.round
+    second.membership.drain("leave when another one is there")
+    leases = [worker.membership._lease for worker in (first, second)]
+    for lease in leases:  # both, as when etcd was out of reach
+        lease.revoke()
+    eventually(lambda: all(worker.membership._lease not in leases for worker in (first, second)))
+    for worker in (first, second):
+        worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
+        assert not worker.membership.evicted
+        worker.membership.update("active", 1)
+    assert first.membership.view.round == before
 
 
 def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(

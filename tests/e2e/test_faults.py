@@ -1,0 +1,228 @@
+"""What fails around a running job: its etcd, the way there, its clock, or a worker that is stopped and goes on.
+
+Every job counts (`plain_loop.py`), so that a step that was lost or made twice shows in its state; and everything that it ever
+wrote into etcd is judged (`history.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from faulty_etcd import EtcdCluster, EtcdProxy
+from harness import Job
+from history import History, history_violations
+from plain_loop import PlainSettings, run_plain_loop
+from test_plain_loop import assert_everyone_counted_the_same
+from toy_job import Recorder
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+OUTAGES_S = [1.0, 10.0, 60.0] if os.environ.get("DLROVER_ALL_FAULTS") else [1.0, 10.0]
+
+SETTINGS = PlainSettings(num_steps=1_000_000)  # until told to end
+
+
+class Watched:
+    """A job of the plain loop and all that it ever writes."""
+
+    def __init__(self, job: Job, history: History) -> None:
+        self.job = job
+        self.history = history
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(change.key == self.history.keys.round for change in self.history.changes)
+
+    def go_on_for(self, num_steps: int) -> None:
+        self.job.wait_for_step(self.job.step + num_steps)
+
+    def end(self) -> list[int]:
+        """Exit codes of all workers; nothing was lost, made twice or disputed."""
+        codes = self.job.end()
+        assert_everyone_counted_the_same(self.job, self.job.step)
+        assert history_violations(self.history.finish(), self.history.keys) == []
+        return codes
+
+
+@pytest.fixture
+def start(make_job: Callable[..., Job], etcd: EmbeddedEtcd) -> Iterator[Callable[..., Watched]]:
+    """Starts jobs of workers that train together when it returns; `endpoint` is theirs, `history_endpoint` ours."""
+    histories: list[History] = []
+
+    def start(size: int = 2, script: Any = run_plain_loop, history_endpoint: str = "", **kwargs: Any) -> Watched:
+        job = make_job(SETTINGS, script=script, min_workers=1, **kwargs)
+        histories.append(History(history_endpoint or kwargs.get("endpoint", etcd.endpoint), job.run_id))
+        for _ in range(size):
+            job.start()
+        job.wait_for_world(size)
+        return Watched(job, histories[-1])
+
+    yield start
+    for history in histories:
+        history.close()
+
+
+@pytest.fixture
+def proxy(etcd: EmbeddedEtcd) -> Iterator[EtcdProxy]:
+    with EtcdProxy(etcd.endpoint) as proxy:
+        yield proxy
+
+
+# --- etcd itself --------------------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it_is_back(
+    start: Callable[..., Watched], private_etcd: EmbeddedEtcd
+) -> None:
+    watched = start(endpoint=private_etcd.endpoint, lease_ttl_s=5)
+    rounds = watched.num_rounds
+    private_etcd.kill()
+    watched.go_on_for(50)
+    private_etcd.restart()
+    watched.go_on_for(50)
+    assert watched.num_rounds == rounds  # nobody was taken for lost
+    watched.job.start()
+    watched.job.wait_for_world(3)
+    assert watched.end() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("outage_s", OUTAGES_S)
+@pytest.mark.parametrize("how", ["blackhole", "refuse"])
+def test_training_goes_on_while_etcd_is_out_of_reach_and_nobody_is_lost_by_it(
+    start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, how: str, outage_s: float
+) -> None:
+    watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=3)
+    rounds = watched.num_rounds
+    getattr(proxy, how)()
+    healed_at = time.monotonic() + outage_s
+    while time.monotonic() < healed_at:
+        watched.go_on_for(10)
+    proxy.heal()
+    watched.job.start()
+    watched.job.wait_for_world(3)
+    assert watched.num_rounds == rounds + 1
+    assert watched.end() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("change", ["start", "drain", "kill"])
+def test_a_change_asked_for_while_etcd_is_out_of_reach_is_made_when_it_is_back(
+    start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, change: str
+) -> None:
+    watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=2)
+    job, rounds = watched.job, watched.num_rounds
+    proxy.blackhole()
+    watched.go_on_for(5)
+    if change == "start":
+        job.start()
+    elif change == "drain":
+        job.workers[1].terminate()
+    else:
+        job.workers[1].kill()
+    if change != "kill":  # without it, the step in flight cannot be completed before there is a new round
+        watched.go_on_for(50)
+    time.sleep(2.5)  # a worker waits 5 s for an etcd when it starts; the leases end meanwhile
+    assert watched.num_rounds == rounds
+    proxy.heal()
+    job.wait_for_world(3 if change == "start" else 1)
+    assert watched.end() == {"start": [0, 0, 0], "drain": [0, 0], "kill": [0, -9]}[change]
+
+
+# --- a cluster ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdCluster]:
+    with EtcdCluster() as cluster:
+        yield cluster
+
+
+def test_the_leader_of_a_cluster_may_die_while_a_job_trains_and_while_it_changes(
+    start: Callable[..., Watched], cluster: EtcdCluster
+) -> None:
+    watched = start(endpoint=cluster.endpoint, lease_ttl_s=5)
+    rounds = watched.num_rounds
+    leader = cluster.leader()
+    cluster.kill(leader)
+    watched.go_on_for(50)
+    cluster.leader()
+    assert watched.num_rounds == rounds
+    cluster.restart(leader)
+    job = watched.job
+    job.start()
+    job.wait_for_world(3)
+    leader = cluster.leader()
+    joiner = job.start()
+    job.wait_until(lambda: joiner.output or joiner.records() or job.round_number > rounds + 1 or None, "a joiner", 5.0)
+    cluster.kill(leader)
+    job.wait_for_world(4)
+    assert watched.end() == [0, 0, 0, 0]
+
+
+def test_a_worker_starts_though_the_first_endpoint_of_its_cluster_is_dead(
+    start: Callable[..., Watched], cluster: EtcdCluster
+) -> None:
+    cluster.kill(0)
+    cluster.leader()
+    assert start(endpoint=cluster.endpoint).end() == [0, 0]
+
+
+# --- a worker that is stopped, a clock that jumps -----------------------------------------------------------------------------
+
+
+def test_a_worker_stopped_for_less_than_its_lease_only_pauses_the_job(start: Callable[..., Watched]) -> None:
+    watched = start(lease_ttl_s=30)
+    rounds = watched.num_rounds
+    watched.job.workers[1].stop()
+    step = watched.job.step
+    time.sleep(1.0)
+    assert watched.job.step <= step + 1
+    watched.job.workers[1].go_on()
+    watched.go_on_for(50)
+    assert watched.num_rounds == rounds
+    assert watched.end() == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_stopped_for_longer_than_its_lease_is_left_behind_and_disturbs_nobody_when_it_goes_on(
+    start: Callable[..., Watched], rank: int
+) -> None:
+    watched = start(size=3, lease_ttl_s=2)
+    job = watched.job
+    entry = next(r for r in job.records("done") if r["world"] == 3)
+    stopped = next(w for w in job.workers if w.pid == entry["pid"]) if rank == 0 else job.workers[1]
+    stopped.stop()
+    job.wait_for_world(2)
+    watched.go_on_for(10)
+    rounds = watched.num_rounds
+    stopped.go_on()
+    assert stopped.wait() == 1
+    assert "no longer part of the job" in stopped.output or "goes on without worker" in stopped.output
+    watched.go_on_for(30)
+    assert watched.num_rounds == rounds
+    assert sorted(watched.end()) == [0, 0, 1]
+    last_of_three = max(r["step"] for r in job.records("done") if r["world"] == 3)
+    assert max(r["step"] for r in stopped.records("done")) <= last_of_three
+
+
+def run_with_a_jumping_clock(recorder: Recorder, settings: PlainSettings) -> None:
+    """The plain loop in a process whose wall clock jumps by hours at every look, forth and back."""
+    real, looks = time.time, iter(range(1 << 40))
+    time.time = lambda: real() + (-1) ** next(looks) * 5 * 3600.0
+    run_plain_loop(recorder, settings)
+
+
+def test_a_clock_that_jumps_by_hours_changes_nothing(start: Callable[..., Watched]) -> None:
+    watched = start(size=1, script=run_with_a_jumping_clock, lease_ttl_s=2)
+    job = watched.job
+    job.start(), job.start(script=run_plain_loop)
+    job.wait_for_world(3)
+    watched.go_on_for(300)
+    rounds = watched.num_rounds
+    job.workers[2].kill()
+    job.wait_for_world(2)
+    assert watched.num_rounds == rounds + 1
+    assert watched.end() == [0, 0, -9]
