@@ -29,6 +29,7 @@ from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
+    AgentNotice,
     AgentRound,
     ControllerRecord,
     EventRecord,
@@ -237,12 +238,14 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         problems.append(str(error))
 
     view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
-    agent_round, controller = None, None  # of no interest to workers
+    agent_round, notice, controller = None, None, None  # of no interest to workers
     since = {entry.key: entry.create_revision for entry in entries}
     for entry in entries:
         try:
             if entry.key == keys.agent_round:
                 agent_round = decode(AgentRound, entry.value, entry.key)
+            elif entry.key == keys.agent_notice:
+                notice = decode(AgentNotice, entry.value, entry.key)
             elif entry.key == keys.controller:
                 controller = decode(ControllerRecord, entry.value, entry.key)
         except RecordError as error:
@@ -250,7 +253,7 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     agents = AgentView(
         agents={a: SeenAgent(record, since[keys.agents + a]) for a, record in view.agents.items()},
         round=agent_round,
-        round_revision=since.get(keys.agent_round, 0),
+        notice=notice,
         job=view.job,
     )
     return FoundJob(view, agents, controller, problems)

@@ -7,66 +7,128 @@ write again, and a leaving one for agents that have gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.store import EtcdStore
+from torch.distributed import DistStoreError
+
+from lightning_dlrover.rdzv.client import EtcdClient, KeyValue, Mirror
+from lightning_dlrover.rdzv.store import EtcdStore, _torch_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 else:
     from torch.distributed import Store
 
-__all__ = ["LiveAgentStore", "RoundStore"]
+__all__ = ["LiveAgentStore", "RoundAgent", "RoundStore"]
 
 _ROLE_INFO = "torchelastic/role_info/"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
 _NUM_MEMBERS = _EXIT_BARRIER + "/num_members"
-_LAST_MEMBER = _EXIT_BARRIER + "/last_member"
+
+_LOOK_S = 0.2  # how soon an agent that waits for ranks sees that its round has broken up; local, costs no request
+_CHECK_S = 20.0
+
+
+class RoundAgent(Protocol):
+    """What a round's store tells its agent, and asks it about the others."""
+
+    def starts(self, num_workers: int) -> None: ...
+
+    def round_has_broken_up(self) -> bool:
+        """Whether a member of this round is gone, so that not all may come to what they were to do together."""
+
+    def must_restart(self) -> None:
+        """The workers that are started next have made-up ranks."""
+
+    def has_finished(self) -> None: ...
+
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Return when all living members have finished, or when waiting has no point."""
 
 
 class RoundStore(EtcdStore):
-    """The store of a normal round: etcd, except for an exit barrier that cannot be reached any more."""
+    """The store of a normal round: etcd, except where an agent would wait for one that has died.
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        prefix: str,
-        on_local_world_size: Callable[[int], None],
-        wait_at_exit: Callable[[Callable[[int], bool], float], None],
-    ) -> None:
-        """
-        Args:
-            on_local_world_size: told how many workers the agent starts, which no handler is told otherwise.
-            wait_at_exit: called with the barrier, which says for a number of living agents whether they have
-                all arrived, and with a timeout in seconds; returns when they have, or when waiting has no
-                point.
-        """
+    Ranks that nobody is left to assign are made up: the workers that start with them are restarted at once, in a round
+    without the dead. The exit barrier is kept by the agents' records, of which the dead have none.
+    """
+
+    def __init__(self, client: EtcdClient, prefix: str, node_rank: int, num_nodes: int, agent: RoundAgent) -> None:
         super().__init__(client, prefix)
-        self._on_local_world_size = on_local_world_size
-        self._wait_at_exit = wait_at_exit
+        self._node_rank = node_rank
+        self._num_nodes = num_nodes
+        self._agent = agent
+        self._num_workers = 1
 
     def set(self, key: str, value: str | bytes) -> None:
         if key.startswith(_ROLE_INFO):
-            self._on_local_world_size(_local_world_size(value))
+            self._num_workers = _local_world_size(value)
+            self._agent.starts(self._num_workers)
         super().set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if keys and all(key.startswith((_ROLE_INFO, _ASSIGNED_RANKS)) for key in keys):
+            found = self._exchanged([self._path(key) for key in keys])
+            return [found[self._path(key)].value if self._path(key) in found else self._made_up(key) for key in keys]
+        return super().multi_get(keys)
+
+    def add(self, key: str, value: int) -> int:
+        if key != _NUM_MEMBERS:
+            return super().add(key, value)
+        with _torch_errors():
+            self._agent.has_finished()
+        return 0  # not the last one: whoever waits learns it from the records
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if all(key.startswith(_EXIT_BARRIER) for key in keys):
-            self._wait_at_exit(self._all_arrived, (timeout or self.timeout).total_seconds())
+            self._agent.wait_for_others((self.timeout if timeout is None else timeout).total_seconds())
         else:
             super().wait(keys, timeout)
 
     def clone(self) -> EtcdStore:
         return EtcdStore(self._client, self.prefix, self.timeout)
 
-    def _all_arrived(self, num_living_agents: int) -> bool:
-        # Counted, not awaited: the agent that should say "last member" may have died before it came here.
-        return self.check([_LAST_MEMBER]) or self.add(_NUM_MEMBERS, 0) >= num_living_agents
+    def _exchanged(self, paths: list[str]) -> Mapping[str, KeyValue]:
+        """What all the paths hold; what there is of it when the round has broken up.
+
+        Raises:
+            DistStoreError: the round goes on, but something is missing after the store's timeout.
+        """
+        awaited = set(paths)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        shared_start = os.path.commonprefix(paths)  # noqa: RUF071 - by character is what etcd does
+        with _torch_errors():
+            found: Mapping[str, KeyValue] = self._get(paths)
+            if len(found) == len(awaited):
+                return found
+            with Mirror(self._client, shared_start, check_interval_s=_CHECK_S) as mirror:
+                while time.monotonic() < deadline:
+                    with contextlib.suppress(TimeoutError):
+                        return mirror.wait_for(lambda now: now if awaited <= now.keys() else None, _LOOK_S)
+                    if self._agent.round_has_broken_up():
+                        found = self._get(paths)
+                        if len(found) < len(awaited):
+                            self._agent.must_restart()
+                        return found
+                missing = sorted(awaited - mirror.snapshot().keys())
+        raise DistStoreError(
+            f"wait timeout after {self.timeout.total_seconds():g} s for {len(missing)} of {len(awaited)} keys: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; their agents live, but are late to assign ranks"
+        )
+
+    def _made_up(self, key: str) -> bytes:
+        if key.startswith(_ROLE_INFO):
+            rank = int(key.removeprefix(_ROLE_INFO))
+            return json.dumps({"role": "", "rank": rank, "local_world_size": self._num_workers}).encode()
+        first, total = self._node_rank * self._num_workers, self._num_nodes * self._num_workers
+        return json.dumps([first, total, first, total]).encode()
 
 
 class LiveAgentStore(Store):

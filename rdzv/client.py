@@ -286,6 +286,7 @@ class EtcdClient:
         self._connection: _Connection | None = None
         self._token: str | None = None
         self._last_revision = 0
+        self._answered_at = 0.0  # monotonic clock
         self._closed = threading.Event()
         self._children: weakref.WeakSet[Lease | Mirror] = weakref.WeakSet()
         self._lifetime = ("", 0.0)  # see `share_lifetime`: prefix, seconds
@@ -325,6 +326,11 @@ class EtcdClient:
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=_range_end(prefix))
         response = self._call(f"read prefix {prefix!r}", "KV", "Range", request)
         return response.header.revision, [_key_value(kv) for kv in response.kvs]
+
+    def count(self, prefix: str) -> int:
+        """How many keys a prefix has."""
+        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=_range_end(prefix), count_only=True)
+        return int(self._call(f"count prefix {prefix!r}", "KV", "Range", request).count)
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         """The revision of the write.
@@ -444,7 +450,7 @@ class EtcdClient:
             granted = float(self._keep_alive_once(number, self.config.timeout_s))
         lease = Lease(self, number, granted or ttl_s)
         self._children.add(lease)
-        return lease.keep_alive()
+        return lease.keep_alive(times_per_ttl=3)
 
     def _with_shared_lease(self, ops: Sequence[Op], write: Callable[[], T]) -> T:
         """What `write` returns; tried once more if the shared lease has ended meanwhile, and it alone can have."""
@@ -519,6 +525,7 @@ class EtcdClient:
                 revision = response.header.revision
                 with self._lock:
                     self._last_revision = max(self._last_revision, revision)
+                    self._answered_at = time.monotonic()
                 return response
             self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
@@ -614,8 +621,8 @@ class EtcdClient:
         with contextlib.suppress(LeaseLostError):  # gone already, which is what was asked for
             self._call("revoke a lease", "Lease", "LeaseRevoke", etcdrpc.LeaseRevokeRequest(ID=lease_id))
 
-    def _newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int]:
-        """How many keys a prefix has, and the newest `mod_revision` among them (0: no key)."""
+    def _newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int, int]:
+        """The revision of this look at a prefix, how many keys it has, and the newest `mod_revision` among them (0: no key)."""
         request = etcdrpc.RangeRequest(
             key=prefix.encode(),
             range_end=_range_end(prefix),
@@ -625,7 +632,13 @@ class EtcdClient:
             sort_target=etcdrpc.RangeRequest.MOD,
         )
         response = self._call(f"look at prefix {prefix!r}", "KV", "Range", request, timeout_s=timeout_s)
-        return int(response.count), (int(response.kvs[0].mod_revision) if response.kvs else 0)
+        newest = int(response.kvs[0].mod_revision) if response.kvs else 0
+        return int(response.header.revision), int(response.count), newest
+
+    def _has_stood_still(self, revision: int, since: float) -> bool:
+        """Whether etcd has answered after `since` (monotonic clock), and had seen no write after `revision`."""
+        with self._lock:
+            return self._answered_at > since and self._last_revision == revision
 
     def _watch(self, prefix: str, start_revision: int) -> _WatchStream:
         connection = self._connect()
@@ -650,11 +663,13 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def keep_alive(self) -> Lease:
+    def keep_alive(self, times_per_ttl: int = 2) -> Lease:
         """Refresh the lease from a background thread until it is closed, revoked or lost; returns itself."""
         with self._lock:
             if self._thread is None and not self._stop.is_set():
-                self._thread = threading.Thread(target=self._run, name=f"etcd-lease-{self.id:x}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(times_per_ttl,), name=f"etcd-lease-{self.id:x}", daemon=True
+                )
                 self._thread.start()
         return self
 
@@ -675,11 +690,11 @@ class Lease:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _run(self) -> None:
-        pause_s = self.ttl_s / 3
+    def _run(self, times_per_ttl: int) -> None:
+        pause_s = self.ttl_s / times_per_ttl
         while not self._stop.wait(pause_s):
             try:
-                remaining_s = self._client._keep_alive_once(self.id, max(_MIN_ATTEMPT_S, self.ttl_s / 3))
+                remaining_s = self._client._keep_alive_once(self.id, max(_MIN_ATTEMPT_S, self.ttl_s / 4))
             except LeaseLostError:
                 remaining_s = 0
             except EtcdError as error:
@@ -695,15 +710,15 @@ class Lease:
                     self.ttl_s,
                 )
                 return
-            pause_s = self.ttl_s / 3
+            pause_s = self.ttl_s / times_per_ttl
 
 
 class Mirror:
     """A live copy of all keys under a prefix, kept by a watch.
 
-    The copy is consistent: it is what etcd held at `revision`. A watch that ends, was compacted or died
-    silently is
-    replaced: every `check_interval_s` a small read (no values) compares the copy's size and newest revision.
+    The copy is consistent: it is what etcd held at `revision`. A watch that ends, was compacted or died silently is
+    replaced: every `check_interval_s` a small read (no values) compares the copy's size and newest revision, unless
+    another answer, such as a lease's refresh, shows that nobody has written anything to etcd since.
     """
 
     def __init__(
@@ -757,6 +772,10 @@ class Mirror:
     def snapshot(self) -> dict[str, KeyValue]:
         with self._changed:
             return dict(self._keys)
+
+    def get(self, key: str) -> KeyValue | None:
+        with self._changed:
+            return self._keys.get(key)
 
     def wait_for(self, predicate: Callable[[dict[str, KeyValue]], T | None], timeout_s: float) -> T:
         """The first result of `predicate` that is not None; it is called for the present copy and after each
@@ -839,18 +858,22 @@ class Mirror:
             return
 
     def _apply(self, events: Sequence[Any]) -> None:
-        keys = dict(self._keys)
-        revision = self._revision
-        for event in events:
-            if event.kv.mod_revision <= self._revision:
-                continue
-            revision = max(revision, event.kv.mod_revision)
-            kv = _key_value(event.kv)
-            if event.type == event.DELETE:
-                keys.pop(kv.key, None)
-            else:
-                keys[kv.key] = kv
-        self._replace(revision, keys)
+        """Costs as much as there are events, however many keys the prefix has."""
+        changed = False
+        with self._changed:
+            seen = self._revision
+            for event in events:
+                if event.kv.mod_revision <= seen:
+                    continue
+                self._revision = max(self._revision, event.kv.mod_revision)
+                kv = _key_value(event.kv)
+                if event.type != event.DELETE:
+                    changed = True
+                    self._keys[kv.key] = kv
+                elif self._keys.pop(kv.key, None) is not None:
+                    changed = True
+            self._changed.notify_all()
+        self._report(changed)
 
     def _replace(self, revision: int, keys: dict[str, KeyValue]) -> None:
         with self._changed:
@@ -858,6 +881,9 @@ class Mirror:
             # etcd restarted from an older backup would be behind us; what it says counts all the same.
             self._revision, self._keys = revision, keys
             self._changed.notify_all()
+        self._report(changed)
+
+    def _report(self, changed: bool) -> None:
         if changed and self._on_change is not None and not self._closed.is_set():
             try:
                 self._on_change()
@@ -866,15 +892,21 @@ class Mirror:
 
     def _check_regularly(self) -> None:
         suspect: tuple[int, int] | None = None
+        checked_revision, checked_at = 0, 0.0
         while not self._closed.wait(self._check_interval_s if suspect is None else 0.1):
+            if suspect is None and self._client._has_stood_still(checked_revision, checked_at):
+                checked_at = time.monotonic()
+                continue
+            checked_at = time.monotonic()
             try:
-                truth = self._client._newest_in(self.prefix, self._check_interval_s)
+                checked_revision, *found = self._client._newest_in(self.prefix, self._check_interval_s)
             except EtcdError:
                 self._healthy = False
                 self._resubscribe()
                 continue
             with self._changed:
                 copy = (len(self._keys), max((kv.mod_revision for kv in self._keys.values()), default=0))
+            truth = (found[0], found[1])
             if truth == copy:
                 suspect = None
             elif suspect == copy:

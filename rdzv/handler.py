@@ -3,7 +3,8 @@
 Scripts that know nothing of us get TorchElastic's contract: a change of membership restarts all workers. Once
 workers that can be re-formed in process have registered (`JobRecord.live`), joins and leaves are theirs:
 agents start and end workers, and never restart those of others. Which agents form a round is decided in
-`agent_rounds.py`.
+`agent_rounds.py`, by the agent that convenes (`agent_convener.py`); an agent itself watches three keys and writes
+its own record.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -34,15 +35,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from lightning_dlrover.rdzv.agent_rounds import (
-    AgentView,
-    Limits,
-    SeenAgent,
-    candidates,
-    members_of_next_round,
-    num_waiting,
-    participants,
-)
+from lightning_dlrover.rdzv.agent_convener import AgentConvener, RecordReader
+from lightning_dlrover.rdzv.agent_rounds import Limits, why_over
 from lightning_dlrover.rdzv.agent_store import LiveAgentStore, RoundStore
 from lightning_dlrover.rdzv.client import (
     Delete,
@@ -50,17 +44,20 @@ from lightning_dlrover.rdzv.client import (
     EtcdConfig,
     EtcdError,
     EtcdUnavailableError,
+    Get,
     KeyValue,
     Lease,
     LeaseLostError,
     Mirror,
     Put,
+    absent,
     modified,
     parse_endpoints,
 )
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
+    AgentNotice,
     AgentRecord,
     AgentRound,
     JobRecord,
@@ -79,6 +76,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
+_CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
 
 
 def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -154,6 +152,32 @@ class HandlerConfig:
         return config
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What an agent knows of all others: the same few records however many they are."""
+
+    round: AgentRound | None
+    notice: AgentNotice | None
+    term: int  # of the convener in office; 0: there is none
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number if self.round is not None else 0
+
+    @property
+    def members(self) -> list[str]:
+        return self.round.agents if self.round is not None else []
+
+    @property
+    def counts(self) -> AgentNotice | None:
+        """The notice if its counts hold: if who wrote it is in office."""
+        return self.notice if self.notice is not None and self.notice.term == self.term else None
+
+    @property
+    def over(self) -> str:
+        return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
+
+
 class EtcdRendezvousHandler(RendezvousHandler):
     """One elastic agent's part in the rendezvous. Used by the agent's main thread only."""
 
@@ -174,8 +198,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         host = socket.gethostname()
         self._agent_id = f"{re.sub(r'[^A-Za-z0-9.-]', '-', host)}-{uuid.uuid4().hex[:8]}"
         self._address = config.local_address or _address_towards(config.etcd.endpoints)
-        self._readable: dict[str, object] = {}  # last version of each record that could be read
-        self._bad_records: dict[str, int] = {}  # revisions that were complained about
         self._record = AgentRecord(
             agent_id=self._agent_id,
             host=host,
@@ -190,8 +212,22 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._wake = threading.Event()
         self._mirror: Mirror | None = None
         self._lease: Lease | None = None
-        self._registered_revision = 0
         self._store: RoundStore | None = None
+        self._reader = RecordReader(config.run_id, self._is_joining)
+        self._convener = AgentConvener(
+            self._client,
+            self._keys,
+            self._agent_id,
+            config.limits,
+            0.0 if config.live else config.last_call_timeout_s,
+            RecordReader(config.run_id, self._is_joining),
+            self._on_convener_error,
+        )
+        self._convener_error: RecordError | None = None
+        self._num_members = 0  # of the round that this agent takes part in
+        self._num_agents = 0  # about, alive
+        self._is_live = False
+        self._must_restart = False
         self._has_finished = False
         self._is_shut_down = False
 
@@ -227,7 +263,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: etcd cannot be reached, and this agent has not joined, so it knows of nothing yet.
         """
         with self._rendezvous_errors():
-            return _why_over(self._view()) is not None
+            try:
+                return bool(self._why_over())
+            except EtcdUnavailableError:
+                if self._mirror is None:
+                    raise
+                return bool(self._known().over)
 
     def set_closed(self) -> None:
         """Let nobody join any more; those inside go on.
@@ -239,16 +280,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
-        """Agents for which this one should restart its workers; always 0 in a live job."""
+        """Agents for which this one should restart its workers; always 0 in a live job. Asks etcd nothing."""
         if self._mirror is None:
             return 0
         self._stay_registered()
-        view = self._view()
-        if self._config.live or _is_live(view):
+        known = self._known()
+        if self._config.live or self._is_live:
             return 0
-        if view.round is not None and view.round_number > self._record.round_number:
-            return 1  # the others took us for dead and went on without us: join them again
-        return num_waiting(view, self._config.limits)
+        if self._must_restart or known.round_number > self._record.round_number:
+            return 1  # its ranks were made up, or the others took us for dead and went on without us: join them again
+        counts = known.counts
+        if counts is None or counts.round_number != self._record.round_number:
+            return 0
+        return counts.num_waiting if counts.num_inside < self._config.limits.max_nodes else 0
 
     def shutdown(self) -> bool:
         """Leave; the others go on. Closes the run only when all of its workers have succeeded."""
@@ -256,6 +300,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return True
         self._is_shut_down = True
         atexit.unregister(self.shutdown)
+        self._convener.stop()
         # Without etcd our leases tell the others; waiting for it here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
             try:
@@ -273,168 +318,172 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except (EtcdError, TimeoutError) as error:
             raise RendezvousConnectionError(f"run {self._config.run_id!r}: {error}") from error
 
+    def _why_over(self) -> str:
+        """Why nobody can join any more, as etcd has it at this moment."""
+        keys = self._keys
+        entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
+        return why_over(self._read(AgentRound, entries.get(keys.agent_round)), self._read(JobRecord, entries.get(keys.job)))
+
+    def _raise_if_over(self, why: str) -> None:
+        if why:
+            raise RendezvousClosedError(
+                f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
+            )
+
     # -- a round
 
     def _next_rendezvous(self, deadline: float) -> RendezvousInfo:
         if self._mirror is None:
-            self._mirror = Mirror(self._client, self._keys.live, self._wake.set)
+            self._mirror = Mirror(self._client, self._keys.for_agents, self._on_change, check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
             atexit.register(self.shutdown)
         else:
             # The agent has ended all its workers before it came here; nobody need wait for their leases.
             self._delete_own_workers()
         self._drop_store()
-        self._has_finished = False
-        _raise_if_over(self._config.run_id, self._view())
-        self._register(state="waiting", round_number=self._view().round_number, port=0)
-
-        enough_since: float | None = None
+        self._has_finished = self._must_restart = False
+        self._convener_error = None
+        # From now on the convener's notices tell what becomes of the job.
+        job = self._read(JobRecord, self._client.get(self._keys.job))
+        self._is_live = job is not None and job.live
+        last_round = self._known().round_number
+        self._raise_if_over(why_over(self._known().round, job))
+        self._register(state="waiting", round_number=last_round, port=0)
         while True:
             self._wake.clear()
             self._stay_registered()
-            view = self._view()
-            _raise_if_over(self._config.run_id, view)
-            if self._may_join_at_once(view):
-                return self._join_live(view)
-            if view.round is not None and self._is_admitted(view):
-                info = self._enter(view.round, deadline)
-                if info is not None:
-                    return info
-                self._register(state="waiting", round_number=view.round.number, port=0)
-                continue
-            now = time.monotonic()
-            if now > deadline:
-                self._give_up(view)
-            if members_of_next_round(view, self._config.limits, last_call_is_over=True):
-                enough_since = now if enough_since is None else enough_since
-                last_call_s = 0.0 if self._config.live else self._config.last_call_timeout_s
-                remaining_s = enough_since + last_call_s - now
-                members = members_of_next_round(view, self._config.limits, remaining_s <= 0)
-                if members:
-                    self._propose(view, members)
-            else:
-                enough_since, remaining_s = None, _POLL_S
-            self._wake.wait(min(_POLL_S, max(0.01, remaining_s), max(0.01, deadline - now)))
+            known = self._known()
+            self._raise_if_over(known.over)
+            if self._convener_error is not None:
+                raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
+            is_admitted = known.round_number > last_round and self._agent_id in known.members
+            if self._may_join_at_once(known, is_admitted):
+                return self._join_live(known.round_number)
+            if is_admitted:
+                if known.notice is not None and known.notice.confirmed_round == known.round_number:
+                    return self._start(known.members, known.notice)
+                if self._record.round_number != known.round_number or self._record.state == "waiting":
+                    is_first = known.members[0] == self._agent_id
+                    port = _free_port(self._address) if is_first else 0
+                    self._register(state="running", round_number=known.round_number, port=port)
+            elif self._record.state != "waiting":
+                logger.warning("run %r: a round broke up before it began", self._config.run_id)
+                last_round = known.round_number
+                self._register(state="waiting", round_number=last_round, port=0)
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                self._give_up(known)
+            self._wake.wait(min(_POLL_S, remaining_s))
 
-    def _is_admitted(self, view: AgentView) -> bool:
-        return self._agent_id in participants(view) and view.round_number > self._record.round_number
+    def _may_join_at_once(self, known: _Known, is_admitted: bool) -> bool:
+        others_run = known.counts is not None and known.counts.num_inside > 0
+        return self._is_live or (self._config.live and others_run and not is_admitted)
 
-    def _may_join_at_once(self, view: AgentView) -> bool:
-        others_run = any(agent != self._agent_id for agent in participants(view))
-        return _is_live(view) or (self._config.live and others_run and not self._is_admitted(view))
-
-    def _propose(self, view: AgentView, members: list[str]) -> None:
-        """Write the next round; whoever is first wins, and all others agree by reading it."""
-        number = view.round_number + 1
-        round_ = AgentRound(
-            number=number,
-            agents=members,
-            state="complete",
-            written_by=self._agent_id,
-            reason=f"{len(members)} nodes were waiting",
-            created_at=time.time(),
-        )
-        unchanged = modified(self._keys.agent_round) == view.round_revision
-        try:
-            written = self._client.txn([unchanged], [Put(self._keys.agent_round, encode(round_))])
-        except EtcdUnavailableError as error:
-            logger.warning("run %r: round %d must wait: %s", self._config.run_id, number, error)
-            return
-        if written.succeeded:
-            logger.info("run %r: round %d of %d nodes", self._config.run_id, number, len(members))
-
-    def _enter(self, round_: AgentRound, deadline: float) -> RendezvousInfo | None:
-        """Our part in a complete round, once all its members have entered it; None if one of them died
-        instead."""
-        node_rank = round_.agents.index(self._agent_id)
-        port = _free_port(self._address) if node_rank == 0 else 0
-        self._register(state="running", round_number=round_.number, port=port)
-        while True:
-            self._wake.clear()
-            self._stay_registered()
-            view = self._view()
-            _raise_if_over(self._config.run_id, view)
-            inside = participants(view) if view.round_number == round_.number else []
-            if len(inside) < len(round_.agents):
-                logger.warning("run %r: round %d broke up before it began", self._config.run_id, round_.number)
-                return None
-            if all(view.agents[a].record.round_number == round_.number for a in inside):
-                break
-            if time.monotonic() > deadline:
-                self._give_up(view)
-            self._wake.wait(_POLL_S)
+    def _start(self, members: list[str], notice: AgentNotice) -> RendezvousInfo:
+        """Our part in a round that all its members have entered."""
+        number, node_rank = notice.confirmed_round, members.index(self._agent_id)
         if node_rank == 0:
             # Nobody can still be in the round before the last one.
-            self._client.delete_prefix(self._store_prefix(round_.number - 2))
-        first = view.agents[round_.agents[0]].record
-        self._store = RoundStore(self._client, self._store_prefix(round_.number), self._set_num_workers, self._wait_at_exit)
+            self._client.delete_prefix(self._store_prefix(number - 2))
+        self._num_members = len(members)
+        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), self)
         self._export_environment()
-        bootstrap = RendezvousStoreInfo(first.address, first.port)
-        return RendezvousInfo(self._store, node_rank, len(round_.agents), bootstrap)
+        bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
+        return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
-    def _join_live(self, view: AgentView) -> RendezvousInfo:
+    def _join_live(self, round_number: int) -> RendezvousInfo:
         """Ranks that are true now; the workers give themselves those that count."""
-        others = [seen.record for agent, seen in view.agents.items() if agent != self._agent_id]
-        self._register(state="running", round_number=view.round_number, port=0)
+        _, entries = self._client.get_prefix(self._keys.agents)
+        records = [self._read(AgentRecord, entry) for entry in entries]
+        others = [record for record in records if record is not None and record.agent_id != self._agent_id]
+        self._is_live = True
+        self._register(state="running", round_number=round_number, port=0)
         self._export_environment()
         logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
         return RendezvousInfo(
-            LiveAgentStore(sum(record.num_workers for record in others), self._set_num_workers),
+            LiveAgentStore(sum(record.num_workers for record in others), self.starts),
             len(others),
             len(others) + 1,
             RendezvousStoreInfo(self._address, _free_port(self._address)),
         )
 
-    def _give_up(self, view: AgentView) -> None:
+    def _give_up(self, known: _Known) -> None:
         limits, run_id = self._config.limits, self._config.run_id
-        running, waiting = participants(view), candidates(view)
+        num_running = known.counts.num_inside if known.counts is not None else 0
+        num_waiting = max(1, known.counts.num_waiting) if known.counts is not None else 1
         if self._mirror is not None and not self._mirror.healthy:
             why = f"etcd at {self._config.etcd.endpoints} cannot be reached"
-        elif len(running) >= limits.max_nodes:
+        elif num_running >= limits.max_nodes:
             why = f"the job has its maximum of {limits.max_nodes} nodes: raise --nnodes, or do not start more"
-        elif running:
-            why = f"{len(running)} nodes still run the round before and did not make room"
+        elif num_running:
+            why = f"{num_running} nodes still run the round before and did not make room"
         else:
-            why = f"only {len(waiting)} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
+            why = f"only {num_waiting} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
             f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}"
         )
 
-    # -- the end
+    # -- what the store of our round tells and asks (RoundAgent)
 
-    def _wait_at_exit(self, all_arrived: Callable[[int], bool], timeout_s: float) -> None:
+    def starts(self, num_workers: int) -> None:
+        if num_workers != self._record.num_workers:
+            self._register(num_workers=num_workers)
+
+    def round_has_broken_up(self) -> bool:
+        self._stay_registered()
+        known = self._known()
+        if known.round_number > self._record.round_number or known.over:
+            return True
+        counts = known.counts
+        return counts is not None and counts.round_number == known.round_number and counts.num_inside < self._num_members
+
+    def must_restart(self) -> None:
+        logger.warning("run %r: a node was lost while ranks were assigned; the workers will restart", self._config.run_id)
+        self._must_restart = True
+
+    def has_finished(self) -> None:
+        self._register(state="finished")
+
+    def wait_for_others(self, timeout_s: float) -> None:
         """TorchElastic's exit barrier, for those that are still there to come; a live job has none."""
         deadline = time.monotonic() + timeout_s
+        heard_at = time.monotonic()
         while True:
             self._wake.clear()
             self._stay_registered()
-            view = self._view()
-            if _is_live(view):
+            known = self._known()
+            if self._is_live or known.round_number > self._record.round_number:
                 return
-            if all_arrived(len(participants(view))):
+            counts = known.counts
+            if counts is not None and counts.round_number == self._record.round_number and not counts.num_unfinished:
                 # A member that waits for another round has not finished its part.
-                members = view.round.agents if view.round is not None else []
-                self._has_finished = not set(members).intersection(candidates(view))
+                self._has_finished = not counts.num_members_waiting
                 return
-            remaining_s = deadline - time.monotonic()
+            now = time.monotonic()
+            heard_at = now if self._mirror is None or self._mirror.healthy else heard_at
+            if now - heard_at > self._config.etcd.timeout_s:
+                raise DistNetworkError(f"run {self._config.run_id!r}: etcd cannot tell whether other nodes have finished")
+            remaining_s = deadline - now
             if remaining_s <= 0:
                 raise DistStoreError(f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s")
-            self._wake.wait(min(0.2, remaining_s))
+            self._wake.wait(min(_POLL_S, remaining_s))
+
+    # -- the end
 
     def _leave(self) -> None:
         self._delete_own_workers()
-        view = self._view()
-        if self._has_finished and not _is_live(view):
+        if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
             self._close_job("its nodes have finished", time.monotonic() + 2.0)
         if self._lease is not None:
             self._lease.revoke()
         self._client.delete(self._keys.agents + self._agent_id)
-        if not self._client.get_prefix(self._keys.agents)[1]:
+        if not self._client.count(self._keys.agents):
             # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
             self._client.delete_prefix(self._keys.store)
-            if _is_live(view) and _why_over(view) is not None:
+            self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
+            if self._is_live and self._why_over():
                 self._client.delete(self._keys.agent_round)
 
     def _close_job(self, reason: str, deadline: float) -> None:
@@ -451,7 +500,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _try_to_close(self, reason: str) -> bool:
         """Whether the run is closed; False when another agent has written in between."""
         entry = self._client.get(self._keys.agent_round)
-        round_ = (self._decode(AgentRound, entry) if entry is not None else None) or AgentRound(0, [], "complete")
+        round_ = self._read(AgentRound, entry) or AgentRound(0, [], "complete")
         if round_.state == "closed":
             return True
         closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
@@ -486,72 +535,66 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = self._client.lease(self._config.lease_ttl_s).keep_alive()
             try:
-                self._registered_revision = self._client.put(key, encode(self._record), self._lease)
+                self._client.put(key, encode(self._record), self._lease)
                 break
             except LeaseLostError:
                 self._lease.close()
                 self._lease = None
-        if self._mirror is not None:
-            # Decisions are made from the mirror, and must not be made from before our own last word.
-            self._mirror.wait_for(lambda _: self._has_seen_own_record() or None, self._config.etcd.timeout_s)
-
-    def _has_seen_own_record(self) -> bool:
-        return self._mirror is not None and self._mirror.revision >= self._registered_revision
+        self._campaign()
 
     def _stay_registered(self) -> None:
         """Come back after our lease was lost, as after a long break in the network."""
-        gone = self._has_seen_own_record() and self._mirrored(self._keys.agents + self._agent_id) is None
-        if self._lease is None or not (gone or self._lease.lost.is_set()):
-            return
-        try:
-            self._write_record()
-        except (EtcdError, TimeoutError) as error:
-            logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
-
-    def _set_num_workers(self, num_workers: int) -> None:
-        if num_workers != self._record.num_workers:
-            self._register(num_workers=num_workers)
+        if self._lease is not None and self._lease.lost.is_set():
+            try:
+                self._write_record()
+            except (EtcdError, TimeoutError) as error:
+                logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
 
     # -- what etcd says
 
-    def _view(self) -> AgentView:
-        keys = self._keys
-        if self._mirror is not None:
-            entries: Mapping[str, KeyValue] = self._mirror.snapshot()
-        else:
-            entries = {kv.key: kv for kv in self._client.get_prefix(keys.live)[1]}
-        round_entry, job_entry = entries.get(keys.agent_round), entries.get(keys.job)
-        agents = {}
-        for key, kv in entries.items():
-            if key.startswith(keys.agents) and (record := self._decode(AgentRecord, kv)) is not None:
-                agents[record.agent_id] = SeenAgent(record, kv.create_revision)
-        return AgentView(
-            agents=agents,
-            round=self._decode(AgentRound, round_entry) if round_entry is not None else None,
-            round_revision=round_entry.mod_revision if round_entry is not None else 0,
-            job=self._decode(JobRecord, job_entry) if job_entry is not None else None,
+    def _on_change(self) -> None:
+        self._campaign()
+        self._wake.set()
+
+    def _campaign(self) -> None:
+        """See to it that somebody convenes."""
+        mirror, lease = self._mirror, self._lease
+        if mirror is None or lease is None or lease.lost.is_set() or self._convener_error is not None:
+            return
+        if (entry := mirror.get(self._keys.agent_convener)) is None or entry.lease_id == lease.id:
+            self._convener.campaign(mirror, lease, self._num_agents)
+
+    def _on_convener_error(self, error: RecordError) -> None:
+        self._convener_error = error
+        self._wake.set()
+
+    def _known(self) -> _Known:
+        """What this agent must know of the others."""
+        keys, entries = self._keys, self._mirror.snapshot() if self._mirror is not None else {}
+        convener = entries.get(keys.agent_convener)
+        known = _Known(
+            round=self._read(AgentRound, entries.get(keys.agent_round)),
+            notice=self._read(AgentNotice, entries.get(keys.agent_notice)),
+            term=convener.create_revision if convener is not None else 0,
         )
+        if known.counts is not None:
+            self._num_agents = known.counts.num_agents
+            self._is_live |= known.counts.live
+        return known
 
-    def _mirrored(self, key: str) -> KeyValue | None:
-        return self._mirror.snapshot().get(key) if self._mirror is not None else self._client.get(key)
-
-    def _decode(self, record_type: type[T], entry: KeyValue) -> T | None:
+    def _read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
         """The record; once this agent has joined, the last readable one, or None, in place of garbage.
 
         Raises:
             RendezvousStateError: garbage, and this agent is still joining.
         """
         try:
-            record = decode(record_type, entry.value, entry.key)
+            return self._reader.read(record_type, entry)
         except RecordError as error:
-            if self._record.state != "running":
-                raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
-            if self._bad_records.get(entry.key) != entry.mod_revision:
-                self._bad_records[entry.key] = entry.mod_revision
-                logger.error("run %r: ignored a record: %s", self._config.run_id, error)
-            return self._readable.get(entry.key)  # type: ignore[return-value]
-        self._readable[entry.key] = record
-        return record
+            raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
+
+    def _is_joining(self) -> bool:
+        return self._record.state == "waiting"
 
     def _store_prefix(self, round_number: int) -> str:
         return f"{self._keys.store}{round_number}/"
@@ -575,28 +618,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
             else:
                 os.environ[name] = value
-
-
-def _is_live(view: AgentView) -> bool:
-    return view.job is not None and view.job.live
-
-
-def _why_over(view: AgentView) -> str | None:
-    if view.job is not None and view.job.phase == "finished":
-        return "has finished"
-    if view.job is not None and view.job.phase == "failed":
-        return f"has failed ({view.job.message or 'no reason was recorded'})"
-    if view.round is not None and view.round.state == "closed":
-        return f"is closed ({view.round.reason or 'no reason was recorded'})"
-    return None
-
-
-def _raise_if_over(run_id: str, view: AgentView) -> None:
-    why = _why_over(view)
-    if why is not None:
-        raise RendezvousClosedError(
-            f"run {run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
-        )
 
 
 def _address_towards(endpoints: str) -> str:

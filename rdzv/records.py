@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 __all__ = [
     "FORMAT_VERSION",
+    "AgentNotice",
     "AgentRecord",
     "AgentRound",
     "CheckpointRecord",
@@ -127,8 +128,22 @@ class Keys:
         return self.root + "store/"
 
     @property
+    def for_agents(self) -> str:
+        """What the keys begin with that every elastic agent watches: three, however many agents there are."""
+        return self.live + "agent_"
+
+    @property
     def agent_round(self) -> str:
-        return self.live + "agent_round"
+        return self.for_agents + "round"
+
+    @property
+    def agent_convener(self) -> str:
+        """Election key: its create revision is the fence for every write of an agent round or notice."""
+        return self.for_agents + "convener"
+
+    @property
+    def agent_notice(self) -> str:
+        return self.for_agents + "notice"
 
 
 WorkerState = Literal["starting", "standby", "ready", "active", "reforming"]
@@ -142,9 +157,10 @@ class AgentRecord:
     host: str
     pid: int
     num_workers: int  # workers this agent starts
-    state: Literal["waiting", "running"]  # running: its workers were started or are about to be
+    # running: it has entered the round `round_number`, whose workers run or are about to. finished: all its workers succeeded.
+    state: Literal["waiting", "running", "finished"]
     labels: dict[str, str] = field(default_factory=dict)
-    round_number: int = 0  # running: agent round it takes part in; waiting: it joins only a later one than this
+    round_number: int = 0  # agent round it takes part in; waiting: it joins only a later one than this
     address: str = ""  # of this host, for other nodes
     port: int = 0  # running: free port for the workers' MASTER_PORT, should this agent be node rank 0
     since: float = 0.0  # when it came into this state, seconds since the epoch; for people, never compared
@@ -154,7 +170,8 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class AgentRound:
-    """The current rendezvous of the elastic agents. Key `agent_round`; compare-and-swap by any waiting agent."""
+    """The current rendezvous of the elastic agents. Key `agent_round`; written by the agents' convener, fenced on its election
+    key, and closed by any agent, compare-and-swap. Its workers start once a notice confirms it."""
 
     number: int
     agents: list[str]  # agent ids; the index is the node rank
@@ -162,6 +179,25 @@ class AgentRound:
     written_by: str = ""  # agent id
     reason: str = ""  # one sentence for people
     created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentNotice:
+    """What an elastic agent must know of all others, in a few numbers. Key `agent_notice`, written by the agents' convener,
+    fenced on its election key. Its counts hold as long as that convener is in office, the confirmation for ever."""
+
+    term: int  # create revision of the election key it was written under
+    confirmed_round: int = 0  # newest agent round that all its members have entered together
+    master_address: str = ""  # of its node rank 0, for the workers' MASTER_ADDR and MASTER_PORT
+    master_port: int = 0
+    round_number: int = 0  # agent round that the counts are about
+    num_agents: int = 0
+    num_inside: int = 0  # members of the round that are alive and take part in it
+    num_unfinished: int = 0  # of these
+    num_waiting: int = 0  # agents for the next round
+    num_members_waiting: int = 0  # of these, members of the round
+    live: bool = False  # JobRecord.live
+    over: str = ""  # why nobody can join any more
 
 
 @dataclass(frozen=True)

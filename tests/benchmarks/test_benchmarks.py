@@ -74,6 +74,18 @@ def test_faults_of_etcd_cost_no_job_and_no_step() -> None:
     assert quick_result("etcd_faults.py") == {"jobs_lost": 0, "steps_lost": 0}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_nodes_join_faster_than_with_torchs_rendezvous_and_are_quiet_while_idle() -> None:
+    result = quick_result("rendezvous_scale.py")
+    assert list(result) == ["join_16_s", "absorb_16_s", "idle_rps_per_node", "ratio_16"]
+    assert 0 < result["join_16_s"] < 5
+    assert 0 < result["absorb_16_s"] < 5
+    # Counted, not timed: lease refreshes every 2.5 s, and the convener looks after the folder it watches.
+    assert 0.2 < result["idle_rps_per_node"] <= 0.6
+    assert result["ratio_16"] > 1
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_leaves_no_process_behind(how: signal.Signals) -> None:
     benchmark = subprocess.Popen(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -389,6 +391,92 @@ def test_the_record_of_an_agent_says_what_it_does(
     round_entry = client.get(keys.agent_round)
     assert round_entry is not None
     assert decode(AgentRound, round_entry.value, "").agents == [record.agent_id]
+
+
+# -- the convener dies
+
+
+# An agent without workers that dies right after the write that its arguments name.
+DOOMED = """
+import os, signal, sys, threading
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from lightning_dlrover.rdzv.client import EtcdClient, Put
+from lightning_dlrover.rdzv.handler import create_backend
+endpoint, run_id, key, content = sys.argv[1:]
+txn = EtcdClient.txn
+def deadly_txn(self, compare, success, failure=()):
+    result = txn(self, compare, success, failure)
+    for op in success:
+        if isinstance(op, Put) and op.key.endswith(key) and content.encode() in op.value and result.succeeded:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return result
+EtcdClient.txn = deadly_txn
+conf = {"last_call_timeout": "60", "lease_ttl": "2"}
+create_backend()(RendezvousParameters("etcd-v3", endpoint, run_id, 2, 3, **conf)).next_rendezvous()
+threading.Event().wait()
+"""
+
+AT_A_ROUND = ("agent_round", '"number":1')
+AT_ITS_CONFIRMATION = ("agent_notice", '"confirmed_round":1')
+WHILE_NODES_WAIT = ("agent_notice", '"num_waiting":2')
+
+
+@pytest.fixture
+def doomed(etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts an agent that convenes until it dies."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(key: str, content: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", DOOMED, etcd.endpoint, run_id, key, content]))
+        eventually(lambda: client.get(keys.agent_convener), "the doomed agent convenes", 60)
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("when", [AT_A_ROUND, WHILE_NODES_WAIT], ids=lambda when: when[0])
+def test_a_convener_killed_before_its_round_began_is_replaced_and_the_others_form_one(
+    when: tuple[str, str], doomed: Callable[..., subprocess.Popen[bytes]], make_handler: MakeHandler
+) -> None:
+    convener = doomed(*when)
+    handlers = [make_handler(2, 3, lease_ttl="2", join_timeout="60") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    assert convener.wait(10) == -signal.SIGKILL
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert [info.world_size for info in infos] == [2, 2]
+    assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1
+
+
+def test_nodes_whose_ranks_were_to_be_assigned_by_a_killed_one_start_again_without_it(
+    doomed: Callable[..., subprocess.Popen[bytes]], start_agent: StartAgent
+) -> None:
+    convener = doomed(*AT_ITS_CONFIRMATION)
+    agents = [start_agent(STEPS, nnodes="2:3", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
+    assert convener.wait(60) == -signal.SIGKILL  # as node rank 0 of a round of three
+    assert [agent.wait(120) for agent in agents] == [0, 0], agents[0].output + agents[1].output
+    assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
+    assert all("a node was lost while ranks were assigned" in agent.output for agent in agents)
+
+
+def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still_told_of(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys
+) -> None:
+    handlers = [make_handler(2, 3) for _ in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+        entry = client.get(keys.agent_convener)
+        assert entry is not None
+        convener = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
+        other = next(handler for handler in handlers if handler is not convener)
+        convener._client.close()  # all its threads end, its lease is not revoked
+        late = pool.submit(make_handler(2, 3, join_timeout="60").next_rendezvous)
+        eventually(lambda: other.num_nodes_waiting() == 1, "the survivor is told of the late node", 30)
+        assert client.get(keys.agent_convener) != entry
+        assert {other.next_rendezvous().world_size, late.result(30).world_size} == {2}
 
 
 # -- configuration

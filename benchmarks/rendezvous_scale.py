@@ -1,0 +1,431 @@
+"""How the rendezvous costs grow with the number of nodes: N elastic agents against one etcd, beside torch's own rendezvous.
+
+    python benchmarks/rendezvous_scale.py [--nodes 16,64,256,1000] [--stock 16,64,256] [--quick]
+
+A node is a rendezvous handler as torchrun makes it, with a connection of its own to etcd, in a thread; a few light processes
+hold the threads. It starts no workers and trains nothing. For each N:
+
+- join: N - 1 nodes wait, the last one comes; until `next_rendezvous` has returned to all N (the round takes exactly N nodes).
+- absorb: one more node comes to the N that run, which may be N + 1; until `num_nodes_waiting` is above 0 for each of the N.
+- idle: requests to etcd per second and node while all N + 1 are there and nothing happens, by etcd's own count (its /metrics):
+  every unary call it has answered (`grpc_server_handled_total`) and every message that it was sent on a stream
+  (`grpc_server_msg_received_total` of lease refreshes and watches). Keys elsewhere in etcd change meanwhile
+  (`--writes` per second), as on an etcd that is shared: a watch that is checked only in a quiet etcd would look too good.
+
+torch's DynamicRendezvousHandler runs on a TCPStore (the c10d backend) in the same processes, with the same nodes and the same
+measure of joining. All clocks are the machine's monotonic one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import multiprocessing
+import re
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from torch.distributed import TCPStore
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+NODES_PER_PROCESS = 250
+NUM_CONNECTING = 8  # of a process at a time
+START_TIMEOUT_S = 120.0
+SETTLE_S = 5.0
+JOIN_TIMEOUT_S = 600.0
+LOOK_S = 0.1  # how often a node that runs asks how many wait, as torchrun does
+STACK_BYTES = 256 << 10
+
+
+# -- a process that holds nodes
+
+
+def hold_nodes(pipe: Connection) -> None:
+    """Do what the parent says until it hangs up."""
+    threading.stack_size(STACK_BYTES)
+    _raise_file_limit()
+    host = _Host()
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = pipe.recv()
+            try:
+                pipe.send((True, getattr(host, name)(*arguments)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+
+
+class _Node(threading.Thread):
+    """One node: joins a round, then counts those that wait for the next."""
+
+    def __init__(self, make_handler: Any, connecting: threading.Semaphore) -> None:
+        super().__init__(daemon=True)
+        self._make_handler = make_handler
+        self._connecting = connecting
+        self.waits = threading.Event()  # its handler exists; it is about to join
+        self.may_join = threading.Event()
+        self.joined_at: float | None = None
+        self.knew_at: float | None = None
+        self.node_rank = -1
+        self.error = ""
+
+    def run(self) -> None:
+        try:
+            with self._connecting:
+                handler = self._make_handler()
+            self.waits.set()
+            self.may_join.wait()
+            info = handler.next_rendezvous()
+            self.node_rank, self.joined_at = info.rank, time.monotonic()
+            while True:
+                if handler.num_nodes_waiting() > 0 and self.knew_at is None:
+                    self.knew_at = time.monotonic()
+                time.sleep(LOOK_S)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+class _Host:
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+
+    def make(self, kind: str, endpoint: str, run_id: str, num_nodes: int, min_nodes: int, max_nodes: int) -> None:
+        """Handlers that are ready to join, each with a connection of its own."""
+        import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401 - before the threads need it
+        from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_dynamic
+
+        from lightning_dlrover.rdzv.handler import create_backend
+
+        def etcd_handler() -> Any:
+            # The round is formed once min_nodes are there, although there is room for more.
+            options = {"join_timeout": str(JOIN_TIMEOUT_S), "etcd_timeout": "60", "last_call_timeout": "0"}
+            return create_backend()(RendezvousParameters("etcd-v3", endpoint, run_id, min_nodes, max_nodes, **options))
+
+        def c10d_handler() -> Any:
+            options = {"is_host": "0", "join_timeout": str(int(JOIN_TIMEOUT_S)), "read_timeout": "60"}
+            params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr="127.0.0.1", **options)
+            backend, store = create_c10d(params)
+            return create_dynamic(store, backend, params)
+
+        make_handler = etcd_handler if kind == "etcd-v3" else c10d_handler
+        # A thousand connections asked for at the same moment overflow the server's queue, ours and torch's.
+        connecting = threading.Semaphore(NUM_CONNECTING)
+        nodes = [_Node(make_handler, connecting) for _ in range(num_nodes)]
+        self._nodes += nodes
+        for node in nodes:
+            node.start()
+        _wait_for([node.waits for node in nodes], nodes, START_TIMEOUT_S)
+
+    def join(self, num_nodes: int) -> float:
+        """Let the last made nodes join; returns when they were let."""
+        began = time.monotonic()
+        for node in self._nodes[-num_nodes:] if num_nodes else []:
+            node.may_join.set()
+        return began
+
+    def joined(self, timeout_s: float) -> list[tuple[int, float]]:
+        """Node rank and time of each node, once all of them have joined."""
+        deadline = time.monotonic() + timeout_s
+        while any(node.joined_at is None for node in self._nodes):
+            _raise_errors(self._nodes)
+            if time.monotonic() > deadline:
+                late = sum(node.joined_at is None for node in self._nodes)
+                raise BenchmarkError(f"{late} of {len(self._nodes)} nodes did not join within {timeout_s:g} s")
+            time.sleep(0.005)
+        return [(node.node_rank, node.joined_at or 0.0) for node in self._nodes]
+
+    def knew(self, timeout_s: float) -> float:
+        """When the last node that runs knew that another one waits."""
+        deadline = time.monotonic() + timeout_s
+        running = [node for node in self._nodes if node.joined_at is not None]
+        while any(node.knew_at is None for node in running):
+            _raise_errors(self._nodes)
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"not all nodes learned of the new one within {timeout_s:g} s")
+            time.sleep(0.005)
+        return max((node.knew_at or 0.0 for node in running), default=0.0)
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+
+def _wait_for(events: list[threading.Event], nodes: list[_Node], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for event in events:
+        while not event.wait(0.05):
+            _raise_errors(nodes)
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"not all of {len(nodes)} nodes were ready within {timeout_s:g} s")
+
+
+def _raise_errors(nodes: list[_Node]) -> None:
+    errors = [node.error for node in nodes if node.error]
+    if errors:
+        raise BenchmarkError(f"{len(errors)} nodes failed, the first with {errors[0]}")
+
+
+def _raise_file_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# -- the parent
+
+
+class Hosts:
+    """Light processes with nodes in them; leaving ends them as a crash would, without a word to etcd."""
+
+    def __init__(self, num_nodes: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        num_hosts = max(2, -(-num_nodes // NODES_PER_PROCESS))
+        self._shares = [num_nodes // num_hosts + (host < num_nodes % num_hosts) for host in range(num_hosts)]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_hosts + 1):  # one more for the node that comes last
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=hold_nodes, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+
+    def make(self, kind: str, endpoint: str, run_id: str, min_nodes: int, max_nodes: int) -> None:
+        """All nodes but the last one, which the last process holds."""
+        shares = [self._shares[0] - 1, *self._shares[1:]]
+        self._ask_all("make", [(kind, endpoint, run_id, share, min_nodes, max_nodes) for share in shares])
+
+    def make_one(self, kind: str, endpoint: str, run_id: str, min_nodes: int, max_nodes: int) -> None:
+        self._ask(-1, "make", kind, endpoint, run_id, 1, min_nodes, max_nodes)
+
+    def join(self) -> None:
+        self._ask_all("join", [(share,) for share in [self._shares[0] - 1, *self._shares[1:]]])
+
+    def join_one(self) -> float:
+        return float(self._ask(-1, "join", 1))
+
+    def joined(self) -> list[tuple[int, float]]:
+        """Node rank and time of every node."""
+        everyone = range(len(self._pipes))
+        return [found for host in self._ask_all("joined", [(JOIN_TIMEOUT_S,) for _ in everyone]) for found in host]
+
+    def knew(self) -> float:
+        """When the last of all nodes knew of one more."""
+        return max(self._ask_all("knew", [(START_TIMEOUT_S,) for _ in self._pipes]))
+
+    def cpu_s(self) -> float:
+        return float(sum(self._ask_all("cpu_s", [() for _ in self._pipes])))
+
+    def _ask(self, host: int, name: str, *arguments: Any) -> Any:
+        self._pipes[host].send((name, arguments))
+        return self._answer(host)
+
+    def _ask_all(self, name: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        for host, of_host in enumerate(arguments):
+            self._pipes[host].send((name, of_host))
+        return [self._answer(host) for host in range(len(arguments))]
+
+    def _answer(self, host: int) -> Any:
+        if not self._pipes[host].poll(JOIN_TIMEOUT_S + START_TIMEOUT_S):
+            raise BenchmarkError(f"process {host} of nodes did not answer")
+        succeeded, answer = self._pipes[host].recv()
+        if not succeeded:
+            raise BenchmarkError(answer)
+        return answer
+
+
+@dataclass(frozen=True)
+class Figures:
+    join_s: float
+    absorb_s: float
+    idle_rps_per_node: float
+    join_cpu_s: float  # of the processes with nodes and of etcd, while they joined
+
+
+def requests_to(etcd: EmbeddedEtcd) -> dict[str, float]:
+    """Unary calls answered and stream messages received so far, by method, as etcd counts them."""
+    connection = http.client.HTTPConnection(etcd.host, etcd.port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    counted: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^(grpc_server_\w+_total)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        is_unary = label["grpc_type"] == "unary"
+        if name == ("grpc_server_handled_total" if is_unary else "grpc_server_msg_received_total"):
+            counted[label["grpc_method"]] = counted.get(label["grpc_method"], 0.0) + float(value)
+    return counted
+
+
+class OtherUser:
+    """Another user of the same etcd, who writes under another prefix."""
+
+    def __init__(self, etcd: EmbeddedEtcd, writes_per_s: float) -> None:
+        self.num_writes = 0
+        self._etcd = etcd
+        self._pause_s = 1 / writes_per_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True)
+
+    def __enter__(self) -> OtherUser:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(60)
+
+    def _write(self) -> None:
+        with EtcdClient(EtcdConfig(self._etcd.endpoint, timeout_s=60)) as client:
+            while not self._over.wait(self._pause_s):
+                client.put("/elsewhere/key", b"")
+                self.num_writes += 1
+
+
+def measure(etcd: EmbeddedEtcd, num_nodes: int, idle_s: float, writes_per_s: float) -> Figures:
+    """Our backend, on a fresh etcd."""
+    run_id = f"scale-{num_nodes}"
+    where = ("etcd-v3", etcd.endpoint, run_id, num_nodes, num_nodes + 1)
+    with Hosts(num_nodes) as hosts:
+        join_s, join_cpu_s = join(
+            hosts, *where, settled=lambda: wait_for_agents(etcd, run_id, num_nodes - 1), etcd_pid=etcd.pid
+        )
+        hosts.make_one(*where)
+        came_at = hosts.join_one()
+        absorb_s = hosts.knew() - came_at
+        with OtherUser(etcd, writes_per_s) as other:
+            time.sleep(min(SETTLE_S, idle_s))
+            before, writes_before, since = requests_to(etcd), other.num_writes, time.monotonic()
+            time.sleep(idle_s)
+            after, num_writes, lasted_s = requests_to(etcd), other.num_writes - writes_before, time.monotonic() - since
+    counts = {method: after[method] - before.get(method, 0.0) for method in after}
+    counts["Put"] -= num_writes
+    told = ", ".join(f"{method} {count / lasted_s:.1f}" for method, count in sorted(counts.items()) if count > 0)
+    print(f"  {num_nodes} nodes idle for {lasted_s:.0f} s, requests per second: {told or 'none'}", flush=True)
+    return Figures(join_s, absorb_s, sum(counts.values()) / lasted_s / (num_nodes + 1), join_cpu_s)
+
+
+def measure_stock(num_nodes: int) -> float:
+    """Seconds that torch's rendezvous takes for the same."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    with Hosts(num_nodes) as hosts:
+        # It tells nobody how many wait; each node's attempts to come in have had time to end.
+        settled_s = max(2.0, num_nodes / 20)
+        join_s, _ = join(
+            hosts, "c10d", f"127.0.0.1:{port}", "stock", num_nodes, num_nodes, settled=lambda: time.sleep(settled_s)
+        )
+    del server
+    return join_s
+
+
+def join(
+    hosts: Hosts,
+    kind: str,
+    endpoint: str,
+    run_id: str,
+    min_nodes: int,
+    max_nodes: int,
+    settled: Callable[[], None],
+    etcd_pid: int | None = None,
+) -> tuple[float, float]:
+    """Seconds from the last node's arrival to the last node's rank, and of CPU time meanwhile."""
+    where = (kind, endpoint, run_id, min_nodes, max_nodes)
+    hosts.make(*where)
+    hosts.make_one(*where)
+    hosts.join()
+    settled()
+    cpu_s = hosts.cpu_s() + _cpu_s(etcd_pid)
+    came_at = hosts.join_one()
+    joined = hosts.joined()
+    cpu_s = hosts.cpu_s() + _cpu_s(etcd_pid) - cpu_s
+    ranks = sorted(node_rank for node_rank, _ in joined)
+    if ranks != list(range(min_nodes)):
+        raise BenchmarkError(f"the ranks of {min_nodes} nodes are not 0 to {min_nodes - 1}: {ranks}")
+    return max(at for _, at in joined) - came_at, cpu_s
+
+
+def wait_for_agents(etcd: EmbeddedEtcd, run_id: str, num_agents: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with EtcdClient(EtcdConfig(etcd.endpoint, timeout_s=60)) as client:
+        while (found := client.count(Keys(run_id).agents)) < num_agents:
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"{found} of {num_agents} nodes registered within {START_TIMEOUT_S:g} s")
+            time.sleep(0.1)
+    time.sleep(0.5)
+
+
+def _cpu_s(pid: int | None) -> float:
+    times = psutil.Process(pid).cpu_times() if pid is not None else None
+    return float(times.user + times.system) if times is not None else 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="16,64,256,1000", help="numbers of nodes, separated by commas")
+    parser.add_argument("--stock", default="16,64,256", help="those that torch's rendezvous is measured with, too")
+    parser.add_argument("--idle", type=float, default=30.0, help="seconds that requests are counted for")
+    parser.add_argument("--writes", type=float, default=5.0, help="writes per second of somebody else meanwhile")
+    parser.add_argument("--quick", action="store_true", help="4 and 16 nodes, under 60 s")
+    options = parser.parse_args()
+    if options.quick:
+        options.nodes, options.stock, options.idle = "4,16", "4,16", 6.0
+    nodes, stock_nodes = ([int(text) for text in option.split(",") if text] for option in (options.nodes, options.stock))
+    print(describe_machine(), flush=True)
+    found: dict[int, Figures] = {}
+    stock: dict[int, float] = {}
+    with Workspace("rendezvous-scale"):
+        for num_nodes in nodes:
+            with EmbeddedEtcd() as etcd:
+                found[num_nodes] = measure(etcd, num_nodes, options.idle, options.writes)
+            if num_nodes in stock_nodes:
+                stock[num_nodes] = measure_stock(num_nodes)
+    ours = f"{'nodes':>6}{'join s':>9}{'join CPU s':>13}{'absorb s':>10}{'idle requests/s/node':>22}"
+    print(f"{ours}{'torch join s':>14}{'ratio':>8}")
+    for num_nodes, figures in found.items():
+        beside = f"{stock[num_nodes]:14.3f}{stock[num_nodes] / figures.join_s:8.1f}" if num_nodes in stock else ""
+        print(
+            f"{num_nodes:6}{figures.join_s:9.3f}{figures.join_cpu_s:13.2f}{figures.absorb_s:10.3f}"
+            f"{figures.idle_rps_per_node:22.3f}{beside}"
+        )
+    most = max(found)
+    compared = max(stock) if stock else 0
+    result: dict[str, float | int] = {
+        f"join_{most}_s": found[most].join_s,
+        f"absorb_{most}_s": found[most].absorb_s,
+        "idle_rps_per_node": max(figures.idle_rps_per_node for figures in found.values()),
+    }
+    if compared:
+        result[f"ratio_{compared}"] = stock[compared] / found[compared].join_s
+    print(result_line(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
