@@ -253,13 +253,16 @@ class Job:
 
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
         try:
-            return eventually(lambda: found() or self._all_ended(), what, timeout_s)  # type: ignore[return-value]
+            return eventually(lambda: found() or self._all_ended(found), what, timeout_s)
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
 
-    def _all_ended(self) -> None:
-        if all(worker.exit_code is not None for worker in self.workers):
+    def _all_ended(self, found: Callable[[], T | None]) -> T | None:
+        if any(worker.exit_code is None for worker in self.workers):
+            return None
+        if not (result := found()):  # the last thing that they did may be what is awaited
             raise AssertionError(f"all workers have ended\n{self.report()}")
+        return result
 
     def end(self) -> list[int]:
         """Let the plain loop end with its next step; exit codes of all workers, once they have ended."""

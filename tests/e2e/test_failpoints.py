@@ -1,0 +1,150 @@
+"""Whatever happens to a worker at any of its writes into etcd, its job ends as an undisturbed one does.
+
+A spread of writes and actions by default; with DLROVER_ALL_FAULTS=1 in the environment every action at every write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from failpoints import ACTIONS, LEASE_TTL_S, Failpoint, Scenario, run_with_failpoint
+from harness import Job
+from history import History, history_violations
+from test_plain_loop import assert_everyone_counted_the_same
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+MakeJob = Callable[..., Job]
+
+NUM_AT_ONCE = 6  # jobs that mostly wait
+
+CONVENER = [
+    ("LeaseGrant", 1),
+    ("LeaseKeepAlive", 1),
+    ("LeaseRevoke", 1),
+    ("delete drains/other", 1),
+    ("delete plan", 1),
+    ("delete workers/own", 1),
+    ("put convener", 1),
+    ("put events", 1),
+    ("put events", 2),
+    ("put job:finished", 1),
+    ("put job:starting", 1),
+    ("put job:training", 1),
+    ("put round:grow", 1),
+    ("put round:grow", 2),
+    ("put round:loss", 1),
+    ("put round:shrink", 1),
+    ("put round:start", 1),
+    ("put workers/own:active", 1),
+    ("put workers/own:active", 2),
+    ("put workers/own:active", 3),
+    ("put workers/own:active", 4),
+    ("put workers/own:active", 5),
+    ("put workers/own:reforming", 1),
+    ("put workers/own:starting", 1),
+]
+"""What the first worker of an undisturbed scenario writes, which convenes all along."""
+
+OTHERS = {
+    "second": [  # trains from the start, and is asked to leave
+        ("LeaseGrant", 1),
+        ("LeaseRevoke", 1),
+        ("delete workers/own", 1),
+        ("put drains/own", 1),
+        ("put workers/own:active", 1),
+        ("put workers/own:active", 2),
+        ("put workers/own:starting", 1),
+    ],
+    "third": [  # joins, and is killed
+        ("LeaseGrant", 1),
+        ("put workers/own:active", 1),
+        ("put workers/own:active", 2),
+        ("put workers/own:active", 3),
+        ("put workers/own:ready", 1),
+        ("put workers/own:standby", 1),
+    ],
+    "fourth": [  # joins, and survives the loss
+        ("LeaseGrant", 1),
+        ("LeaseRevoke", 1),
+        ("delete drains/other", 1),
+        ("delete plan", 1),
+        ("delete workers/own", 1),
+        ("put workers/own:active", 1),
+        ("put workers/own:active", 2),
+        ("put workers/own:ready", 1),
+        ("put workers/own:reforming", 1),
+        ("put workers/own:standby", 1),
+    ],
+}
+
+EITHER = {
+    "delete workers/other",
+    "delete drains/other",
+    "delete plan",
+    "put job:finished",
+    "LeaseKeepAlive",
+    "put events",
+    "put convener",
+    "put workers/own:reforming",
+}
+"""Made by whichever worker comes first, or only when a scenario takes long enough."""
+
+KILLS = [Failpoint("first", write, nth, "kill") for write, nth in CONVENER]
+ALL = [
+    Failpoint(slot, write, nth, action)
+    for slot, writes in {"first": CONVENER, **OTHERS}.items()
+    for write, nth in writes
+    for action in ACTIONS
+]
+# Eleven is prime to the number of actions, so that these take turns.
+SPREAD = [point for point in ALL if point not in KILLS][::11]
+
+
+def play_all(make_job: MakeJob, etcd: EmbeddedEtcd, points: Sequence[Failpoint | None]) -> list[Scenario]:
+    """Scenarios after their end; in none was anything lost, made twice or disputed."""
+    scenarios = [
+        Scenario(make_job(None, script=run_with_failpoint, min_workers=2, lease_ttl_s=LEASE_TTL_S), point) for point in points
+    ]
+
+    def play(scenario: Scenario) -> str | None:
+        history = History(etcd.endpoint, scenario.job.run_id)
+        try:
+            scenario.play()
+            assert_everyone_counted_the_same(scenario.job, scenario.job.step)
+            assert history_violations(history.finish(), history.keys) == []
+        except AssertionError as error:
+            return f"{scenario.point}: {error}"
+        finally:
+            history.close()
+        return None
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        failures = [failure for failure in pool.map(play, scenarios) if failure is not None]
+    assert not failures, "\n\n".join(failures)
+    return scenarios
+
+
+def assert_fired(scenarios: Sequence[Scenario]) -> None:
+    silent = [s.point for s in scenarios if not s.has_fired and s.point is not None and s.point.write not in EITHER]
+    assert not silent
+
+
+def test_every_write_of_an_undisturbed_job_is_a_failpoint(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
+    (scenario,) = play_all(make_job, etcd, [None])
+    known = {(slot, write) for slot, writes in {"first": CONVENER, **OTHERS}.items() for write, _ in writes}
+    assert {(slot, name) for slot, name in scenario.writes if name not in EITHER} <= known
+    assert not scenario.ended
+
+
+@pytest.mark.timeout(600)
+def test_a_convener_may_be_killed_at_each_of_its_writes(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
+    assert_fired(play_all(make_job, etcd, KILLS))
+
+
+@pytest.mark.timeout(3600)
+def test_any_write_may_be_the_last_one_or_be_delayed_or_fail(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
+    assert_fired(play_all(make_job, etcd, ALL if os.environ.get("DLROVER_ALL_FAULTS") else SPREAD))
