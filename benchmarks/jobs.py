@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 import psutil
+from hosts import Host, Hosts
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.membership import read_view
@@ -47,6 +48,8 @@ __all__ = [
 T = TypeVar("T")
 
 TRAINING = Path(__file__).resolve().parent / "training.py"
+PLAIN_TRAINING = TRAINING.with_name("plain_training.py")
+RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING)
 POLL_S = 0.005
 START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and there may be several workers to a core
 STEP_TIMEOUT_S = 60.0
@@ -144,13 +147,16 @@ class Workspace:
         """Leave logs and records behind."""
         self._keep = True
 
-    def etcd(self) -> EmbeddedEtcd:
-        return self._stack.enter_context(EmbeddedEtcd())
+    def etcd(self, host: str = "127.0.0.1") -> EmbeddedEtcd:
+        return self._stack.enter_context(EmbeddedEtcd(host=host))
+
+    def hosts(self) -> Hosts:
+        return self._stack.enter_context(Hosts())
 
     @contextlib.contextmanager
-    def job(self, name: str, arguments: Sequence[str]) -> Iterator[Job]:
+    def job(self, name: str, arguments: Sequence[str], script: Path = TRAINING) -> Iterator[Job]:
         """A job without agents yet; its processes are ended at the end of the `with` block."""
-        job = Job(name, self.folder / name, arguments)
+        job = Job(name, self.folder / name, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
 
@@ -175,11 +181,11 @@ class Workspace:
 
 
 class Job:
-    """Elastic agents that run `training.py`, or another script, whose steps then are not known.
+    """Elastic agents that run a script; its steps are known where it is one of ours.
 
     Args:
         folder: made here, for logs and records.
-        arguments: of the script; of `training.py` without `--records`.
+        arguments: of the script; of ours without `--records`.
     """
 
     def __init__(self, name: str, folder: Path, arguments: Sequence[str], script: Path = TRAINING) -> None:
@@ -188,19 +194,34 @@ class Job:
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
         self.environment: dict[str, str] = {}  # of agents started from now on, beside our own
-        recorded = ["--records", str(folder / "records")] if script == TRAINING else []
+        recorded = ["--records", str(folder / "records")] if script in RECORDING_SCRIPTS else []
+        self._num_started = 0
+        self._given_up: list[subprocess.Popen[bytes]] = []
         self._arguments = [str(script), *recorded, *arguments]
         (folder / "records").mkdir()
         self._log = _StepLog(folder / "records")
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def start_agent(self, torchrun_options: Sequence[str], more_arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """One more `torchrun`, writing into a log of its own."""
+    def start_agent(
+        self, torchrun_options: Sequence[str], more_arguments: Sequence[str] = (), host: Host | None = None
+    ) -> subprocess.Popen[bytes]:
+        """One more `torchrun`, writing into a log of its own.
+
+        Args:
+            host: where; None: on this machine.
+        """
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options, *self._arguments, *more_arguments]
+        command = [*(host.enter if host else []), *command]
         # One thread per worker, in every job alike: torchrun sets that itself for several workers on a node, not for one.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environment}
-        with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **self.environment,
+            **(host.environment if host else {}),
+        }
+        with (self.folder / f"agent-{self._num_started}.log").open("wb") as log:
             agent = subprocess.Popen(
                 command,
                 env=environment,
@@ -210,20 +231,27 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the job
             )
+        self._num_started += 1
         self.agents.append(agent)
         return agent
 
-    def worker_pids(self) -> list[int]:
-        """Training processes that run now, those that still import included."""
-        return [child.pid for agent in self.agents for child in _children(agent.pid) if _runs_training(child)]
+    def worker_pids(self, agents: Sequence[subprocess.Popen[bytes]] | None = None) -> list[int]:
+        """Training processes that run now, of all agents or of these; those that still import included."""
+        agents = self.agents if agents is None else agents
+        return [child.pid for agent in agents for child in _children(agent.pid) if _runs_training(child)]
 
     def loader_worker_pids(self) -> list[int]:
         return [pid for worker in self.worker_pids() for pid in loader_workers_of(worker)]
 
+    def give_up(self, agent: subprocess.Popen[bytes]) -> None:
+        """From now on it is no failure of the job if this agent ends; it is ended at the latest with the job."""
+        self.agents.remove(agent)
+        self._given_up.append(agent)
+
     def close(self) -> None:
         """End all processes of the job at once."""
         doomed: dict[int, psutil.Process] = {}
-        for agent in self.agents:
+        for agent in [*self.agents, *self._given_up]:
             # Agents first: they would start killed workers again.
             doomed.update({child.pid: child for child in _children(agent.pid, recursive=True)})
             if agent.poll() is None:
@@ -231,7 +259,7 @@ class Job:
         for process in doomed.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()  # checks that the pid is still the same process
-        for agent in self.agents:
+        for agent in [*self.agents, *self._given_up]:
             agent.wait(10.0)
         psutil.wait_procs(list(doomed.values()), timeout=10.0)
 
@@ -404,6 +432,6 @@ def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
 
 def _runs_training(process: psutil.Process) -> bool:
     try:
-        return str(TRAINING) in process.cmdline()
+        return any(str(script) in process.cmdline() for script in RECORDING_SCRIPTS)
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False

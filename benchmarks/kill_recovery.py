@@ -1,15 +1,27 @@
-"""Whether a job finishes when its workers are killed again and again: ours, and stock torchrun beside it.
+"""Whether jobs finish when their processes are killed, and how soon those that are left agree: ours, and stock torchrun beside.
 
-    python benchmarks/kill_recovery.py [--jobs N] [--stock-jobs N] [--quick]
+    python benchmarks/kill_recovery.py [--jobs N] [--stock-jobs N] [--rounds N] [--quick]
 
-Each job has two or three agents with one worker each and two loader workers per worker. Three times a process is killed with
-SIGKILL at random: a worker (one that trains, or one that an agent has just started again) or a loader worker, at a random step
-and a random time after it, now and then right after the kill before. Agents start workers again. A job has finished when all
-agents end with 0 within the deadline and the last step was made; ours must also have had equal parameters on all workers after
-every step, and no sample twice in one step.
+Jobs have two or three agents with one worker each, and are of four kinds:
 
-Stock: torchrun with the c10d backend, Lightning's DDPStrategy, a checkpoint every 20 steps that a restart resumes, and the
-same kills.
+    lightning        our strategy, live: three times a process is killed with SIGKILL at random: a worker (that trains, or that
+                     an agent has just started again) or one of its two loader workers, at a random step and a random time
+                     after it, now and then right after the kill before. Agents start workers again.
+    plain-live       a loop of plain PyTorch that makes its steps with `World.steps`, killed in the same way
+    plain-restart    a gloo script that knows nothing of us, under `--rdzv-backend=etcd-v3`: one worker is killed once, torchrun
+                     starts all again from the checkpoint
+    stock            the c10d backend of torchrun with the same kills: Lightning's DDPStrategy with a checkpoint every 20 steps
+                     that a restart resumes, and the same gloo script
+
+A job has finished when all agents end with 0 within the deadline and the last step was made; live ones must also have had equal
+parameters on all workers after every step, and no sample twice in one step.
+
+Then, in jobs of three nodes, live and restarting, how long from the loss to the record of the next round:
+
+    agree_s          a worker is killed, its agent lives
+    node_lost_s      a host vanishes with agent and worker: its link is cut, so nothing refuses and nothing answers (`hosts.py`)
+
+Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`.
 """
 
 from __future__ import annotations
@@ -20,17 +32,28 @@ import os
 import random
 import signal
 import socket
+import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs import BenchmarkError, Job, Step, Workspace, describe_machine, result_line
+from hosts import Host, Hosts
+from jobs import PLAIN_TRAINING, TRAINING, BenchmarkError, Job, Step, Workspace, describe_machine, result_line
 
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, Mirror
+from lightning_dlrover.rdzv.records import AgentRound, Keys, RoundRecord, decode
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
-ARGUMENTS = [
+Kind = Literal["lightning", "plain-live", "plain-restart", "stock-lightning", "stock-plain"]
+Behaviour = Literal["live", "restart"]
+
+MAX_NODES = 3
+
+LIGHTNING_ARGUMENTS = [
     "--batch-size=8",
     "--num-samples=1003",
     "--loader-workers=2",
@@ -38,6 +61,7 @@ ARGUMENTS = [
     "--step-floor-s=0.02",  # a job must last for some restarts
     "--checkpoint-every=20",
 ]
+PLAIN_ARGUMENTS = ["--step-floor-s=0.02", "--checkpoint-every=20"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,7 @@ class Scenario:
     kills: list[Kill]
 
     @staticmethod
-    def draw(dice: random.Random, num_steps: int, num_kills: int) -> Scenario:
+    def draw(dice: random.Random, num_steps: int, num_kills: int, with_loader_workers: bool = True) -> Scenario:
         kills: list[Kill] = []
         for after_step in sorted(dice.sample(range(5, num_steps * 3 // 4), num_kills)):
             follows_closely = bool(kills) and dice.random() < 0.3
@@ -63,7 +87,7 @@ class Scenario:
                 Kill(
                     after_step=kills[-1].after_step if follows_closely else after_step,
                     delay_s=dice.uniform(0.0, 1.0 if follows_closely else 0.2),
-                    victim="loader worker" if dice.random() < 0.2 else "worker",
+                    victim="loader worker" if dice.random() < 0.2 and with_loader_workers else "worker",
                     draw=dice.random(),
                 )
             )
@@ -78,7 +102,7 @@ class Outcome:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.name:10} {'finished' if self.finished else 'FAILED':9}{self.seconds:7.1f} s  {self.text}"
+        return f"{self.name:18} {'finished' if self.finished else 'FAILED':9}{self.seconds:7.1f} s  {self.text}"
 
 
 def run(job: Job, agent_options: list[str], scenario: Scenario, deadline_s: float, checked: bool) -> Outcome:
@@ -148,15 +172,15 @@ def disagreements(job: Job) -> list[str]:
     return found[:5]
 
 
-def live_options(etcd: EmbeddedEtcd, name: str) -> list[str]:
+def etcd_options(endpoint: str, name: str, behaviour: Behaviour, min_nodes: int = 1) -> list[str]:
     return [
         "--rdzv-backend=etcd-v3",
-        f"--rdzv-endpoint={etcd.endpoint}",
+        f"--rdzv-endpoint={endpoint}",
         f"--rdzv-id={name}",
-        "--nnodes=1:3",
+        f"--nnodes={min_nodes}:{MAX_NODES}",
         "--nproc-per-node=1",
-        "--max-restarts=20",
-        "--rdzv-conf=live=1",
+        "--max-restarts=50",
+        *(["--rdzv-conf=live=1"] if behaviour == "live" else []),
     ]
 
 
@@ -173,54 +197,217 @@ def stock_options(name: str, num_agents: int) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class JobRunner:
+    """Runs one job of any kind through a scenario."""
+
+    space: Workspace
+    etcd: EmbeddedEtcd
+    options: argparse.Namespace
+
+    def run(self, kind: Kind, number: int) -> Outcome:
+        options = self.options
+        name = f"{kind}-{number}"
+        is_lightning, is_stock = kind.endswith("lightning"), kind.startswith("stock")
+        dice = random.Random(f"{options.seed}/{kind.removeprefix('stock-')}/{number}")
+        is_killed_once = kind in ("plain-restart", "stock-plain")
+        num_kills, num_steps = (1, options.restart_steps) if is_killed_once else (options.kills, options.steps)
+        scenario = Scenario.draw(dice, num_steps, num_kills, with_loader_workers=is_lightning)
+        arguments = [f"--max-steps={num_steps}", f"--checkpoint={self.space.folder / f'{name}.ckpt'}"]
+        if is_lightning:
+            arguments += [*LIGHTNING_ARGUMENTS, f"--strategy={'ddp' if is_stock else 'dlrover'}"]
+        else:
+            arguments += [*PLAIN_ARGUMENTS, f"--behaviour={'live' if kind == 'plain-live' else 'restart'}"]
+        behaviour: Behaviour = "restart" if kind == "plain-restart" else "live"
+        torchrun = stock_options(name, scenario.num_agents) if is_stock else etcd_options(self.etcd.endpoint, name, behaviour)
+        deadline_s = options.stock_deadline if is_stock else options.deadline
+        with self.space.job(name, arguments, TRAINING if is_lightning else PLAIN_TRAINING) as job:
+            outcome = run(job, torchrun, scenario, deadline_s, checked=not is_stock and behaviour == "live")
+            if not outcome.finished and not is_stock:
+                self.space.keep()
+                print("\n".join(job.ends_of_logs()), file=sys.stderr)
+        print(outcome, flush=True)
+        return outcome
+
+
+# --- how soon those that are left agree -------------------------------------------------------------------------------------
+
+
+class RoundWatch:
+    """When each round of a job was heard of, by watching etcd as its nodes do."""
+
+    def __init__(self, endpoint: str, name: str, behaviour: Behaviour) -> None:
+        self._client = EtcdClient(EtcdConfig(endpoint))
+        keys = Keys(name)
+        self._key = keys.round if behaviour == "live" else keys.agent_round
+        self._record_type: type[RoundRecord] | type[AgentRound] = RoundRecord if behaviour == "live" else AgentRound
+        self._heard_s: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._mirror = Mirror(self._client, self._key, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if not hasattr(self, "_mirror") or (entry := self._mirror.snapshot().get(self._key)) is None:
+            return
+        record = decode(self._record_type, entry.value, entry.key)
+        with self._lock:
+            self._heard_s.setdefault(record.number, now)
+            self._sizes[record.number] = len(record.members if isinstance(record, RoundRecord) else record.agents)
+
+    def close(self) -> None:
+        self._mirror.close()
+        self._client.close()
+
+    @property
+    def newest(self) -> int:
+        with self._lock:
+            return max(self._heard_s, default=0)
+
+    def size(self, number: int) -> int:
+        with self._lock:
+            return self._sizes[number]
+
+    def heard_s(self, number: int) -> float | None:
+        """On the monotonic clock; None: not yet."""
+        with self._lock:
+            return min((at for n, at in self._heard_s.items() if n >= number), default=None)
+
+
+class Losses:
+    """One job of three nodes that loses a worker, then a host with all that is on it, again and again."""
+
+    def __init__(self, space: Workspace, behaviour: Behaviour, etcd: EmbeddedEtcd, hosts: Hosts, deadline_s: float) -> None:
+        self.of_workers: list[float] = []  # seconds from each loss to the round that follows it
+        self.of_hosts: list[float] = []
+        self._behaviour = behaviour
+        self._hosts = hosts
+        self._deadline_s = deadline_s
+        self._name = f"losses-{behaviour}"
+        arguments = [
+            *PLAIN_ARGUMENTS,
+            "--max-steps=1000000",
+            f"--checkpoint={space.folder / self._name}.ckpt",
+            f"--behaviour={behaviour}",
+        ]
+        self._job = space.job(self._name, arguments, PLAIN_TRAINING)
+        self._options = etcd_options(etcd.endpoint, self._name, behaviour)
+        self._endpoint = etcd.endpoint
+        self._nodes: list[tuple[subprocess.Popen[bytes], Host]] = []
+
+    def measure(self, num_rounds: int, dice: random.Random) -> None:
+        with self._job as job, contextlib.closing(RoundWatch(self._endpoint, self._name, self._behaviour)) as watch:
+            for _ in range(MAX_NODES):
+                self._add_node(job)
+            for number in range(num_rounds):
+                if number:
+                    self._add_node(job)
+                before, place = self._at_any_moment(job, watch, dice)
+                lost_s = time.monotonic()
+                os.kill(job.worker_pids([self._nodes[place][0]])[0], signal.SIGKILL)
+                self.of_workers.append(self._until_agreed("worker", lost_s, before, job, watch))
+
+                before, place = self._at_any_moment(job, watch, dice)
+                agent, host = self._nodes.pop(place)
+                job.give_up(agent)
+                pids = [agent.pid, *job.worker_pids([agent])]
+                lost_s = time.monotonic()
+                self._hosts.let_vanish(host, pids)
+                self.of_hosts.append(self._until_agreed("host", lost_s, before, job, watch))
+
+    def _at_any_moment(self, job: Job, watch: RoundWatch, dice: random.Random) -> tuple[int, int]:
+        """The current round, and the place of the node to lose."""
+        self._wait_until_complete(job, watch)
+        time.sleep(dice.uniform(0.5, 2.5))  # at any moment of a step, and between two refreshes of a lease
+        return watch.newest, dice.randrange(len(self._nodes))
+
+    def _until_agreed(self, what: str, lost_s: float, before: int, job: Job, watch: RoundWatch) -> float:
+        agreed_s = job.wait_for(f"the round after round {before}", lambda: watch.heard_s(before + 1), self._deadline_s)
+        print(f"{self._name:16} {what:6} lost: round {before} -> {before + 1} after {agreed_s - lost_s:.3f} s", flush=True)
+        return agreed_s - lost_s
+
+    def _add_node(self, job: Job) -> None:
+        host = self._hosts.add()
+        self._nodes.append((job.start_agent(self._options, host=host), host))
+
+    def _wait_until_complete(self, job: Job, watch: RoundWatch) -> None:
+        """Until all nodes train together, in the newest round."""
+
+        def look() -> bool | None:
+            if watch.newest == 0 or watch.size(watch.newest) != MAX_NODES:
+                return None
+            since = watch.heard_s(watch.newest) or 0.0
+            recent = [step for step in job.steps() if step.world_size == MAX_NODES and step.ended_s > since]
+            return True if len({step.pid for step in recent}) == MAX_NODES and len(recent) >= 10 * MAX_NODES else None
+
+        job.wait_for(f"{MAX_NODES} nodes that train together", look, self._deadline_s)
+
+
+def medians_of_losses(space: Workspace, num_rounds: int, deadline_s: float, dice: random.Random) -> dict[str, float]:
+    """`agree_s` and `node_lost_s`: medians, of the slower behaviour."""
+    hosts = space.hosts()
+    if not hosts.are_real:
+        print("network namespaces are not permitted here: instead of a host that vanishes, processes are stopped", flush=True)
+    etcd = space.etcd(hosts.address)
+    of_workers, of_hosts = [], []
+    behaviours: list[Behaviour] = ["live", "restart"]
+    for behaviour in behaviours:
+        losses = Losses(space, behaviour, etcd, hosts, deadline_s)
+        losses.measure(num_rounds, dice)
+        of_workers.append(statistics.median(losses.of_workers))
+        of_hosts.append(statistics.median(losses.of_hosts))
+    return {"agree_s": max(of_workers), "node_lost_s": max(of_hosts)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=20)
-    parser.add_argument("--stock-jobs", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=3, help="per job")
-    parser.add_argument("--steps", type=int, default=600, help="per job")
+    parser.add_argument("--jobs", type=int, default=20, help="of Lightning, and of plain scripts that are restarted")
+    parser.add_argument("--plain-live-jobs", type=int, default=10)
+    parser.add_argument("--stock-jobs", type=int, default=3, help="of Lightning")
+    parser.add_argument("--stock-plain-jobs", type=int, default=5, help="of plain scripts")
+    parser.add_argument("--rounds", type=int, default=7, help="losses of each kind that are timed; 0: none")
+    parser.add_argument("--kills", type=int, default=3, help="per live job")
+    parser.add_argument("--steps", type=int, default=600, help="per live job")
+    parser.add_argument("--restart-steps", type=int, default=150, help="per plain job that is restarted")
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds that a job may take")
     parser.add_argument("--stock-deadline", type=float, default=180.0, help="seconds that a stock job may take")
     parser.add_argument("--first", type=int, default=0, help="number of the first job, to repeat one of them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one short job of each, under 60 s")
+    parser.add_argument("--quick", action="store_true", help="a short job of some kinds, about 60 s")
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
     if options.quick:
-        options.jobs, options.stock_jobs, options.steps, options.kills = 1, 1, 200, 2
-        options.stock_deadline = 25.0
+        options.jobs = options.stock_plain_jobs = options.rounds = 1
+        options.plain_live_jobs = options.stock_jobs = 0
+        options.steps, options.restart_steps, options.kills = 200, 60, 2
+        options.stock_deadline = 10.0
+    counts: dict[Kind, int] = {
+        "lightning": options.jobs,
+        "stock-lightning": options.stock_jobs,
+        "plain-live": options.plain_live_jobs,
+        "plain-restart": options.jobs,
+        "stock-plain": options.stock_plain_jobs,
+    }
     outcomes: list[Outcome] = []
     stock_outcomes: list[Outcome] = []
     print(describe_machine(), flush=True)
     with Workspace("kill-recovery", options.keep) as space:
         etcd = space.etcd()
-        for number in range(options.first, options.first + options.jobs):
-            scenario = Scenario.draw(random.Random(f"{options.seed}/{number}"), options.steps, options.kills)
-            ways = [("live", "dlrover"), *([("stock", "ddp")] if len(stock_outcomes) < options.stock_jobs else [])]
-            for kind, strategy in ways:
-                name = f"{kind}-{number}"
-                checkpoint = space.folder / f"{name}.ckpt"
-                arguments = [*ARGUMENTS, f"--strategy={strategy}", f"--max-steps={options.steps}", f"--checkpoint={checkpoint}"]
-                is_live = kind == "live"
-                with space.job(name, arguments) as job:
-                    torchrun = live_options(etcd, name) if is_live else stock_options(name, scenario.num_agents)
-                    deadline_s = options.deadline if is_live else options.stock_deadline
-                    outcome = run(job, torchrun, scenario, deadline_s, checked=is_live)
-                    if not outcome.finished and is_live:
-                        space.keep()
-                        print("\n".join(job.ends_of_logs()), file=sys.stderr)
-                (outcomes if is_live else stock_outcomes).append(outcome)
-                print(outcome, flush=True)
-    print(
-        result_line(
-            {
-                "finished": sum(outcome.finished for outcome in outcomes),
-                "of": len(outcomes),
-                "stock_finished": sum(outcome.finished for outcome in stock_outcomes),
-                "stock_of": len(stock_outcomes),
-            }
-        )
-    )
+        runner = JobRunner(space, etcd, options)
+        for number in range(options.first, options.first + max(counts.values())):
+            for kind, count in counts.items():
+                if number < options.first + count:
+                    (stock_outcomes if kind.startswith("stock") else outcomes).append(runner.run(kind, number))
+        figures: dict[str, float | int] = {
+            "finished": sum(outcome.finished for outcome in outcomes),
+            "of": len(outcomes),
+            "stock_finished": sum(outcome.finished for outcome in stock_outcomes),
+            "stock_of": len(stock_outcomes),
+        }
+        if options.rounds:
+            dice = random.Random(options.seed)
+            figures |= medians_of_losses(space, options.rounds, options.deadline, dice)
+    print(result_line(figures))
     return 0
 
 

@@ -243,4 +243,5 @@ class AgentConvener:
             round=read(AgentRound, entries.get(keys.agent_round)),
             notice=read(AgentNotice, entries.get(keys.agent_notice)),
             job=read(JobRecord, entries.get(keys.job)),
+            signed_off={key.removeprefix(keys.agents_left) for key in entries if key.startswith(keys.agents_left)},
         )

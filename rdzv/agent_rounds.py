@@ -9,7 +9,7 @@ stay in `agent_convener.py` and `handler.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from lightning_dlrover.rdzv.records import AgentNotice, AgentRecord, AgentRound, JobRecord
@@ -47,6 +47,7 @@ class AgentView:
     round: AgentRound | None = None
     notice: AgentNotice | None = None
     job: JobRecord | None = None
+    signed_off: Set[str] = frozenset()  # agents that have left lately, with a word
 
     @property
     def round_number(self) -> int:
@@ -103,7 +104,9 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
     waiting = candidates(view)
     if len(waiting) < limits.min_nodes:
         return []
-    if len(waiting) < limits.max_nodes and not last_call_is_over:
+    # Where those of the round before only go on with each other, there is nobody to hold the round open for.
+    has_newcomers = view.round is None or not set(waiting) <= set(view.round.agents)
+    if len(waiting) < limits.max_nodes and has_newcomers and not last_call_is_over:
         return []
     return waiting[: limits.max_nodes]
 
@@ -117,6 +120,10 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
     if not view.is_confirmed and inside and all(_has_entered(view, agent) for agent in inside):
         first = view.agents[inside[0]].record
         confirmed, address, port = view.round_number, first.address, first.port
+    members = set(view.round.agents) if view.round is not None else set()
+    over = why_over(view.round, view.job)
+    # Remembered from notice to notice, for an agent's word goes with its lease. A run that is over misses nobody.
+    signed_off = members.intersection([*view.signed_off, *(view.notice.signed_off if view.notice is not None else ())])
     return AgentNotice(
         term=term,
         confirmed_round=confirmed,
@@ -129,7 +136,9 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         num_waiting=len(waiting),
         num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
         live=view.job is not None and view.job.live,
-        over=why_over(view.round, view.job),
+        signed_off=[] if over else sorted(signed_off),
+        num_lost=0 if over else len(members - view.agents.keys() - signed_off),
+        over=over,
     )
 
 

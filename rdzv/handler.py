@@ -49,6 +49,7 @@ from lightning_dlrover.rdzv.client import (
     Lease,
     LeaseLostError,
     Mirror,
+    Op,
     Put,
     absent,
     modified,
@@ -76,6 +77,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
+_WORD_TTL_S = 5.0  # how long an agent that has signed off is remembered by its word
 _CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
 
 
@@ -280,7 +282,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
-        """Agents for which this one should restart its workers; always 0 in a live job. Asks etcd nothing."""
+        """Agents for which this one should restart its workers: those that wait while there is room, and those that were lost
+        while there are enough without them. Always 0 in a live job. Asks etcd nothing."""
         if self._mirror is None:
             return 0
         self._stay_registered()
@@ -292,7 +295,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         counts = known.counts
         if counts is None or counts.round_number != self._record.round_number:
             return 0
-        return counts.num_waiting if counts.num_inside < self._config.limits.max_nodes else 0
+        limits = self._config.limits
+        waiting = counts.num_waiting if counts.num_inside < limits.max_nodes else 0
+        # Workers may wait in a collective for a host that nothing is heard of any more.
+        return waiting + (counts.num_lost if counts.num_inside >= limits.min_nodes else 0)
 
     def shutdown(self) -> bool:
         """Leave; the others go on. Closes the run only when all of its workers have succeeded."""
@@ -476,12 +482,18 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
             self._close_job("its nodes have finished", time.monotonic() + 2.0)
+        words: list[Op] = []
+        if not self._is_live:
+            # Under a lease of its own, which ends when the convener has read it.
+            lease_id = self._client.lease(_WORD_TTL_S).id
+            words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
+        self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
         if self._lease is not None:
             self._lease.revoke()
-        self._client.delete(self._keys.agents + self._agent_id)
         if not self._client.count(self._keys.agents):
             # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
             self._client.delete_prefix(self._keys.store)
+            self._client.delete_prefix(self._keys.agents_left)
             self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
             if self._is_live and self._why_over():
                 self._client.delete(self._keys.agent_round)

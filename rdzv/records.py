@@ -107,6 +107,11 @@ class Keys:
         return self.live + "agents/"
 
     @property
+    def agents_left(self) -> str:
+        """One key per agent that has signed off, for the time of a lease: it was not lost."""
+        return self.live + "agents_left/"
+
+    @property
     def workers(self) -> str:
         return self.live + "workers/"
 
@@ -196,6 +201,8 @@ class AgentNotice:
     num_unfinished: int = 0  # of these
     num_waiting: int = 0  # agents for the next round
     num_members_waiting: int = 0  # of these, members of the round
+    signed_off: list[str] = field(default_factory=list)  # members of the round that have left it for good, with a word
+    num_lost: int = 0  # members of the round that are gone without one
     live: bool = False  # JobRecord.live
     over: str = ""  # why nobody can join any more
 

@@ -199,3 +199,21 @@ def test_no_round_forms_in_a_live_job_or_one_that_has_ended() -> None:
     for job in (JobRecord("training", True, 1, 2, "0"), JobRecord("finished", False, 1, 2, "0")):
         assert members_of_next_round(dataclasses.replace(waiting, job=job), ONE_TO_TWO, last_call_is_over=True) == []
     assert members_of_next_round(waiting, ONE_TO_TWO, last_call_is_over=True) == ["a"]
+
+
+def test_all_are_told_of_a_member_that_was_lost_but_not_of_one_that_signed_off() -> None:
+    round_ = AgentRound(1, ["a", "b", "c"], "complete")
+    view = _view(round_, _agent("a", "running", 1), _agent("b", "running", 1))
+    assert next_notice(view, term=1).num_lost == 1
+    heard = next_notice(dataclasses.replace(view, signed_off={"c"}), term=1)
+    assert heard.num_lost == 0
+    assert next_notice(dataclasses.replace(view, notice=heard), term=2).num_lost == 0  # its word is gone meanwhile
+    assert next_notice(dataclasses.replace(view, round=dataclasses.replace(round_, state="closed")), term=1).num_lost == 0
+
+
+def test_no_round_is_held_open_when_only_members_of_the_last_one_wait() -> None:
+    round_ = AgentRound(1, ["a", "b", "c"], "complete")
+    members = [_agent("a", "waiting", 1), _agent("c", "waiting", 1)]
+    assert members_of_next_round(_view(round_, *members), Limits(1, 4), last_call_is_over=False) == ["a", "c"]
+    newcomer = _agent("d", "waiting", 1)
+    assert members_of_next_round(_view(round_, *members, newcomer), Limits(1, 4), last_call_is_over=False) == []

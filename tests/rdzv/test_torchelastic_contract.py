@@ -425,6 +425,19 @@ while not me.has("done"):
     assert [outcome.restarts_left for outcome in succeeded([running[0], running[2]])] == [0, 0]
 
 
+def test_nodes_go_on_without_one_that_nothing_is_heard_of_and_take_it_back(agents: ElasticAgents) -> None:
+    running = agents.start(Node("me.wait_for('done')", min_nodes=1, max_nodes=2), 2)
+    agents.wait_for_starts(2, world_size=2)
+    running[1].signal(signal.SIGSTOP)
+    assert agents.wait_for_starts(1, world_size=1)[0].agent == 0
+    running[1].signal(signal.SIGCONT)
+    starts = agents.wait_for_starts(4, world_size=2)[2:]
+    assert_ranks(starts)
+    assert {start.agent: start.group_rank for start in starts} == {0: 0, 1: 1}
+    agents.leave("done")
+    succeeded(running)
+
+
 def test_a_node_beyond_the_maximum_disturbs_nobody_and_is_admitted_when_one_leaves(
     agents: ElasticAgents, client: EtcdClient, keys: Keys
 ) -> None:
