@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
-_WORD_TTL_S = 5.0  # how long an agent that has signed off is remembered by its word
+_WORD_TTL_S = 5.0  # how long at least an agent that has signed off is remembered; a dead convener may have to be replaced first
 _CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
 
 
@@ -485,7 +485,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         words: list[Op] = []
         if not self._is_live:
             # Under a lease of its own, which ends when the convener has read it.
-            lease_id = self._client.lease(_WORD_TTL_S).id
+            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.lease_ttl_s)).id
             words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
         self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
         if self._lease is not None:

@@ -256,8 +256,9 @@ class Member:
 
         def look(view: View) -> RoundRecord | None:
             if view.job is not None and view.job.phase in ("finished", "failed"):
-                if self.admitting:
-                    # The others ended before they came by the switch that was to take this worker in.
+                if self.admitting or view.job.phase == "finished":
+                    # The others ended before they came by the switch that was to take this worker in, or made the last step
+                    # while this one lost somebody in it: nothing is left to do.
                     raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
             return view.round if view.round and view.round.number > broken.number else None
@@ -273,6 +274,11 @@ class Member:
         if newest is None or newest.number < number:
             return False
         return newest.number > number or any(w != self.worker_id for w in view.failed)
+
+    def will_never_form(self, view: View, number: int) -> bool:
+        """Whether who forms round `number` waits in vain: it is void, or members have ended with the job."""
+        is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        return self.is_void(view, number) or (is_over and bool(view.lost))
 
     def note(self, view: View) -> None:
         """Remember what a later view may not show any more."""

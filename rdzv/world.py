@@ -612,7 +612,7 @@ class World:
         return UnreachableError(text, silent_workers(others))
 
     def _raise_if_void(self, target: RoundRecord) -> None:
-        if self._member.is_void(self.membership.view, target.number):
+        if self._member.will_never_form(self.membership.view, target.number):
             raise VoidRoundError
         if self.membership.evicted:
             raise EvictedError(f"worker {self.worker_id} was removed from the job while forming round {target.number}")

@@ -469,6 +469,7 @@ from datetime import timedelta
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     store.get("never")

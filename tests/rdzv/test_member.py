@@ -1,0 +1,67 @@
+"""What a worker does when its round breaks at the very end of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.rdzv.member import Formation, LeftOutError, Member, WorldError, run_blocking
+from lightning_dlrover.rdzv.records import JobRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.rounds import View
+
+ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
+
+
+def view_of(phase: Any, *workers: str) -> View:
+    records = {w: WorkerRecord(w, "agent", "host", 1, 0, "address", 1, "active", 5) for w in workers}
+    return View(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
+
+
+class Means:
+    """A worker that finds its round broken; nothing else ever happens."""
+
+    worker_id = "a"
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    async def until(
+        self, found: Callable[[View], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> Any:
+        result = found(self.view)
+        assert result is not None, f"waits for {what}"
+        return result
+
+    async def write(self, *args: object, **kwargs: object) -> None: ...
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None: ...
+
+    async def destroy(self) -> None: ...
+
+
+@pytest.mark.parametrize("phase, error", [("finished", LeftOutError), ("failed", WorldError)])
+def test_a_round_that_breaks_in_the_last_step_of_a_finished_job_leaves_nothing_to_do(
+    phase: str, error: type[Exception]
+) -> None:
+    member = Member(Means(view_of(phase, "a")))  # type: ignore[arg-type]
+    member.formation = Formation(ROUND, {}, 0)
+    with pytest.raises(error, match=phase) as raised:
+        run_blocking(member.recover(b"state"))
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    "phase, workers, in_vain",
+    [
+        ("training", "ab", False),
+        ("training", "a", False),
+        ("finished", "ab", False),
+        ("finished", "a", True),
+        ("failed", "a", True),
+    ],
+)
+def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
+    view = view_of(phase, *workers)
+    assert Member(Means(view)).will_never_form(view, 5) == in_vain  # type: ignore[arg-type]
