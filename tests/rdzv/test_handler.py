@@ -444,8 +444,12 @@ def test_a_convener_killed_before_its_round_began_is_replaced_and_the_others_for
     convener = doomed(*when)
     handlers = [make_handler(2, 3, lease_ttl="2", join_timeout="60") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-    assert convener.wait(10) == -signal.SIGKILL
+        joining = [pool.submit(handlers[0].next_rendezvous)]
+        if when == WHILE_NODES_WAIT:  # a third node would fill the round at once
+            assert convener.wait(60) == -signal.SIGKILL
+        joining.append(pool.submit(handlers[1].next_rendezvous))
+        infos = [each.result(90) for each in joining]
+    assert convener.wait(60) == -signal.SIGKILL
     assert sorted(info.rank for info in infos) == [0, 1]
     assert [info.world_size for info in infos] == [2, 2]
     assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1

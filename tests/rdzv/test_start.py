@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from test_history import LIVE
+from test_lifetime import LIVE
 from torchrun_agent import Agent
 
 from lightning_dlrover.rdzv.client import EtcdClient, Mirror
