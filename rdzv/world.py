@@ -79,6 +79,9 @@ CONNECT_TIMEOUT_S = 0.5
 PROBE_INTERVAL_S = 0.3
 """How often a worker sees whether the next rank's process lives."""
 
+OUT_OF_REACH_S = 5.0
+"""For how long a worker is given no answer by another, not even a refusal, before it takes itself for cut off from it."""
+
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
 
@@ -203,6 +206,8 @@ class World:
         self._listener = (listener_fd, os.stat(listener_fd).st_ino)
         self._severed = False
         self._next_probe = 0.0
+        self._next_reach_probe = 0.0
+        self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
@@ -504,6 +509,7 @@ class World:
             self._member.forming = True
         try:
             deadline = time.monotonic() + self.config.form_timeout_s
+            self._next_reach_probe = time.monotonic() + OUT_OF_REACH_S
             # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
             store = self._connect(target, deadline)
             rendezvous = PrefixStore(f"round/{target.number}", store)
@@ -550,6 +556,7 @@ class World:
                 store.set_timeout(timedelta(seconds=self.config.form_timeout_s))
                 return store
             self.membership.bury_the_dead(target.members[:1])
+            self._raise_if_out_of_reach(target)
             if time.monotonic() > deadline:
                 raise self._too_late(
                     target,
@@ -569,6 +576,7 @@ class World:
             if time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(missing)
+            self._raise_if_out_of_reach(target)
             if time.monotonic() > deadline:
                 raise self._too_late(
                     target,
@@ -601,15 +609,25 @@ class World:
             if time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 0.1
                 self.membership.bury_the_dead(target.members)
+            self._raise_if_out_of_reach(target)
             if time.monotonic() > deadline:
                 raise self._too_late(target, f"round {target.number}: the workers could not connect to each other")
         return connected.result()
 
     def _too_late(self, target: RoundRecord, text: str) -> UnreachableError:
         """Names those that are out of reach from here; who merely is late, as in a long validation run, is not."""
+        return UnreachableError(text, self._out_of_reach(target.members))
+
+    def _raise_if_out_of_reach(self, target: RoundRecord) -> None:
+        """Said within seconds: the others wait for the round to form, too."""
+        if time.monotonic() > self._next_reach_probe:
+            self._next_reach_probe = time.monotonic() + OUT_OF_REACH_S
+            if silent := self._out_of_reach(target.members):
+                raise UnreachableError(f"round {target.number}: {', '.join(silent)} cannot be reached from here", silent)
+
+    def _out_of_reach(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
         workers = self.membership.view.workers
-        others = [workers[w] for w in target.members if w in workers and w != self.worker_id]
-        return UnreachableError(text, silent_workers(others))
+        return silent_workers((workers[w] for w in members if w in workers and w != self.worker_id), timeout_s)
 
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.will_never_form(self.membership.view, target.number):
@@ -648,7 +666,7 @@ class World:
             self._sever(number)
 
     def _on_tick(self) -> None:
-        """Membership thread: see that the next rank's process lives.
+        """Membership thread: see that the next rank's process lives and can be reached.
 
         Its death also breaks our collectives, but not while we compute or validate, and with NCCL not by itself.
         """
@@ -656,7 +674,16 @@ class World:
         if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
         self._next_probe = time.monotonic() + PROBE_INTERVAL_S
-        self.membership.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
+        neighbour = [formation.round.members[(formation.rank + 1) % formation.size]]
+        self.membership.bury_the_dead(neighbour)
+        if not self._out_of_reach(neighbour, PROBE_INTERVAL_S):
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = time.monotonic()
+        elif time.monotonic() - self._silent_since > OUT_OF_REACH_S:
+            # Collectives would wait until their timeout. In the next round both sides say whom they do not reach.
+            self._silent_since = None
+            self._sever(formation.round.number)
 
     def _sever(self, number: int, quietly: bool = False) -> None:
         """Shut down the connections of round `number`, unless the main thread has gone on to another round meanwhile."""
@@ -725,8 +752,7 @@ class _Means:
         self._world.membership.bury_the_dead(workers)
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        records = self.view.workers
-        return silent_workers(records[w] for w in workers if w in records and w != self.worker_id)
+        return self._world._out_of_reach(workers)
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         try:
