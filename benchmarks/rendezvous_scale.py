@@ -1,9 +1,11 @@
 """How the rendezvous costs grow with the number of nodes: N elastic agents against one etcd, beside torch's own rendezvous.
 
-    python benchmarks/rendezvous_scale.py [--nodes 16,64,256,1000] [--stock 16,64,256] [--quick]
+    python benchmarks/rendezvous_scale.py [--nodes 16,64,256,1000] [--stock 16,64,256] [--rounds 3] [--quick]
 
-A node is a rendezvous handler as torchrun makes it, with a connection of its own to etcd, in a thread; a few light processes
-hold the threads. It starts no workers and trains nothing. For each N:
+A node is a rendezvous handler as torchrun makes it, with a connection of its own to etcd, in a thread; light processes hold
+the threads. It starts no workers and trains nothing. What only stands in the way because so many nodes share one machine is
+set aside, for torch's nodes as for ours: they are nicer than the server, which real nodes would not share a processor with,
+and their threads do not wake up many times per second to look whether there is something to do (see `be_light`). For each N:
 
 - join: N - 1 nodes wait, the last one comes; until `next_rendezvous` has returned to all N (the round takes exactly N nodes).
 - absorb: one more node comes to the N that run, which may be N + 1; until `num_nodes_waiting` is above 0 for each of the N.
@@ -13,24 +15,27 @@ hold the threads. It starts no workers and trains nothing. For each N:
   (`--writes` per second), as on an etcd that is shared: a watch that is checked only in a quiet etcd would look too good.
 
 torch's DynamicRendezvousHandler runs on a TCPStore (the c10d backend) in the same processes, with the same nodes and the same
-measure of joining. All clocks are the machine's monotonic one.
+measure of joining. All clocks are the machine's monotonic one. Each figure is the median of `--rounds`, each on a fresh etcd.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import http.client
 import multiprocessing
+import os
 import re
 import resource
 import socket
+import statistics
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,13 +48,17 @@ from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import Keys
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
-NODES_PER_PROCESS = 250
-NUM_CONNECTING = 8  # of a process at a time
+NODES_PER_PROCESS = 25
 START_TIMEOUT_S = 120.0
 SETTLE_S = 5.0
 JOIN_TIMEOUT_S = 600.0
 LOOK_S = 0.1  # how often a node that runs asks how many wait, as torchrun does
 STACK_BYTES = 256 << 10
+PRELOADED = [
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "lightning_dlrover.rdzv.handler",
+]
 
 
 # -- a process that holds nodes
@@ -57,8 +66,7 @@ STACK_BYTES = 256 << 10
 
 def hold_nodes(pipe: Connection) -> None:
     """Do what the parent says until it hangs up."""
-    threading.stack_size(STACK_BYTES)
-    _raise_file_limit()
+    be_light()
     host = _Host()
     with contextlib.suppress(EOFError):
         while True:
@@ -67,6 +75,19 @@ def hold_nodes(pipe: Connection) -> None:
                 pipe.send((True, getattr(host, name)(*arguments)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
+
+
+def be_light() -> None:
+    """Let many processes of many threads each share a few cores."""
+    import grpc
+
+    os.nice(10)
+    threading.stack_size(STACK_BYTES)
+    gc.freeze()  # torch's objects: to look through them in each process costs more than the rest of its work
+    sys.setswitchinterval(1.0)  # threads that wait for the interpreter wake up so often; none here keeps it for long
+    grpc._common.MAXIMUM_WAIT_TIMEOUT = 5.0  # of gRPC's Python: a thread that waits for a watch wakes up so often; else 0.1
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Node(threading.Thread):
@@ -105,7 +126,6 @@ class _Host:
 
     def make(self, kind: str, endpoint: str, run_id: str, num_nodes: int, min_nodes: int, max_nodes: int) -> None:
         """Handlers that are ready to join, each with a connection of its own."""
-        import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401 - before the threads need it
         from torch.distributed.elastic.rendezvous.api import RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_dynamic
@@ -125,7 +145,7 @@ class _Host:
 
         make_handler = etcd_handler if kind == "etcd-v3" else c10d_handler
         # A thousand connections asked for at the same moment overflow the server's queue, ours and torch's.
-        connecting = threading.Semaphore(NUM_CONNECTING)
+        connecting = threading.Semaphore(1)
         nodes = [_Node(make_handler, connecting) for _ in range(num_nodes)]
         self._nodes += nodes
         for node in nodes:
@@ -180,11 +200,6 @@ def _raise_errors(nodes: list[_Node]) -> None:
         raise BenchmarkError(f"{len(errors)} nodes failed, the first with {errors[0]}")
 
 
-def _raise_file_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 # -- the parent
 
 
@@ -192,14 +207,15 @@ class Hosts:
     """Light processes with nodes in them; leaving ends them as a crash would, without a word to etcd."""
 
     def __init__(self, num_nodes: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        fork = multiprocessing.get_context("forkserver")
+        fork.set_forkserver_preload(PRELOADED)
         num_hosts = max(2, -(-num_nodes // NODES_PER_PROCESS))
         self._shares = [num_nodes // num_hosts + (host < num_nodes % num_hosts) for host in range(num_hosts)]
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(num_hosts + 1):  # one more for the node that comes last
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=hold_nodes, args=(theirs,), daemon=True)
+            ours, theirs = fork.Pipe()
+            process = fork.Process(target=hold_nodes, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -325,7 +341,7 @@ def measure(etcd: EmbeddedEtcd, num_nodes: int, idle_s: float, writes_per_s: flo
     counts = {method: after[method] - before.get(method, 0.0) for method in after}
     counts["Put"] -= num_writes
     told = ", ".join(f"{method} {count / lasted_s:.1f}" for method, count in sorted(counts.items()) if count > 0)
-    print(f"  {num_nodes} nodes idle for {lasted_s:.0f} s, requests per second: {told or 'none'}", flush=True)
+    print(f"  {num_nodes} nodes joined in {join_s:.3f} s; idle for {lasted_s:.0f} s, requests/s: {told or 'none'}", flush=True)
     return Figures(join_s, absorb_s, sum(counts.values()) / lasted_s / (num_nodes + 1), join_cpu_s)
 
 
@@ -390,30 +406,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="16,64,256,1000", help="numbers of nodes, separated by commas")
     parser.add_argument("--stock", default="16,64,256", help="those that torch's rendezvous is measured with, too")
-    parser.add_argument("--idle", type=float, default=30.0, help="seconds that requests are counted for")
+    parser.add_argument("--idle", type=float, default=40.0, help="seconds that requests are counted for")
     parser.add_argument("--writes", type=float, default=5.0, help="writes per second of somebody else meanwhile")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each N, of ours and torch's in turn")
     parser.add_argument("--quick", action="store_true", help="4 and 16 nodes, under 60 s")
     options = parser.parse_args()
     if options.quick:
-        options.nodes, options.stock, options.idle = "4,16", "4,16", 6.0
+        options.nodes, options.stock, options.idle, options.rounds = "4,16", "4,16", 6.0, 1
     nodes, stock_nodes = ([int(text) for text in option.split(",") if text] for option in (options.nodes, options.stock))
     print(describe_machine(), flush=True)
     found: dict[int, Figures] = {}
     stock: dict[int, float] = {}
+    print(
+        f"{'nodes':>6}{'join s':>9}{'join CPU s':>13}{'absorb s':>10}{'idle requests/s/node':>22}{'torch join s':>14}{'ratio':>8}"
+    )
     with Workspace("rendezvous-scale"):
         for num_nodes in nodes:
-            with EmbeddedEtcd() as etcd:
-                found[num_nodes] = measure(etcd, num_nodes, options.idle, options.writes)
-            if num_nodes in stock_nodes:
-                stock[num_nodes] = measure_stock(num_nodes)
-    ours = f"{'nodes':>6}{'join s':>9}{'join CPU s':>13}{'absorb s':>10}{'idle requests/s/node':>22}"
-    print(f"{ours}{'torch join s':>14}{'ratio':>8}")
-    for num_nodes, figures in found.items():
-        beside = f"{stock[num_nodes]:14.3f}{stock[num_nodes] / figures.join_s:8.1f}" if num_nodes in stock else ""
-        print(
-            f"{num_nodes:6}{figures.join_s:9.3f}{figures.join_cpu_s:13.2f}{figures.absorb_s:10.3f}"
-            f"{figures.idle_rps_per_node:22.3f}{beside}"
-        )
+            rounds, stock_rounds = [], []
+            for _ in range(options.rounds):
+                with EmbeddedEtcd() as etcd:
+                    rounds.append(measure(etcd, num_nodes, options.idle, options.writes))
+                if num_nodes in stock_nodes:
+                    stock_rounds.append(measure_stock(num_nodes))
+            medians = map(statistics.median, zip(*map(astuple, rounds), strict=True))
+            found[num_nodes] = figures = Figures(*medians)
+            beside = ""
+            if stock_rounds:
+                stock[num_nodes] = statistics.median(stock_rounds)
+                beside = f"{stock[num_nodes]:14.3f}{stock[num_nodes] / figures.join_s:8.1f}"
+            print(
+                f"{num_nodes:6}{figures.join_s:9.3f}{figures.join_cpu_s:13.2f}{figures.absorb_s:10.3f}"
+                f"{figures.idle_rps_per_node:22.3f}{beside}",
+                flush=True,
+            )
     most = max(found)
     compared = max(stock) if stock else 0
     result: dict[str, float | int] = {

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -69,13 +69,14 @@ etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
 _RETRY_PAUSE_S = 0.05
-_MIN_ATTEMPT_S = 1.0
+_LATE_S = 1.5  # without an answer for so long, another connection is asked, too
 _CLOSE_DEADLINE_S = 2.0
+_SUSPECT_S = 1.0  # a watch may be late by so much when many clients are told of the same change
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # an http_proxy of the user's environment is not meant for etcd
     ("grpc.use_local_subchannel_pool", 1),  # a replaced channel must not inherit a half-open connection
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take, despite its name
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 10_000),  # etcd refuses clients that ping more often than every 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -284,6 +285,7 @@ class EtcdClient:
         _password(config)  # an unreadable file is an error at once, not when the first token is asked for
         self._target_index = random.randrange(len(self._targets))
         self._connection: _Connection | None = None
+        self._spare: _Connection | None = None  # asked, too, while the connection in use is late
         self._token: str | None = None
         self._last_revision = 0
         self._answered_at = 0.0  # monotonic clock
@@ -470,9 +472,11 @@ class EtcdClient:
         for child in list(self._children):
             child.close(max(0.1, deadline - time.monotonic()))
         with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.channel.close()
+            connections = [self._connection, self._spare]
+            self._connection = self._spare = None
+        for connection in connections:
+            if connection is not None:
+                connection.channel.close()
 
     def _call(
         self,
@@ -483,53 +487,67 @@ class EtcdClient:
         attempts: list[None] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Answer to one request, repeated until the timeout; each try adds an entry to `attempts`."""
+        """Answer to one request, repeated until the timeout; each try adds an entry to `attempts`.
+
+        A connection that is late is half open, perhaps, or this process or etcd is busy. Cutting it off would cost its watches,
+        and a busy etcd a storm of connections, so it is asked on while the next endpoint is asked too: whichever answers first
+        is kept.
+        """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        attempt_s = max(limit_s / (2 * len(self._targets)), _MIN_ATTEMPT_S)
+        late_s = min(max(limit_s / (2 * len(self._targets)), _LATE_S), 0.6 * limit_s)
         last_error: grpc.RpcError | None = None
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if self._closed.is_set():
-                raise EtcdUnavailableError(f"cannot {action} in etcd at {self.config.endpoints}: the client was closed")
-            if remaining_s <= 0:
-                raise self._unavailable(action, limit_s, last_error) from last_error
-            connection = self._connect()
-            if attempts is not None:
-                attempts.append(None)
-            try:
-                if service == "Lease" and method == "LeaseKeepAlive":
-                    # One message each way; a stream per refresh needs no thread of its own.
-                    stream = connection.lease.LeaseKeepAlive(
-                        iter([request]),
-                        timeout=min(attempt_s, remaining_s),
-                        metadata=self._metadata(connection, deadline),
-                    )
-                    response = next(iter(stream))
-                    stream.cancel()
+        answers: queue.SimpleQueue[tuple[_Connection, Any]] = queue.SimpleQueue()
+        pending: dict[_Connection, Any] = {}
+        try:
+            while True:
+                remaining_s = deadline - time.monotonic()
+                if self._closed.is_set():
+                    raise EtcdUnavailableError(f"cannot {action} in etcd at {self.config.endpoints}: the client was closed")
+                if remaining_s <= 0:
+                    raise self._unavailable(action, limit_s, last_error) from last_error
+                wait_s = min(late_s, remaining_s)
+                connection = self._connect()
+                try:
+                    for connection in self._connections():
+                        if connection not in pending:
+                            metadata = self._metadata(connection, wait_s)
+                            if attempts is not None:
+                                attempts.append(None)
+                            # The deadline is ours to keep: gRPC's own comes after it.
+                            future = connection.method(service, method).future(
+                                request, timeout=remaining_s + 1.0, metadata=metadata
+                            )
+                            pending[connection] = future
+                            future.add_done_callback(functools.partial(_put_answer, answers, connection))
+                    connection, future = answers.get(timeout=wait_s)
+                    pending.pop(connection, None)
+                    response = future.result()
+                except queue.Empty:
+                    self._doubt(pending, late_s)
+                    continue
+                except grpc.RpcError as error:
+                    self._judge(action, connection, error, pending, late_s)
+                    last_error = error
+                except (ValueError, grpc.FutureCancelledError):
+                    # "Cannot invoke RPC on closed channel": another thread replaced the connection.
+                    self._drop(connection)
                 else:
-                    response = getattr(connection.stub(service), method)(
-                        request,
-                        timeout=min(attempt_s, remaining_s),
-                        metadata=self._metadata(connection, deadline),
-                    )
-            except StopIteration:
-                self._drop(connection)
-            except grpc.RpcError as error:
-                self._judge(action, connection, error, min(attempt_s, remaining_s))
-                last_error = error
-            except ValueError:
-                # "Cannot invoke RPC on closed channel": another thread replaced the connection.
-                self._drop(connection)
-            else:
-                revision = response.header.revision
-                with self._lock:
-                    self._last_revision = max(self._last_revision, revision)
-                    self._answered_at = time.monotonic()
-                return response
-            self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
+                    revision = response.header.revision
+                    with self._lock:
+                        self._last_revision = max(self._last_revision, revision)
+                        self._answered_at = time.monotonic()
+                        connection.heard_at = self._answered_at
+                    self._prefer(connection)
+                    return response
+                self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
+        finally:
+            for future in pending.values():
+                future.cancel()
 
-    def _judge(self, action: str, connection: _Connection, error: grpc.RpcError, attempt_s: float) -> None:
+    def _judge(
+        self, action: str, connection: _Connection, error: grpc.RpcError, asked: Collection[_Connection], late_s: float
+    ) -> None:
         """Return when the request may be repeated, else raise."""
         code, details = error.code(), error.details() or ""
         where = f"cannot {action} in etcd at {connection.target}"
@@ -539,10 +557,7 @@ class EtcdClient:
             if self.config.user is not None and "authentication failed" not in details:
                 return
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            # Half open, perhaps; but a busy process must not cut off its own watches for a request in a
-            # hurry.
-            if attempt_s >= _MIN_ATTEMPT_S:
-                self._drop(connection)
+            self._doubt([connection, *asked], late_s)
             return
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             self._drop(connection)
@@ -583,22 +598,63 @@ class EtcdClient:
 
     def _connect(self) -> _Connection:
         with self._lock:
-            if self._connection is None:
-                self._connection = _Connection(self._targets[self._target_index], self._credentials)
-            return self._connection
+            return self._connect_locked()
+
+    def _connect_locked(self) -> _Connection:
+        if self._connection is None:
+            self._connection = self._open()
+        return self._connection
+
+    def _connections(self) -> list[_Connection]:
+        """Whom to ask: the connection in use and, while that is in doubt, the spare."""
+        with self._lock:
+            connection = self._connect_locked()
+            return [connection] if self._spare is None else [connection, self._spare]
+
+    def _open(self) -> _Connection:
+        self._target_index = (self._target_index + 1) % len(self._targets)
+        return _Connection(self._targets[self._target_index], self._credentials)
+
+    def _doubt(self, asked: Collection[_Connection], late_s: float) -> None:
+        """None of those asked has answered in time: see to it that another connection is asked, too."""
+        silent_since = time.monotonic() - late_s
+        with self._lock:
+            # Replaced by another thread, or the server talks on it, only not yet about this.
+            if self._connection is None or self._connection not in asked or self._connection.heard_at > silent_since:
+                return
+            late = self._spare
+            if late is not None and (late not in asked or late.heard_at > silent_since):
+                return
+            self._spare = self._open()
+        if late is not None:
+            late.channel.close()
+
+    def _prefer(self, connection: _Connection) -> None:
+        """It has answered: use it, and give up the one that has not."""
+        if self._spare is None:
+            return
+        with self._lock:
+            if connection not in (self._connection, self._spare):
+                return
+            late = self._connection if connection is self._spare else self._spare
+            self._connection, self._spare = connection, None
+        if late is not None:
+            late.channel.close()
 
     def _drop(self, connection: _Connection) -> None:
-        """Use the next endpoint, on a fresh connection, from now on."""
+        """Do without it from now on: with the spare, or a fresh connection to the next endpoint."""
         with self._lock:
-            if self._connection is not connection:
-                return
             # With a refused connection gRPC's own back-off would be lost, but our pause between attempts is
             # longer.
-            self._connection = None
-            self._target_index = (self._target_index + 1) % len(self._targets)
+            if connection is self._connection:
+                self._connection, self._spare = self._spare, None
+            elif connection is self._spare:
+                self._spare = None
+            else:
+                return
         connection.channel.close()
 
-    def _metadata(self, connection: _Connection, deadline: float) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, connection: _Connection, timeout_s: float) -> tuple[tuple[str, str], ...]:
         """The token of our user; asks for a new one where needed."""
         if self.config.user is None:
             return ()
@@ -606,8 +662,7 @@ class EtcdClient:
             token = self._token
         if token is None:
             request = etcdrpc.AuthenticateRequest(name=self.config.user, password=_password(self.config))
-            timeout_s = max(0.1, deadline - time.monotonic())
-            token = str(connection.stub("Auth").Authenticate(request, timeout=timeout_s).token)
+            token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
             with self._lock:
                 self._token = token
         return (("token", token),)
@@ -642,7 +697,7 @@ class EtcdClient:
 
     def _watch(self, prefix: str, start_revision: int) -> _WatchStream:
         connection = self._connect()
-        metadata = self._metadata(connection, time.monotonic() + self.config.timeout_s)
+        metadata = self._metadata(connection, self.config.timeout_s)
         create = etcdrpc.WatchCreateRequest(key=prefix.encode(), range_end=_range_end(prefix), start_revision=start_revision)
         return _WatchStream(connection, etcdrpc.WatchRequest(create_request=create), metadata)
 
@@ -692,9 +747,10 @@ class Lease:
 
     def _run(self, times_per_ttl: int) -> None:
         pause_s = self.ttl_s / times_per_ttl
+        limit_s = min(self.ttl_s - pause_s, self._client.config.timeout_s)
         while not self._stop.wait(pause_s):
             try:
-                remaining_s = self._client._keep_alive_once(self.id, max(_MIN_ATTEMPT_S, self.ttl_s / 4))
+                remaining_s = self._client._keep_alive_once(self.id, limit_s)
             except LeaseLostError:
                 remaining_s = 0
             except EtcdError as error:
@@ -893,7 +949,7 @@ class Mirror:
     def _check_regularly(self) -> None:
         suspect: tuple[int, int] | None = None
         checked_revision, checked_at = 0, 0.0
-        while not self._closed.wait(self._check_interval_s if suspect is None else 0.1):
+        while not self._closed.wait(self._check_interval_s if suspect is None else _SUSPECT_S):
             if suspect is None and self._client._has_stood_still(checked_revision, checked_at):
                 checked_at = time.monotonic()
                 continue
@@ -901,16 +957,17 @@ class Mirror:
             try:
                 checked_revision, *found = self._client._newest_in(self.prefix, self._check_interval_s)
             except EtcdError:
+                # A watch whose connection turns out to be dead ends with it.
                 self._healthy = False
-                self._resubscribe()
                 continue
+            self._healthy = True
             with self._changed:
                 copy = (len(self._keys), max((kv.mod_revision for kv in self._keys.values()), default=0))
             truth = (found[0], found[1])
             if truth == copy:
                 suspect = None
             elif suspect == copy:
-                # The copy stood still for 0.1 s although etcd differs: the watch is dead.
+                # The copy has stood still although etcd differs: the watch is dead.
                 logger.warning("the watch of %r missed a change; reading again", self.prefix)
                 suspect = None
                 self._resubscribe()
@@ -929,20 +986,28 @@ class _Connection:
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.target = target
+        self.heard_at = time.monotonic()  # or opened
         if credentials is None:
             self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
             self.channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
-        self.lease = etcdrpc.LeaseStub(self.channel)
         self._stubs = {
             "KV": etcdrpc.KVStub(self.channel),
-            "Lease": self.lease,
+            "Lease": etcdrpc.LeaseStub(self.channel),
             "Auth": etcdrpc.AuthStub(self.channel),
             "Maintenance": etcdrpc.MaintenanceStub(self.channel),
         }
+        # A stream to etcd; with one message each way it is the same on the wire as a unary call, and that costs a
+        # third in gRPC's Python and no thread per refresh.
+        self._refresh = self.channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseKeepAlive",
+            request_serializer=etcdrpc.LeaseKeepAliveRequest.SerializeToString,
+            response_deserializer=etcdrpc.LeaseKeepAliveResponse.FromString,
+        )
 
-    def stub(self, service: str) -> Any:
-        return self._stubs[service]
+    def method(self, service: str, name: str) -> Any:
+        """The unary call of this name."""
+        return self._refresh if name == "LeaseKeepAlive" else getattr(self._stubs[service], name)
 
     @functools.cached_property
     def watch(self) -> Any:
@@ -957,14 +1022,21 @@ class _WatchStream:
         # watch.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put(request)
+        self._connection = connection
         self._call = connection.watch.Watch(iter(self._requests.get, None), metadata=metadata)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._call)
+        for response in self._call:
+            self._connection.heard_at = time.monotonic()
+            yield response
 
     def cancel(self) -> None:
         self._requests.put(None)
         self._call.cancel()
+
+
+def _put_answer(answers: queue.SimpleQueue[tuple[_Connection, Any]], connection: _Connection, future: Any) -> None:
+    answers.put((connection, future))
 
 
 def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:

@@ -7,6 +7,7 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -360,7 +361,7 @@ def from_fields(record_type: type[T], document: dict[str, Any], where: str) -> T
     Raises:
         RecordError: a field is missing, unknown or has another type; a whole number is negative, or any is out of range.
     """
-    hints = get_type_hints(record_type)
+    hints = _hints_of(record_type)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for name, f in fields.items():
@@ -383,6 +384,11 @@ def from_fields(record_type: type[T], document: dict[str, Any], where: str) -> T
         raise RecordError(f"{where}: {error}") from error
 
 
+@functools.cache
+def _hints_of(record_type: Any) -> dict[str, Any]:
+    return get_type_hints(record_type)
+
+
 def _has_type(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
@@ -392,7 +398,10 @@ def _has_type(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_has_type(value, option) for option in get_args(hint))
     if origin is list:
-        return isinstance(value, list) and all(_has_type(item, get_args(hint)[0]) for item in value)
+        (item_hint,) = get_args(hint)
+        if item_hint is str:  # the names of a thousand nodes, say
+            return isinstance(value, list) and set(map(type, value)) <= {str}
+        return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if origin is dict:
         _, item_hint = get_args(hint)
         return isinstance(value, dict) and all(_has_type(item, item_hint) for item in value.values())

@@ -162,17 +162,20 @@ def one_lost_answer(client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> Iter
         def details(self) -> str:
             return "the answer was lost"
 
-    stub = client._connect().stub("KV")
+    stub = client._connect()._stubs["KV"]
     original = stub.Txn
     answers = iter([True])
 
-    def txn(*args: object, **kwargs: object) -> object:
-        response = original(*args, **kwargs)
-        if next(answers, False):
-            raise Lost
-        return response
+    class Txn:
+        @staticmethod
+        def future(*args: object, **kwargs: object) -> object:
+            future = original.future(*args, **kwargs)
+            if next(answers, False):
+                future.result()
+                raise Lost
+            return future
 
-    monkeypatch.setattr(stub, "Txn", txn)
+    monkeypatch.setattr(stub, "Txn", Txn)
     yield
 
 
