@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.agent_rounds import AgentView, Limits, SeenAgent, members_of_next_round, next_notice
+from lightning_dlrover.rdzv.agent_rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
 from lightning_dlrover.rdzv.client import (
     Compare,
     EtcdClient,
@@ -201,8 +201,7 @@ class AgentConvener:
             self._enough_since = None
         notice = next_notice(view, term)
         if notice != view.notice:
-            confirms = view.notice is None or notice.confirmed_round != view.notice.confirmed_round
-            rest_s = 0.0 if confirms else self._told_at + _REST_PER_AGENT_S * len(view.agents) - now
+            rest_s = 0.0 if is_urgent(notice, view.notice) else self._told_at + _REST_PER_AGENT_S * len(view.agents) - now
             if rest_s > 0:
                 return min(pause_s, rest_s)
             self._told_at = now

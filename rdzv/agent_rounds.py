@@ -19,6 +19,7 @@ __all__ = [
     "Limits",
     "SeenAgent",
     "candidates",
+    "is_urgent",
     "members_of_next_round",
     "next_notice",
     "participants",
@@ -139,6 +140,17 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         signed_off=[] if over else sorted(signed_off),
         num_lost=0 if over else len(members - view.agents.keys() - signed_off),
         over=over,
+    )
+
+
+def is_urgent(notice: AgentNotice, told: AgentNotice | None) -> bool:
+    """Whether agents act on what has changed since they were last told; mere counts can be told together, and later."""
+    return (
+        told is None
+        or notice.confirmed_round != told.confirmed_round
+        or notice.over != told.over
+        or (notice.num_waiting > 0 and not told.num_waiting)
+        or (notice.num_lost > 0 and not told.num_lost)
     )
 
 

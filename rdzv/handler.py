@@ -211,6 +211,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             min_nodes=config.limits.min_nodes,
             join_timeout_s=config.join_timeout_s,
         )
+        self._record_revision = 0  # at which our record was last written; 0: it is not there
         self._wake = threading.Event()
         self._mirror: Mirror | None = None
         self._lease: Lease | None = None
@@ -542,16 +543,23 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._write_record()
 
     def _write_record(self) -> None:
+        """Guarded by what we last wrote: a write that etcd receives late must not bring back an older state of ours."""
         key = self._keys.agents + self._agent_id
         while True:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = self._client.lease(self._config.lease_ttl_s).keep_alive()
+            unchanged = modified(key) == self._record_revision
             try:
-                self._client.put(key, encode(self._record), self._lease)
-                break
+                written = self._client.txn([unchanged], [Put(key, encode(self._record), self._lease.id)], [Get(key)])
             except LeaseLostError:
                 self._lease.close()
                 self._lease = None
+                continue
+            if written.succeeded:
+                self._record_revision = written.revision
+                break
+            # It went with an earlier lease, or holds what we wrote when no answer came; nobody else writes it.
+            self._record_revision = written.values[0].mod_revision if written.values else 0
         self._campaign()
 
     def _stay_registered(self) -> None:

@@ -544,7 +544,7 @@ class Membership:
         return self._swap(self.keys.plan, PlanRecord, change)
 
     def put_checkpoint(self, record: CheckpointRecord) -> None:
-        self._client.put(self.keys.checkpoint, encode(record))
+        self._swap(self.keys.checkpoint, CheckpointRecord, lambda _: record)
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
         entry = self._client.get(self.keys.checkpoint)

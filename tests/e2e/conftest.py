@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import harness
 import pytest
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # faulty_etcd.py serves both
 
 MakeJob = Callable[..., harness.Job]
 

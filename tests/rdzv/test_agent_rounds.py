@@ -10,6 +10,7 @@ from lightning_dlrover.rdzv.agent_rounds import (
     Limits,
     SeenAgent,
     candidates,
+    is_urgent,
     members_of_next_round,
     next_notice,
     participants,
@@ -217,3 +218,16 @@ def test_no_round_is_held_open_when_only_members_of_the_last_one_wait() -> None:
     assert members_of_next_round(_view(round_, *members), Limits(1, 4), last_call_is_over=False) == ["a", "c"]
     newcomer = _agent("d", "waiting", 1)
     assert members_of_next_round(_view(round_, *members, newcomer), Limits(1, 4), last_call_is_over=False) == []
+
+
+def test_agents_are_told_at_once_of_what_they_act_on_and_of_mere_counts_later() -> None:
+    told = AgentNotice(1, confirmed_round=3, num_agents=9, num_inside=9)
+    assert is_urgent(told, None)
+    assert is_urgent(dataclasses.replace(told, confirmed_round=4), told)
+    assert is_urgent(dataclasses.replace(told, num_waiting=1), told)
+    assert is_urgent(dataclasses.replace(told, num_lost=1), told)
+    assert is_urgent(dataclasses.replace(told, over="has finished"), told)
+    assert not is_urgent(dataclasses.replace(told, num_agents=10, num_unfinished=8), told)
+    one_waits = dataclasses.replace(told, num_waiting=1)
+    assert not is_urgent(dataclasses.replace(one_waits, num_waiting=2), one_waits)
+    assert not is_urgent(told, one_waits)

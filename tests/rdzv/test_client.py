@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from faulty_etcd import EtcdProxy
 from torchrun_agent import eventually
 
 from lightning_dlrover.rdzv.client import (
@@ -241,6 +242,65 @@ def test_a_dead_endpoint_beside_a_living_one_does_no_harm(etcd: EmbeddedEtcd, ke
     with EtcdClient(EtcdConfig(f"127.0.0.1:1,{etcd.endpoint},127.0.0.1:2")) as client:
         for i in range(5):
             client.put(keys.root + "k", str(i).encode())
+
+
+# -- connections that are late
+
+
+def _first_connected_to(first: str, second: str, timeout_s: float = 5.0) -> EtcdClient:
+    """A client of both endpoints that uses the first one, until it has a reason not to."""
+    while True:
+        client = EtcdClient(EtcdConfig(f"{first},{second}", timeout_s=timeout_s))
+        if client._connect().target == first:
+            return client
+        client.close()
+
+
+def test_a_connection_that_is_only_late_keeps_its_watches(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, EtcdProxy(etcd.endpoint) as proxy:
+        client = _first_connected_to(proxy.endpoint, f"127.0.0.1:{silent.getsockname()[1]}")
+        with client, Mirror(client, keys.root) as mirror:
+            client.put(keys.root + "k", b"1")
+            mirror.wait_for(lambda found: found or None, 5)
+            connection, stream = client._connection, mirror._stream
+            proxy.blackhole()
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(client.get, keys.root + "k")
+                eventually(lambda: client._spare is not None, "another connection is asked", 5)
+                assert not answer.done()
+                proxy.heal()
+                assert answer.result(5) is not None
+            assert (client._connection, client._spare) == (connection, None)
+            client.put(keys.root + "k", b"2")
+            mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
+            assert mirror._stream is stream
+
+
+def test_a_half_open_connection_costs_neither_the_lease_nor_the_watch(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    with (
+        EtcdProxy(etcd.endpoint) as proxy,
+        EtcdClient(EtcdConfig(etcd.endpoint)) as other,
+        _first_connected_to(proxy.endpoint, etcd.endpoint) as client,
+        Mirror(client, keys.root) as mirror,
+    ):
+        lease = client.lease(5).keep_alive()
+        client.put(keys.root + "ours", b"", lease)
+        first = client._connection
+        proxy.blackhole()
+        eventually(lambda: client._connection not in (None, first), "the client uses the other endpoint", 6)
+        other.put(keys.root + "theirs", b"")
+        mirror.wait_for(lambda found: keys.root + "theirs" in found or None, 5)
+        time.sleep(5)  # the lease would have ended by now, had it not been refreshed
+        assert not lease.lost.is_set()
+        assert other.get(keys.root + "ours") is not None
+
+
+def test_a_client_finds_its_way_between_two_endpoints_that_never_answer(etcd: EmbeddedEtcd, keys: Keys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        endpoints = f"127.0.0.1:{a.getsockname()[1]},{etcd.endpoint},127.0.0.1:{b.getsockname()[1]}"
+        for _ in range(3):
+            with EtcdClient(EtcdConfig(endpoints)) as client:
+                assert client.put(keys.root + "k", b"1") > 0
 
 
 # -- leases
