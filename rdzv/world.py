@@ -40,6 +40,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.rdzv import rounds
 from lightning_dlrover.rdzv.client import (
     EtcdClient,
     EtcdConfig,
@@ -63,7 +64,7 @@ from lightning_dlrover.rdzv.member import (
     run_blocking,
 )
 from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, silent_workers
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, RecordError, RoundRecord, WorkerState
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, EventRecord, RecordError, RoundRecord, WorkerState
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
@@ -81,6 +82,9 @@ PROBE_INTERVAL_S = 0.3
 
 OUT_OF_REACH_S = 5.0
 """For how long a worker is given no answer by another, not even a refusal, before it takes itself for cut off from it."""
+
+NEWS_S = 3.0
+"""A wait that lasts for so long is told to who reads the worker's output."""
 
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
@@ -428,7 +432,9 @@ class World:
         self.membership.event(kind, text, data)
 
     def report_error(self, error: BaseException) -> None:
-        """Tell the job, and this worker's agent, why the worker is about to fail."""
+        """Tell the job, and this worker's agent, why the worker is about to fail; and its user, who has failed before it."""
+        if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
+            error.add_note(f"\nThe first to fail was {first.text}\n{first.data.get('traceback', '')}")
         get_error_handler().record_exception(error)
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(EtcdError):
@@ -443,6 +449,26 @@ class World:
                 },
             )
             self.membership.flush()
+
+    def tell_wait(self, what: str) -> None:
+        """Say on this worker's output what it waits for, and since whose failure."""
+        waits_for = rounds.waits(self.membership.view).get(self.worker_id) or f"waits for {what}"
+        first = self._first_failure()
+        log.warning(
+            "run %s: worker %s %s%s",
+            self.config.run_id,
+            self.worker_id,
+            waits_for,
+            f"; the first to fail was {first.text}" if first is not None else "",
+        )
+
+    def _first_failure(self) -> EventRecord | None:
+        """What the first of this worker's peers that failed with an error has said."""
+        peers = set(self.formation.round.members) - {self.worker_id} if self.formation is not None else set()
+        with contextlib.suppress(EtcdError):
+            events = self.membership.past_events() if peers else []
+            return next((e for e in events if e.kind == "error" and e.data.get("worker_id") in peers), None)
+        return None
 
     # --- while a round lasts -----------------------------------------------------------------------------------------
 
@@ -723,9 +749,13 @@ class _Means:
     ) -> T:
         membership = self._world.membership
         last_probe = time.monotonic()
+        news_at = last_probe + NEWS_S
 
         def tick() -> None:
-            nonlocal last_probe
+            nonlocal last_probe, news_at
+            if time.monotonic() > news_at:
+                news_at = float("inf")
+                self._world.tell_wait(what)
             if probe and time.monotonic() - last_probe > 0.05:
                 last_probe = time.monotonic()
                 membership.bury_the_dead(probe)
