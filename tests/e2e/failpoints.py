@@ -1,49 +1,19 @@
-"""Every write into etcd as a place where a worker can be killed, stopped, delayed or refused.
-
-`EtcdClient._call` is wrapped inside of the worker, where all requests of the real code come by. A write is known by what it
-does to which record, `put round:grow` for example, and by how often the worker has made such a write before.
-"""
+"""Jobs of plain loops whose workers are disturbed at one of their writes."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
 
+from disturbed_writes import STOP_S, Failpoint, disturb_writes
 from harness import Job, Worker
 from plain_loop import PlainSettings, run_plain_loop
 from toy_job import Recorder
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdUnavailableError
-
-__all__ = ["ACTIONS", "Action", "Failpoint", "FailpointSettings", "Scenario", "run_with_failpoint"]
-
-Action = Literal["kill", "stop", "delay", "fail", "lose"]
-ACTIONS: tuple[Action, ...] = ("kill", "stop", "delay", "fail", "lose")
-
-DELAY_S = 3.0
-STOP_S = 3.5  # longer than the lease
-LEASE_TTL_S = 2
-
-
-@dataclass(frozen=True)
-class Failpoint:
-    """What happens at the nth write of one name of one worker.
-
-    kill: SIGKILL before it. stop: SIGSTOP before it, for longer than the lease. delay: it is made late. fail: it is not made.
-    lose: it is made, its answer gets lost.
-    """
-
-    slot: str
-    write: str
-    nth: int
-    action: Action
+__all__ = ["FailpointSettings", "Scenario", "run_with_failpoint"]
 
 
 @dataclass(frozen=True)
@@ -54,77 +24,8 @@ class FailpointSettings:
 
 def run_with_failpoint(recorder: Recorder, settings: FailpointSettings) -> None:
     """The plain loop, with all its writes on record and one of them disturbed."""
-    _wrap(recorder, settings.point)
+    disturb_writes(settings.point, recorder.write)
     run_plain_loop(recorder, settings.plain)
-
-
-def _wrap(recorder: Recorder, point: Failpoint | None) -> None:
-    original: Callable[..., Any] = EtcdClient._call
-    made: Counter[str] = Counter()
-    lock = threading.Lock()
-
-    def call(client: EtcdClient, action: str, service: str, method: str, request: Any, *args: Any, **kwargs: Any) -> Any:
-        name = _name_of(method, request)
-        if name is None:
-            return original(client, action, service, method, request, *args, **kwargs)
-        with lock:
-            made[name] += 1
-            nth = made[name]
-        recorder.write("write", name=name, nth=nth)
-        if point is None or (name, nth) != (point.write, point.nth):
-            return original(client, action, service, method, request, *args, **kwargs)
-        recorder.write("failpoint", action=point.action)
-        if point.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif point.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif point.action == "delay":
-            time.sleep(DELAY_S)
-        elif point.action == "fail":
-            raise EtcdUnavailableError(f"cannot {action}: a failpoint")
-        answer = original(client, action, service, method, request, *args, **kwargs)
-        if point.action == "lose":
-            raise EtcdUnavailableError(f"cannot {action}: a failpoint has lost the answer")
-        return answer
-
-    EtcdClient._call = call  # type: ignore[method-assign]
-
-
-def _name_of(method: str, request: Any) -> str | None:
-    """What a request writes; None for one that only reads."""
-    if method in ("LeaseGrant", "LeaseRevoke", "LeaseKeepAlive"):
-        return method
-    if method == "Put":
-        return f"put {_record(request.key, request.value)}"
-    if method == "DeleteRange":
-        return f"delete {_record(request.key)}"
-    if method != "Txn":
-        return None
-    for op in request.success:
-        if op.WhichOneof("request") == "request_put":
-            return f"put {_record(op.request_put.key, op.request_put.value)}"
-        if op.WhichOneof("request") == "request_delete_range":
-            return f"delete {_record(op.request_delete_range.key)}"
-    return None
-
-
-def _record(key: bytes, value: bytes = b"") -> str:
-    """`live/workers/host-12-ab` becomes `workers/own` or `workers/other`; what a record says about itself follows a colon."""
-    parts = key.decode().split("/")[3:]  # behind prefix and run id
-    if parts[0] == "live":
-        parts = parts[1:]
-    name = parts[0]
-    if name in ("workers", "drains") and len(parts) > 1:
-        own = f"-{os.getpid()}-" in parts[1]
-        name += "/own" if own else "/other"
-    try:
-        record = json.loads(value)
-    except ValueError:
-        return name
-    said = next((record[field] for field in ("state", "phase") if field in record), None) if isinstance(record, dict) else None
-    if name == "round":
-        said = record["kind"]
-    return f"{name}:{said}" if said else name
 
 
 class Scenario:

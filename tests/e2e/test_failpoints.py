@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from failpoints import ACTIONS, LEASE_TTL_S, Failpoint, Scenario, run_with_failpoint
+from disturbed_writes import ACTIONS, Failpoint
+from failpoints import Scenario, run_with_failpoint
 from harness import Job
 from history import History, history_violations
 from test_plain_loop import assert_everyone_counted_the_same
@@ -19,6 +20,7 @@ from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 MakeJob = Callable[..., Job]
 
+LEASE_TTL_S = 2
 NUM_AT_ONCE = 6  # jobs that mostly wait
 
 CONVENER = [

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import torch.distributed.rpc  # noqa: F401 - imported here once, not by every worker
+from disturbed_writes import Failpoint, disturb_writes
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -67,6 +68,8 @@ class Node:
     master_addr: str | None = None
     master_port: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    with_writes: bool = False  # the agent's writes into etcd are on record,
+    point: Failpoint | None = None  # and one of them may be disturbed
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,13 @@ class RunningAgent:
     @property
     def output(self) -> str:
         """Of the agent and, unless redirected, of its workers."""
-        return self._log_path.read_text(errors="replace")
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    def writes(self, kind: str = "write") -> list[dict[str, Any]]:
+        """What it has written into etcd so far, or where it was disturbed (`failpoint`)."""
+        path = self._log_path.with_name("writes")
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
 
     @property
     def is_running(self) -> bool:
@@ -295,6 +304,9 @@ def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update({"CONTRACT_FOLDER": str(folder.parent), "CONTRACT_AGENT": str(number), **node.environ})
+    if node.with_writes:
+        record = (folder / "writes").open("a", buffering=1)
+        disturb_writes(node.point, lambda kind, **fields: record.write(json.dumps({"kind": kind, **fields}) + "\n"))
     is_script = isinstance(node.entrypoint, str)
     try:
         conf = {"last_call_timeout": "0.5", "lease_ttl": "2", **node.conf}
