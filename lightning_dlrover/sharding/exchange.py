@@ -1,0 +1,189 @@
+"""Carry parts of tables from the workers that have them to those that need them, in place and in bounded pieces.
+
+Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it: rows that stay are copied
+in memory while others are on the wire. What a source has given away is freed at once, so that a worker hardly needs more memory
+than the larger of its old and new shards.
+
+Values of a row-wise optimizer state belong to a row and the columns of one shard. Where columns are cut anew, a row's value is
+the mean, weighted by width, of those of the shards it is made of: exact when shards are merged (the state is a mean over
+columns, as in row-wise Adagrad); when one is split, each part starts with the value of the whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.sharding.layout import LayoutError, Move, Region
+from lightning_dlrover.sharding.tables import Block, part_of
+
+__all__ = ["ExchangeStats", "exchange"]
+
+CHUNK_BYTES = 4 << 20
+"""On the wire at once, per message: gloo is fastest from here on."""
+
+WINDOW = 8
+"""Messages on their way per peer and direction."""
+
+
+@dataclass
+class ExchangeStats:
+    """What one worker did in an exchange."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    kept_bytes: int = 0  # copied in memory
+
+
+@dataclass
+class _Message:
+    """What travels, or came, in `wire`, and what is to be done when it has."""
+
+    wire: torch.Tensor
+    done: Callable[[], object]
+
+
+def exchange(
+    group: dist.ProcessGroup | None,
+    members: Sequence[str],
+    me: str,
+    moves: Sequence[Move],
+    old: Sequence[Block],
+    new: Sequence[Block],
+    release: Callable[[torch.Tensor], None] = lambda values: None,
+) -> ExchangeStats:
+    """Fill the blocks of `new`, which hold zeros, from the workers' blocks of `old`.
+
+    Args:
+        group: whose ranks are `members`: all that give or take. None if nothing travels.
+        moves: the same on all of them.
+        old: what this worker has; the sources of its moves are among it.
+        new: what it is to have.
+        release: called with parts of `old` that nobody needs any more.
+
+    Raises:
+        RuntimeError: a peer is gone; `new` is then incomplete.
+        LayoutError: this worker does not have a shard that a move names.
+    """
+    stats = ExchangeStats()
+    sources, targets = _by_table(old), _by_table(new)
+    mine = [m for m in moves if me in (m.source, m.target)]
+    shared = _given_twice([m for m in mine if m.source == me])
+
+    def give_away(move: Move, values: torch.Tensor) -> None:
+        if move not in shared:
+            release(values)
+
+    def sends(peer: str) -> Iterator[_Message]:
+        for move in (m for m in mine if m.source == me and m.target == peer):
+            for block in _source(sources, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    stats.sent_bytes += values.nbytes
+                    yield _Message(values.contiguous().view(-1), partial(give_away, move, values))
+
+    def receives(peer: str) -> Iterator[_Message]:
+        for move in (m for m in mine if m.source == peer and m.target == me):
+            for block in _target(targets, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    stats.received_bytes += values.nbytes
+                    if values.is_contiguous() and _share(block, move) == 1.0:
+                        yield _Message(values.view(-1), lambda: None)
+                    else:
+                        arrived = torch.empty_like(values, memory_format=torch.contiguous_format)
+                        yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
+
+    def keeps() -> Iterator[None]:
+        for move in (m for m in mine if m.source == me == m.target):
+            for source, target in zip(_source(sources, move), _target(targets, move), strict=True):
+                for chunk in _chunks(target, move.region):
+                    values = part_of(source, chunk)
+                    stats.kept_bytes += values.nbytes
+                    _put(part_of(target, chunk), values, _share(target, move))
+                    give_away(move, values)
+                    yield
+
+    lanes: dict[tuple[str, str], Iterator[_Message]] = {}
+    for peer in sorted({w for m in mine for w in (m.source, m.target)} - {me}):
+        lanes[peer, "send"], lanes[peer, "recv"] = sends(peer), receives(peer)
+    kept = keeps()
+    queues: dict[tuple[str, str], deque[tuple[dist.Work, _Message]]] = {lane: deque() for lane in lanes}
+
+    def post(lane: tuple[str, str]) -> None:
+        message = next(lanes[lane], None)
+        if message is not None:
+            assert group is not None
+            peer, direction = lane
+            queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
+
+    for lane in lanes:
+        for _ in range(WINDOW):
+            post(lane)
+    # One message of every lane in turn: all workers do it alike, so no two of them wait for each other.
+    while any(queues.values()):
+        next(kept, None)
+        for lane, queue in queues.items():
+            if queue:
+                work, message = queue.popleft()
+                work.wait()
+                message.done()
+                post(lane)
+    for _ in kept:
+        pass
+    return stats
+
+
+def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    found: dict[str, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.table, []).append(block)
+    return found
+
+
+def _given_twice(moves: Sequence[Move]) -> set[Move]:
+    """Moves whose rows another one takes from the same worker, too."""
+    by_table: dict[str, list[Move]] = {}
+    for move in moves:
+        by_table.setdefault(move.table, []).append(move)
+    return {a for group in by_table.values() for a in group for b in group if a is not b and a.region.overlap(b.region)}
+
+
+def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
+    """Weights and states of one of this worker's shards that has all of a move's region."""
+    found = [b for b in blocks.get(move.table, ()) if b.region.overlap(move.region) == move.region]
+    if not found:
+        raise LayoutError(f"table {move.table!r}: this worker does not have {move.region}, which a move names")
+    return [b for b in found if b.region == found[0].region]
+
+
+def _target(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
+    found = [b for b in blocks.get(move.table, ()) if b.region == move.into]
+    if not found:
+        raise LayoutError(f"table {move.table!r}: this worker has no shard {move.into}, which a move names")
+    return found
+
+
+def _chunks(block: Block, region: Region) -> Iterator[Region]:
+    """The region in slices of rows of about `CHUNK_BYTES`."""
+    width = 1 if block.values.dim() == 1 else region.num_cols
+    rows = max(1, CHUNK_BYTES // (width * block.values.element_size()))
+    for first in range(region.row0, region.row1, rows):
+        yield Region(first, min(first + rows, region.row1), region.col0, region.col1)
+
+
+def _share(target: Block, move: Move) -> float:
+    """The weight of what comes in the target's value: below 1 where a row-wise state is put together from several shards."""
+    return 1.0 if target.values.dim() > 1 else move.region.num_cols / move.into.num_cols
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, share: float) -> None:
+    if share == 1.0:
+        target.copy_(values)
+    else:
+        target.add_(values, alpha=share)

@@ -1,0 +1,470 @@
+"""The embedding tables of one model, as torchrec holds them on this worker: built, found, filled and given back.
+
+All that depends on torchrec's insides is here. `ShardedTables.build` makes the sharded modules for one world, as often as
+the world changes, in place: the dense parameters and whoever refers to them stay as they are. `ShardedTables.blocks` finds the
+memory of weights and optimizer states, which is read and written in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.sharding.arena import Arena
+from lightning_dlrover.sharding.layout import Region, Shard
+from lightning_dlrover.sharding.placement import Plan, PlanError, TablePlan
+
+__all__ = ["Block", "ShardedTables", "TorchrecMissingError", "has_tables"]
+
+log = logging.getLogger(__name__)
+
+INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
+
+INIT_ROWS = 4096
+"""Rows that are initialised from one seed, so that a table's first values do not depend on how it is sharded."""
+
+
+class TorchrecMissingError(ImportError):
+    """torchrec is needed and not there, or does not load."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one worker holds of one table: weights, or one of its optimizer states.
+
+    Attributes:
+        table: `{module}.{table}`.
+        what: `weight`, or `state0`, `state1` in the fused optimizer's order.
+        region: rows and columns of the table.
+        values: shape ``(rows, cols)`` of the region, or ``(rows,)`` for a row-wise state. The live memory itself.
+    """
+
+    table: str
+    what: str
+    region: Region
+    values: torch.Tensor
+
+
+def has_tables(module: nn.Module) -> bool:
+    """Whether `module` has embedding collections of torchrec that are to be sharded. Imports torchrec only if so."""
+    names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith("torchrec.")}
+    return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
+
+
+def check_torchrec() -> None:
+    """Raise `TorchrecMissingError` with the line that installs it, unless torchrec can be used."""
+    if importlib.util.find_spec("torchrec") is None:
+        raise TorchrecMissingError(f"sharded embedding tables need torchrec, which is not installed: {INSTALL_LINE}")
+    try:
+        import fbgemm_gpu  # noqa: F401
+        import torchrec  # noqa: F401
+    except Exception as error:  # a shared library that does not fit this torch, most often
+        raise TorchrecMissingError(
+            f"torchrec is installed but does not load ({error}); on CPU it needs fbgemm-gpu-cpu, and torchrec itself "
+            f"without its dependencies: {INSTALL_LINE}"
+        ) from error
+
+
+class ShardedTables:
+    """All embedding collections in one module.
+
+    Args:
+        module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too: their values are not used.
+        device: where the tables are trained.
+        constraints: torchrec's, by table name, for the first plan.
+        sharders: torchrec's, for other modules or with fused parameters; by default those of the two collections.
+
+    Raises:
+        TorchrecMissingError: torchrec cannot be imported.
+        PlanError: a module that cannot be sharded anew.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        constraints: Mapping[str, Any] | None = None,
+        sharders: Sequence[Any] | None = None,
+    ) -> None:
+        check_torchrec()
+        self.module = module
+        self.device = device
+        self.plan: dict[str, TablePlan] | None = None
+        self._constraints = dict(constraints or {})
+        self._sharders = list(sharders) if sharders is not None else _default_sharders()
+        self._arena = Arena()
+        types = {sharder.module_type for sharder in self._sharders}
+        self._templates: dict[str, nn.Module] = {}
+        for path, part in module.named_modules():
+            if "ManagedCollision" in type(part).__name__ and device.type == "cpu":
+                raise PlanError(
+                    f"{path}: {type(part).__name__} cannot be trained on CPU (fbgemm has no kernel to evict rows); "
+                    "use a plain EmbeddingBagCollection, or a GPU"
+                )
+            if type(part) in types:
+                self._templates[path] = _on_meta(part)
+        if not self._templates:
+            raise PlanError("the module has no embedding collection that one of the sharders can shard")
+        for path, template in self._templates.items():
+            _set_submodule(module, path, _with_parameters(template))
+            if not any(hasattr(p, "_optimizer_classes") for p in template.parameters()) and not self._has_fused_params:
+                log.warning(
+                    "%s: no optimizer is applied in its backward pass, so torchrec trains its tables with SGD at rate 0.01; "
+                    "call torch.distributed.optim._apply_optimizer_in_backward(optimizer class, its parameters, arguments)",
+                    path,
+                )
+
+    @property
+    def _has_fused_params(self) -> bool:
+        return any(getattr(sharder, "fused_params", None) for sharder in self._sharders)
+
+    @property
+    def is_built(self) -> bool:
+        return self.plan is not None
+
+    # --- planning ------------------------------------------------------------------------------------------------------
+
+    def first_plan(self, members: Sequence[str], batch_size: int | None = None) -> dict[str, TablePlan]:
+        """torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=len(members), local_world_size=1, compute_device=self.device.type),
+            batch_size=batch_size,
+            constraints=self._constraints or None,
+        )
+        chosen = planner.plan(self.module, self._sharders).plan
+        plan: dict[str, TablePlan] = {}
+        for path in self._templates:
+            configs = {config.name: config for config in _configs(self._templates[path])}
+            for name, sharding in chosen[path].items():
+                config = configs[name]
+                whole = Region(0, config.num_embeddings, 0, config.embedding_dim)
+                if sharding.sharding_spec is None:
+                    shards = tuple(Shard(worker, whole) for worker in members)
+                else:
+                    shards = tuple(
+                        Shard(members[shard.placement.rank()], _region(shard)) for shard in sharding.sharding_spec.shards
+                    )
+                plan[_key(path, name)] = TablePlan(
+                    sharding.sharding_type, sharding.compute_kernel, whole.row1, whole.col1, shards
+                )
+        return plan
+
+    def _torchrec_plan(self, plan: Plan, members: Sequence[str]) -> Any:
+        from torch.distributed._shard.metadata import ShardMetadata
+        from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+        from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+        by_module: dict[str, Any] = {}
+        for path, template in self._templates.items():
+            by_module[path] = EmbeddingModuleShardingPlan()
+            for config in _configs(template):
+                table = plan[_key(path, config.name)]
+                spec = None
+                if table.kind != "data_parallel":
+                    spec = EnumerableShardingSpec(
+                        [
+                            ShardMetadata(
+                                shard_offsets=[s.region.row0, s.region.col0],
+                                shard_sizes=[s.region.num_rows, s.region.num_cols],
+                                placement=f"rank:{members.index(s.owner)}/{self.device}",
+                            )
+                            for s in table.shards
+                        ]
+                    )
+                by_module[path][config.name] = ParameterSharding(
+                    sharding_type=table.kind,
+                    compute_kernel=table.kernel,
+                    ranks=[members.index(s.owner) for s in table.shards],
+                    sharding_spec=spec,
+                )
+        return ShardingPlan(by_module)
+
+    # --- building ------------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        plan: Plan,
+        members: Sequence[str],
+        wrap_dense: Callable[[nn.Module, list[str]], nn.Module] = lambda module, ignored: module,
+    ) -> nn.Module:
+        """Shard the module for the current default process group, whose ranks are `members`.
+
+        Tables hold zeros afterwards: the caller fills them, see `initialise` and `exchange`. What was built before for another
+        world is replaced; its memory stays until `Arena.close` of the arena that `detach` gave.
+
+        Args:
+            plan: where every table goes.
+            wrap_dense: makes the module data-parallel but for the parameters named.
+
+        Returns:
+            The module to call.
+        """
+        from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv
+
+        class Wrapper(DataParallelWrapper):  # type: ignore[misc]
+            def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
+                sharded = set(DistributedModelParallel._sharded_parameter_names(dmp._dmp_wrapped_module))
+                if set(dict(dmp.named_parameters())) - sharded:
+                    dmp._dmp_wrapped_module = wrap_dense(dmp._dmp_wrapped_module, sorted(sharded))
+
+        for path, template in self._templates.items():
+            _set_submodule(self.module, path, _with_parameters(template))
+        _forget_groups()
+        with _one_worker_per_node(), _fast_build(self._arena):
+            parallel = DistributedModelParallel(
+                module=self.module,
+                env=ShardingEnv.from_process_group(dist.group.WORLD),
+                device=self.device,
+                plan=self._torchrec_plan(plan, members),
+                sharders=self._sharders,
+                data_parallel_wrapper=Wrapper(),
+            )
+        self.plan = dict(plan)
+        wrapped: nn.Module = parallel._dmp_wrapped_module
+        return wrapped
+
+    def detach(self) -> Arena:
+        """Let go of the memory of what is built: it is the caller's to close, and the next `build` makes its own."""
+        arena, self._arena = self._arena, Arena()
+        return arena
+
+    def reset(self) -> None:
+        """Give the tables back; the module holds none, on `meta`, until the next `build`."""
+        for path, template in self._templates.items():
+            _set_submodule(self.module, path, _with_parameters(template))
+        self.detach().close()
+        self.plan = None
+
+    def initialise(self, seed: int) -> None:
+        """Give every table its first values, which depend on the seed and its name only, not on how it is sharded."""
+        configs = {_key(path, c.name): c for path, template in self._templates.items() for c in _configs(template)}
+        for block in self.blocks():
+            if block.what != "weight":
+                continue
+            config = configs[block.table]
+            for first in range(block.region.row0 // INIT_ROWS * INIT_ROWS, block.region.row1, INIT_ROWS):
+                last = min(first + INIT_ROWS, config.num_embeddings)
+                digest = hashlib.sha256(f"{seed}/{block.table}/{first}".encode()).digest()
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+                    rows = torch.empty(last - first, config.embedding_dim, dtype=block.values.dtype)
+                    config.init_fn(rows)
+                    here = Region(first, last, 0, config.embedding_dim).overlap(block.region)
+                    assert here is not None
+                    part = rows[here.row0 - first : here.row1 - first, here.col0 : here.col1]
+                    part_of(block, here).copy_(part)
+
+    # --- finding -------------------------------------------------------------------------------------------------------
+
+    def blocks(self) -> list[Block]:
+        """All that this worker holds, in an order that is the same each time."""
+        found: list[Block] = []
+        for path in self._templates:
+            for kernel in _kernels(self.module.get_submodule(path)):
+                tables = kernel.config.embedding_tables
+                weights = kernel.emb_module.split_embedding_weights()
+                states = _optimizer_states(kernel.emb_module, len(tables))
+                for config, weight, of_table in zip(tables, weights, states, strict=True):
+                    region = _region(config.local_metadata) if config.local_metadata else None
+                    region = region or Region(0, config.num_embeddings, 0, config.embedding_dim)
+                    name = _key(path, config.name)
+                    found.append(Block(name, "weight", region, weight.detach()))
+                    found += [Block(name, f"state{i}", region, state) for i, state in enumerate(of_table)]
+        return found
+
+    def counters(self) -> dict[str, torch.Tensor]:
+        """What fused optimizers count, such as Adam's steps: the same on all workers, and part of the replicated state."""
+        found = {}
+        for path in self._templates:
+            for kernel in _kernels(self.module.get_submodule(path)):
+                for name in ("iter", "iter_cpu"):
+                    counter = getattr(kernel.emb_module, name, None)
+                    if isinstance(counter, torch.Tensor):
+                        found[f"{path}/{'/'.join(t.name for t in kernel.config.embedding_tables)}/{name}"] = counter
+        return found
+
+    def parameter_names(self) -> set[str]:
+        """Names, in the module's state dict, of all tables, however they are sharded."""
+        return {
+            f"{path}.{name}" if path else name
+            for path, template in self._templates.items()
+            for name in dict(template.named_parameters())
+        }
+
+    def data_parallel_names(self) -> set[str]:
+        """Names of tables that every worker holds whole and its own optimizer trains."""
+        assert self.plan is not None
+        names = set()
+        for path, template in self._templates.items():
+            for name in dict(template.named_parameters()):
+                if self.plan[_key(path, name.split(".")[-2])].kind == "data_parallel":
+                    names.add(f"{path}.{name}" if path else name)
+        return names
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+def part_of(block: Block, region: Region) -> torch.Tensor:
+    """The values of `region`, which lies inside the block: a view, of rows only where the values are row-wise."""
+    rows = block.values[region.row0 - block.region.row0 : region.row1 - block.region.row0]
+    return rows if rows.dim() == 1 else rows[:, region.col0 - block.region.col0 : region.col1 - block.region.col0]
+
+
+# --- torchrec's insides -------------------------------------------------------------------------------------------------------
+
+
+def _default_sharders() -> list[Any]:
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingType
+
+    by_rows = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value]
+
+    # torchrec offers these on GPUs only, but gloo has all the collectives that they need.
+    class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(dict.fromkeys([*super().sharding_types(compute_device_type), *by_rows]))
+
+    class Sharder(EmbeddingCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(dict.fromkeys([*super().sharding_types(compute_device_type), by_rows[0]]))
+
+    return [BagSharder(), Sharder()]
+
+
+def _key(path: str, table: str) -> str:
+    return f"{path}.{table}" if path else table
+
+
+def _configs(collection: Any) -> list[Any]:
+    is_bag = hasattr(collection, "embedding_bag_configs")
+    configs: list[Any] = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
+    return configs
+
+
+def _region(metadata: Any) -> Region:
+    (row0, col0), (rows, cols) = metadata.shard_offsets, metadata.shard_sizes
+    return Region(row0, row0 + rows, col0, col0 + cols)
+
+
+def _on_meta(collection: nn.Module) -> nn.Module:
+    """A copy without values; what was applied to the parameters is remembered on those of the copy."""
+    memo: dict[int, Any] = {}
+    for parameter in collection.parameters():
+        clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for name in ("_optimizer_classes", "_optimizer_kwargs"):
+            if hasattr(parameter, name):
+                setattr(clone, name, copy.deepcopy(getattr(parameter, name)))
+        memo[id(parameter)] = clone
+    template: nn.Module = copy.deepcopy(collection, memo)
+    if hasattr(template, "_device"):
+        template._device = torch.device("meta")  # type: ignore[assignment]
+    return template
+
+
+def _with_parameters(template: nn.Module) -> nn.Module:
+    """A fresh copy of a template, for torchrec to shard: it writes into what was applied to the parameters."""
+    collection = _on_meta(template)
+    for parameter in collection.parameters():
+        if hasattr(parameter, "_optimizer_classes"):
+            parameter._in_backward_optimizers = []  # type: ignore[attr-defined]  # marks it as trained in the backward pass
+    return collection
+
+
+def _set_submodule(module: nn.Module, path: str, part: nn.Module) -> None:
+    if not path:
+        raise PlanError("the module is an embedding collection itself: make it a part of a LightningModule")
+    module.set_submodule(path, part)
+
+
+def _kernels(sharded: Any) -> Iterator[Any]:
+    from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
+
+    for lookup in getattr(sharded, "_lookups", ()):
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in inner.modules():
+            if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
+                yield kernel
+
+
+def _optimizer_states(emb_module: Any, num_tables: int) -> list[list[torch.Tensor]]:
+    if not hasattr(emb_module, "split_optimizer_states"):
+        return [[] for _ in range(num_tables)]  # trained by an optimizer of the user's
+    states = emb_module.split_optimizer_states()
+    # SGD has none at all, rather than none for each table.
+    return [list(of_table) for of_table in states] or [[] for _ in range(num_tables)]
+
+
+def _forget_groups() -> None:
+    """Make torchrec build its sub-groups anew: the others would wait for a newcomer's part in building them."""
+    from torchrec.distributed import collective_utils, comm
+
+    collective_utils._INITIALIZED = False
+    for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D", "_NODE_GROUP_SIZE_2D"):
+        setattr(comm, name, None)
+
+
+@contextlib.contextmanager
+def _one_worker_per_node() -> Iterator[None]:
+    """torchrec's "node" must divide every world size, which only one worker does; read while modules are built."""
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "TORCHREC_RESOLVED_POD_SIZE": "1"}):
+        yield
+
+
+@contextlib.contextmanager
+def _fast_build(arena: Arena) -> Iterator[None]:
+    """Let fbgemm take memory from `arena`, and nobody initialise it: that would touch all of it, three times."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from torchrec.distributed import batched_embedding_kernel as kernels
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    stock = kernels.SplitTableBatchedEmbeddingBagsCodegen
+
+    class InArena(stock):  # type: ignore[misc, valid-type]
+        def __init__(self, embedding_specs: Sequence[tuple[int, int, Any, Any]], *args: Any, **kwargs: Any) -> None:
+            rows = sum(spec[0] for spec in embedding_specs)
+            values = sum(spec[0] * spec[1] for spec in embedding_specs)
+            precision = kwargs.get("weights_precision", SparseType.FP32)
+            optimizer = kwargs.get("optimizer", EmbOptimType.EXACT_SGD)
+            if all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs) and values:
+                buffers = {}
+                if precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16):
+                    buffers["weights"] = arena.empty(values, precision.as_dtype())
+                if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+                    buffers["momentum1"] = arena.empty(rows, torch.float32)
+                elif optimizer == EmbOptimType.EXACT_ADAGRAD:
+                    buffers["momentum1"] = arena.empty(values, torch.float32)
+                kwargs["preallocated_host_buffers"] = buffers
+            super().__init__(embedding_specs, *args, **kwargs)
+
+    def nothing(self: Any) -> None: ...
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kernels, "SplitTableBatchedEmbeddingBagsCodegen", InArena))
+        for owner, name in (
+            (kernels.BaseBatchedEmbedding, "init_parameters"),
+            (kernels.BaseBatchedEmbeddingBag, "init_parameters"),
+            (ShardedEmbeddingBagCollection, "reset_parameters"),
+            (ShardedEmbeddingCollection, "reset_parameters"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, nothing))
+        yield
