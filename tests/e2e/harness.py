@@ -260,7 +260,8 @@ class Job:
     def _all_ended(self, found: Callable[[], T | None]) -> T | None:
         if any(worker.exit_code is None for worker in self.workers):
             return None
-        if not (result := found()):  # the last thing that they did may be what is awaited
+        # The last thing that they did may be what is awaited, or lead to another worker's start.
+        if not (result := found()) and all(worker.exit_code is not None for worker in self.workers):
             raise AssertionError(f"all workers have ended\n{self.report()}")
         return result
 
