@@ -21,7 +21,8 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+    from lightning_dlrover.sharding.elastic import ElasticTables
     from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["LiveTraining", "Position", "can_meet"]
@@ -66,6 +68,7 @@ class Position:
     collective: int  # collectives outside of steps since that batch was handed out
     validation: int  # number of the validation run it is in, 0 outside
     at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
+    tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
@@ -123,6 +126,10 @@ class _RepeatValidation(Exception):
     """All survivors stand inside one validation run: it starts over with the samples split anew."""
 
 
+class _RolledBack(Exception):
+    """All workers are back where the newest snapshot was taken: what was going on is left, the batch after it comes next."""
+
+
 class LiveTraining:
     """One worker's part in a live job, from `Trainer.fit`'s entrance to its end.
 
@@ -145,7 +152,7 @@ class LiveTraining:
         self.left = False
         self._strategy = strategy
         self._trainer = trainer
-        self._pace = Pace(world, check_interval_s)
+        self._pace = Pace(world, check_interval_s, self._wishes)
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -159,6 +166,7 @@ class LiveTraining:
         self._window_is_stale = False  # a worker was lost with its share of the open accumulation window's gradients
         self._at_boundary = False
         self._undo: _Update | None = None
+        self._was_rolled_back = False
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
 
@@ -176,8 +184,9 @@ class LiveTraining:
             if self._window_is_stale:
                 self._redo_window()
             while self._attempt(self._maybe_switch) is None:
-                self._recover()
-                self._redo_window()
+                with suppress(_RolledBack):  # to another boundary: this one, as far as the loops are concerned
+                    self._recover()
+                    self._redo_window()
         self._at_boundary = False
         if loader.cursor < len(loader):
             self._batch = self._batch_number + 1
@@ -185,7 +194,7 @@ class LiveTraining:
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
 
     def _enter(self, loader: ElasticLoader) -> None:
-        fingerprint = model_fingerprint(self._trainer.lightning_module)
+        fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES)
@@ -225,6 +234,8 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if number is not None:
             self._switch(number)
+        elif self._tables is not None and self.world.wishes:
+            self._tables.voted(self._batch_number, lambda: transfer.dumps(self._snapshot()))
 
     def _switch(self, number: int) -> None:
         assert self.formation is not None
@@ -238,6 +249,8 @@ class LiveTraining:
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
+            if self._tables is not None:
+                self._tables.hand_over(left_out.round)
             self._leave(left_out)
         if formation.rank == 0:
             self._add_epoch_sums([s for w, s in by_worker.items() if w not in formation.round.members])
@@ -434,14 +447,24 @@ class LiveTraining:
     # --- recovering --------------------------------------------------------------------------------------------------------
 
     def _recover(self) -> bool:
-        """Form the next round with the survivors. Returns whether this step's update was taken over from another worker."""
+        """Form the next round with the survivors. Returns whether this step's update was taken over from another worker.
+
+        Raises:
+            _RolledBack: the model has sharded tables, which no step in flight leaves whole.
+        """
         self._window_is_stale = True
+        if self._tables is not None and not self._at_boundary:
+            self._tables.broken()
         position = self._position
         self._pace.held_up()
         while True:
             formation = self._recover_formation(position.encode())
             if (settled := self._attempt(self._settle, formation, position)) is not None:
+                if self._was_rolled_back:
+                    self._was_rolled_back = False
+                    raise _RolledBack
                 return settled[0]
+            position = replace(position, tables=self._tables.whole_in if self._tables is not None else 0)
 
     def _recover_formation(self, hello: bytes) -> Formation:
         try:
@@ -460,6 +483,10 @@ class LiveTraining:
         for loader in self._loaders:
             loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
+        if self._tables is not None:
+            self._settle_tables(formation, standing)
+            self._pace.went_on(self._batch_number + 1)
+            return False
         if not standing and me == formation.round.members[0]:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
@@ -487,6 +514,120 @@ class LiveTraining:
         if own is not None and own.validation and validations == {own.validation}:
             raise _RepeatValidation
         return any(me == worker for _, worker in plan.behind)
+
+    # --- sharded tables ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tables(self) -> ElasticTables | None:
+        return self._strategy.elastic_tables
+
+    def _wishes(self) -> list[int]:
+        return self._tables.wishes() if self._tables is not None else []
+
+    def _settle_tables(self, formation: Formation, standing: Mapping[str, Position]) -> None:
+        """Bring everyone in a new round to a common state: the current one if it is whole, else that of a snapshot."""
+        assert self._tables is not None
+        me = self.world.worker_id
+        stand = [w for w in formation.round.members if w in standing]
+        places = {(p.batch, p.updates, p.tables, p.at_boundary) for p in standing.values()}
+        # After a loss there is nobody to hand over the shards of those who are lost.
+        if formation.round.planned and len(places) == 1 and all(p.at_boundary and p.tables for p in standing.values()):
+            try:
+                self._strategy.reshard_tables(formation, stand)
+            except BaseException:
+                self._tables.broken()
+                raise
+            plan = handover(formation.round.members, {w: p.updates if p else None for w, p in _by_member(formation, standing)})
+            state = self._message() if any(me == sender for sender, _ in plan.joining) else None
+            for sender, worker in plan.joining:
+                if me == sender:
+                    transfer.send(state, formation.rank_of(worker))
+                elif me == worker:
+                    self._restore(self._received(formation.rank_of(sender)))
+        elif not self._roll_back(formation):
+            # Not recovered from in these processes: whoever stands inside the loops cannot be put at their beginning.
+            if standing:
+                raise WorldError(
+                    "workers were lost with tables of which no snapshot is complete: all workers have to start again, "
+                    "from the newest checkpoint if there is one"
+                )
+            self._strategy.start_tables(formation)
+            self._resume_newest_checkpoint()
+        if formation.rank == 0:
+            self._take_over_rank_zero()
+
+    def _roll_back(self, formation: Formation) -> bool:
+        """Go back to the newest snapshot of which every part is left; False if there is none."""
+        restored = self._strategy.roll_tables_back(formation)
+        if restored is None:
+            return False
+        undone = max(0, self._batch - restored.batch)
+        snapshot = transfer.loads(restored.state, classes=(LoaderState, _Logged))
+        state = self._with_hparams(_State(**snapshot["state"]))
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad()
+        self._restore(state)
+        for key, metric in self._epoch_loop._results.items():
+            if metric.is_tensor and key in snapshot["sums"]:
+                metric.value, weight = snapshot["sums"][key]
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = weight
+            elif metric.is_tensor:
+                metric.reset()
+        for other in restored.of_lost:
+            self._add_epoch_sums([transfer.loads(other, classes=(LoaderState, _Logged))["sums"]])
+        self._in_step = self._window_is_stale = False
+        self._collective = self._validation = 0
+        self._weighed = self._undo = None
+        self._results, self._missed = {}, {}
+        self._was_rolled_back = True
+        trainer = self._trainer
+        if trainer.validating or trainer.sanity_checking:
+            self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+        trainer.training = True
+        torch.set_grad_enabled(True)
+        if formation.rank == 0:
+            self.world.event(
+                "rollback",
+                f"round {formation.round.number}: back at batch {restored.batch}, {undone} to do again",
+                {"round": formation.round.number, "batch": restored.batch, "batches": undone},
+            )
+        return True
+
+    def _snapshot(self) -> dict[str, Any]:
+        """All but the tables, as plain data."""
+        return {"state": self._message(), "sums": self._epoch_sums()}
+
+    def again_if_rolled_back(self, advance: Callable[..., None], fetcher: Any) -> None:
+        """Lightning's work on one batch; if all were rolled back meanwhile, on the batch after the snapshot."""
+        while True:
+            try:
+                advance(fetcher)
+                return
+            except _RolledBack:
+                continue
+
+    def end_batch(self, end: Callable[..., None], fetcher: Any) -> None:
+        """Lightning's work between two batches, such as validation, which a rollback ends."""
+        with suppress(_RolledBack):
+            end(fetcher)
+
+    def end_epoch(self, end: Callable[[], None]) -> None:
+        """Lightning's work at the end of an epoch; if all were rolled back into the epoch, its rest is done first."""
+        epoch_loop, fetcher = self._epoch_loop, self._epoch_loop_fetcher()
+        while True:
+            try:
+                end()
+                return
+            except _RolledBack:
+                while not epoch_loop.done:
+                    try:
+                        epoch_loop.advance(fetcher)
+                        epoch_loop.on_advance_end(fetcher)
+                    except StopIteration:
+                        break
+                    finally:
+                        epoch_loop.on_iteration_done()
 
     def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
         """Give results of collectives outside of steps to those who lack them."""
@@ -551,7 +692,9 @@ class LiveTraining:
 
     def _received(self, from_rank: int) -> _State:
         """What `_message` of another worker has said."""
-        state = _State(**transfer.receive(from_rank, classes=(LoaderState, _Logged)))
+        return self._with_hparams(_State(**transfer.receive(from_rank, classes=(LoaderState, _Logged))))
+
+    def _with_hparams(self, state: _State) -> _State:
         for part in self._parts_with_hparams():
             if part.hparams:
                 state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
@@ -630,6 +773,12 @@ class LiveTraining:
         """First round: go on from the job's newest checkpoint if an earlier life of the job has left one."""
         assert self.formation is not None
         formation = self.formation
+        if self._tables is not None and self._roll_back(formation):
+            self._was_rolled_back = False
+            return
+        if self._tables is not None:
+            self._resume_tables_from_disk(formation)
+            return
         found = torch.tensor(formation.rank == 0 and self._load_newest_checkpoint())
         if formation.size > 1:
             dist.broadcast(found, src=0)
@@ -640,6 +789,14 @@ class LiveTraining:
                 transfer.send(self._message(), rank)
             elif formation.rank == rank:
                 self._restore(self._received(0))
+
+    def _resume_tables_from_disk(self, formation: Formation) -> None:
+        """Sharded tables are read by all workers, each its own part."""
+        record = self.world.membership.newest_checkpoint() if formation.rank == 0 else None
+        step = record.global_step if record is not None and os.path.isdir(record.path) else 0
+        steps = transfer.all_gather(step) if formation.size > 1 else [step]
+        if steps[0] > self._trainer.global_step and not self._load_newest_checkpoint():
+            raise WorldError(f"the newest checkpoint, of step {steps[0]}, cannot be read on this host though rank 0 can")
 
     def _load_newest_checkpoint(self) -> bool:
         record = self.world.membership.newest_checkpoint()
@@ -747,6 +904,7 @@ class LiveTraining:
             self._collective,
             self._validation,
             self._at_boundary and not self._in_window,
+            self._tables.whole_in if self._tables is not None else 0,
         )
 
     @property
@@ -783,6 +941,10 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return self.world.is_failure(error)
+
+
+def _by_member(formation: Formation, standing: Mapping[str, Position]) -> list[tuple[str, Position | None]]:
+    return [(worker, standing.get(worker)) for worker in formation.round.members]
 
 
 def _adopt_csv_log(logger: CSVLogger) -> None:

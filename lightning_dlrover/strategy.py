@@ -10,31 +10,44 @@ import atexit
 import dataclasses
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
-from lightning_dlrover.rdzv.world import World, WorldConfig, end_with_agent
+from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
+from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
+from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
+from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
+
+TRAINER_FILE = "trainer.ckpt"
+TABLES_FOLDER = "tables"
+"""What a checkpoint of a model with sharded tables consists of: Lightning's own, and `torch.distributed.checkpoint`'s."""
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +92,10 @@ class DLRoverStrategy(DDPStrategy):
             that the job started with.
         check_interval_s: about how often the workers agree on whether the world should change.
         timeout: how long one collective may take.
+        sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
+            collections.
+        sharders: torchrec's sharders, instead of those for `EmbeddingBagCollection` and `EmbeddingCollection`.
+        snapshots: when the state of such a model is copied in the hosts' memory, so that the loss of a worker is survived.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -90,6 +107,9 @@ class DLRoverStrategy(DDPStrategy):
         global_batch_size: int | None = None,
         check_interval_s: float = 0.1,
         timeout: timedelta = timedelta(minutes=30),
+        sharding_constraints: Mapping[str, Any] | None = None,
+        sharders: Sequence[Any] | None = None,
+        snapshots: SnapshotConfig | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         if global_batch_size is not None and global_batch_size < 1:
@@ -111,6 +131,16 @@ class DLRoverStrategy(DDPStrategy):
         self._start_workers = 0
         self._use_distributed_sampler: bool | None = None  # what the Trainer was made with
         self._trainer: Any = None
+        self._sharding_constraints = sharding_constraints
+        self._sharders = sharders
+        self._snapshot_config = snapshots or SnapshotConfig()
+        self._tables: ShardedTables | None = None
+        self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
+        self._tables_to_load: Path | None = None  # by the state dict that is loaded next
+        self._has_own_group = False
+        self._has_dense_state = False  # all workers' dense parameters are alike
+        self.elastic_tables: ElasticTables | None = None
+        self.fingerprint = ""
 
     # --- who we are ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +253,131 @@ class DLRoverStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    # --- models with sharded tables ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        if self._tables is None and not has_tables(self.lightning_module):
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.lightning_module)
+        if self._tables is None:
+            self.fingerprint = model_fingerprint(self.lightning_module)
+            self._tables = ShardedTables(self.lightning_module, self.root_device, self._sharding_constraints, self._sharders)
+            self._dense_to_device()
+            self._build_tables(self._tables)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._take_tables_from_optimizers()
+        self.setup_precision_plugin()
+
+    def _build_tables(self, tables: ShardedTables) -> None:
+        live = self._live
+        if live is not None:
+            assert self._world is not None
+            self.elastic_tables = ElasticTables(tables, self._world, self._snapshot_config, self._wrap_dense)
+            if live.formation is not None:
+                self.model = self.elastic_tables.start(live.formation, torch.initial_seed())
+            else:
+                # A joiner gets its shards when it is admitted; until then nothing can be computed with them.
+                self._lightning_trainer.num_sanity_val_steps = 0
+            return
+        if not dist.is_initialized():
+            # torchrec's collectives need a group, of one worker too.
+            backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._has_own_group = True
+        members = [str(rank) for rank in range(dist.get_world_size())]
+        self.model = tables.build(tables.first_plan(members), members, self._wrap_dense)
+        tables.initialise(torch.initial_seed())
+
+    def _wrap_dense(self, module: torch.nn.Module, sharded: list[str]) -> torch.nn.Module:
+        if self.world_size == 1:
+            return module
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)  # type: ignore[no-untyped-call]
+        kwargs = self._ddp_kwargs
+        # Once training goes on, all workers have equal parameters already, or are given them.
+        self._ddp_kwargs = {**kwargs, "init_sync": not self._has_dense_state}
+        try:
+            return self._setup_model(module)
+        finally:
+            self._ddp_kwargs = kwargs
+
+    def _dense_to_device(self) -> None:
+        if self.root_device.type == "cpu":
+            return
+        assert self._tables is not None
+        assert self.lightning_module is not None
+        tables = self._tables.parameter_names()
+        for path, part in self.lightning_module.named_modules():
+            if not any(name.startswith(f"{path}.") and path for name in tables):
+                part._apply(lambda t: t.to(self.root_device), recurse=False)
+
+    def start_tables(self, formation: Formation) -> None:
+        """Build new tables with all members of a round in which nobody has any."""
+        assert self.elastic_tables is not None
+        self._has_dense_state = False
+        self.model = self.elastic_tables.start(formation, torch.initial_seed())
+        self._give_tables_to_optimizers()
+
+    def reshard_tables(self, formation: Formation, standing: Sequence[str]) -> None:
+        """Bring the tables over from the former round's workers, all of which are there."""
+        assert self.elastic_tables is not None
+        self._has_dense_state = True
+        self.model = self.elastic_tables.reshard(formation, standing)
+        self._give_tables_to_optimizers()
+
+    def roll_tables_back(self, formation: Formation) -> Restored | None:
+        """Take the tables from the newest complete snapshot; None if there is none."""
+        assert self.elastic_tables is not None
+        self._has_dense_state = True
+        rolled_back = self.elastic_tables.roll_back(formation)
+        if rolled_back is None:
+            return None
+        self.model, restored = rolled_back
+        self._give_tables_to_optimizers()
+        return restored
+
+    def _take_tables_from_optimizers(self) -> None:
+        """Leave tables that are trained in their backward pass out of the user's optimizers, which would keep them alive."""
+        assert self.lightning_module is not None
+        assert self._tables is not None
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        self._optimized = [
+            [[(names.get(id(p), ""), p) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+        self._give_tables_to_optimizers()
+
+    def _give_tables_to_optimizers(self) -> None:
+        """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
+        assert self.lightning_module is not None
+        assert self._tables is not None
+        now = dict(self.lightning_module.named_parameters())
+        tables = self._tables.parameter_names()
+        theirs = self._tables.data_parallel_names() if self._tables.is_built else set()
+        for optimizer, groups in zip(self.optimizers, self._optimized, strict=True):
+            for group, entries in zip(optimizer.param_groups, groups, strict=True):
+                for i, (name, former) in enumerate(entries):
+                    if name not in tables:
+                        continue
+                    entries[i] = (name, now[name] if name in theirs else None)
+                    state = optimizer.state.pop(former, None) if former is not None else None
+                    if state and name in theirs:
+                        optimizer.state[now[name]] = state
+                group["params"] = [parameter for _, parameter in entries if parameter is not None]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self._tables is None:
+            return state
+        sharded = self._tables.parameter_names()
+        if self._tables.is_built:
+            sharded -= self._tables.data_parallel_names()
+        return {name: value for name, value in state.items() if name not in sharded}
+
     def configure_ddp(self) -> None:
         if (self._live is None and not self._is_single) or (
             self._live is not None and self._live.formation is not None and self._live.formation.size > 1
@@ -232,6 +387,8 @@ class DLRoverStrategy(DDPStrategy):
     def wrap_model(self) -> None:
         """Wrap the model for the current round; all workers have equal parameters already."""
         assert self.lightning_module is not None
+        if self._tables is not None:
+            return  # wrapped when its tables were built
         self.model = self.lightning_module
         if self.world_size > 1:
             kwargs = self._ddp_kwargs
@@ -280,18 +437,72 @@ class DLRoverStrategy(DDPStrategy):
         return self._start_workers
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        folder = Path(checkpoint_path)
+        if self._tables is None:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        elif not (folder / TRAINER_FILE).is_file():
+            raise FileNotFoundError(
+                f"checkpoint {folder}: there is no {TRAINER_FILE} in it; a model with sharded tables is saved as a folder "
+                f"with {TRAINER_FILE} and {TABLES_FOLDER}"
+            )
+        else:
+            checkpoint = super().load_checkpoint(folder / TRAINER_FILE, weights_only)
+            self._tables_to_load = folder / TABLES_FOLDER
         self._start_workers = checkpoint.get("dlrover", {}).get("start_workers", self._start_workers)
         return checkpoint
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._live is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Tables are read into the shards that each worker has by then.
+        assert self.lightning_module is not None
+        return self._tables is not None or has_tables(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._tables is None:
+            super().load_model_state_dict(checkpoint, strict)
             return
-        checkpoint["dlrover"] = {"start_workers": self._start_workers}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint:
+        if not self._tables.is_built:
+            return  # a joiner, which is given the others' state
+        assert self.lightning_module is not None
+        result = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = sorted(set(result.missing_keys) - self._tables.parameter_names())
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(
+                f"the checkpoint does not fit {type(self.lightning_module).__name__}: missing {missing}, "
+                f"unexpected {result.unexpected_keys}"
+            )
+        if self._tables_to_load is not None:
+            tables, folder, self._tables_to_load = self._tables, self._tables_to_load, None
+            self._collective(lambda: load_tables(tables, folder))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._live is not None:
+            checkpoint["dlrover"] = {"start_workers": self._start_workers}
+        if self._tables is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
+        if self._live is not None and "optimizer_states" in checkpoint:
             self._live.saved_checkpoint(os.path.abspath(filepath))
+
+    def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
+        """A folder that is there when it is complete."""
+        assert self._tables is not None
+        if not self._tables.is_built:
+            return
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        if self.is_global_zero:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        dist.barrier()
+        save_tables(self._tables, unfinished / TABLES_FOLDER)
+        super().save_checkpoint(checkpoint, unfinished / TRAINER_FILE, storage_options)
+        dist.barrier()
+        if self.is_global_zero:
+            if folder.exists():
+                shutil.rmtree(folder)
+            unfinished.rename(folder)
+        dist.barrier()
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
@@ -372,6 +583,14 @@ class DLRoverStrategy(DDPStrategy):
         epoch_loop.val_loop.__dict__.pop("run", None)
         run_validation = epoch_loop.val_loop.run
         epoch_loop.val_loop.run = lambda: live.run_validation(run_validation)
+        for loop in (epoch_loop, trainer.fit_loop):
+            for name in ("advance", "on_advance_end"):
+                loop.__dict__.pop(name, None)
+        if self._tables is not None:
+            advance, end_advance, end_epoch = epoch_loop.advance, epoch_loop.on_advance_end, trainer.fit_loop.on_advance_end
+            epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
+            epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
+            trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
         # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()
@@ -391,9 +610,23 @@ class DLRoverStrategy(DDPStrategy):
                 self._live.finish()
             if trainer.interrupted or self._live.left:
                 self._close_world()
-        super().teardown()
+        if self._tables is None and (self.lightning_module is None or not has_tables(self.lightning_module)):
+            super().teardown()
+            return
+        # Lightning would move the module to the CPU; tables stay where they are trained, and sharded as they are.
+        module, model, self._lightning_module = self._lightning_module, self.model, None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module, self.model = module, model
+        if self._has_own_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._has_own_group = False
 
     def _close_world(self) -> None:
+        if self.elastic_tables is not None:
+            self.elastic_tables.close(self._world is not None and self._world.has_finished)
+            self.elastic_tables = None
         if self._world is not None:
             with suppress(Exception):
                 self._world.leave()

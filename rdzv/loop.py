@@ -46,10 +46,12 @@ class Pace:
 
     Args:
         check_interval_s: about how often the workers agree. The agreement overlaps with a step, so it costs little.
+        wishes: called for each agreement: numbers of which `World.wishes` then holds the smallest of all workers.
     """
 
-    def __init__(self, world: World, check_interval_s: float) -> None:
+    def __init__(self, world: World, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
         self._world = world
+        self._wishes = wishes
         self._check_interval_s = check_interval_s
         self._step_time_s = 0.0
         self._step_end = 0.0
@@ -79,7 +81,7 @@ class Pace:
             self._next_vote = place + check_every
             return number
         if place >= self._next_vote:
-            self._world.propose(self._check_every())
+            self._world.propose(self._check_every(), self._wishes())
         return None
 
     def held_up(self) -> None:

@@ -73,6 +73,10 @@ class UnreachableError(WorldError):
         self.workers = list(workers)
 
 
+class RoundEndedError(WorldError):
+    """The round ended while more than its own group was being connected; to recover from."""
+
+
 class TooLateError(WorldError):
     """What was awaited did not come in time."""
 

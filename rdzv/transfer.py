@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["TransferError", "all_gather", "receive", "send"]
+__all__ = ["TransferError", "all_gather", "dumps", "loads", "receive", "send"]
 
 INLINE_BYTES = 4096
 """Smaller tensors travel inside the message: one of their own would cost more than the copy."""
@@ -104,6 +104,23 @@ def all_gather(obj: Any) -> list[Any]:
     bodies = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(bodies, padded)
     return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+
+
+def dumps(obj: Any) -> bytes:
+    """Anything that could be sent, as bytes to be kept."""
+    return _packed(obj, inline_bytes=None)[0]
+
+
+def loads(data: bytes, classes: Sequence[type] = ()) -> Any:
+    """What `dumps` was given.
+
+    Args:
+        classes: that may be in it, beside plain data.
+
+    Raises:
+        TransferError: it holds a class that is not allowed.
+    """
+    return _unpacked(data, classes)
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:

@@ -57,6 +57,7 @@ from lightning_dlrover.rdzv.member import (
     LeftOutError,
     Member,
     MembershipError,
+    RoundEndedError,
     TooLateError,
     UnreachableError,
     VoidRoundError,
@@ -215,6 +216,7 @@ class World:
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
+        self.wishes: list[int] = []
         self.membership = Membership(
             self._client,
             MembershipConfig(
@@ -485,19 +487,22 @@ class World:
         """Whether `error` says that this worker's round is broken: to `recover` from, not a mistake of the user's."""
         if isinstance(error, MembershipError | LeftOutError):
             return False
-        return is_group_failure(error) or (self.broken and isinstance(error, RuntimeError))
+        if is_group_failure(error) or isinstance(error, RoundEndedError):
+            return True
+        return self.broken and isinstance(error, RuntimeError)
 
-    def propose(self, check_every: int = 1) -> None:
+    def propose(self, check_every: int = 1, wishes: Sequence[int] = ()) -> None:
         """Begin to agree on a round to switch to; a collective of all members that overlaps with the next step.
 
         Args:
             check_every: steps until this worker would like to agree again; the largest of all members' wishes holds.
+            wishes: further numbers, as many on all members, to learn the smallest of each; see `wishes`.
         """
         assert self._vote is None
         assert self.formation is not None
         view = self.membership.view
         newest = view.round.number if view.round is not None else 0
-        ballot = torch.tensor([newest, -check_every], dtype=torch.int64)
+        ballot = torch.tensor([newest, -check_every, *wishes], dtype=torch.int64)
         if self.formation.size > 1:
             self._vote = (dist.all_reduce(ballot, op=dist.ReduceOp.MIN, async_op=True), ballot)
         else:
@@ -521,6 +526,7 @@ class World:
         self._vote = None
         work.wait()
         newest, check_every = int(ballot[0]), -int(ballot[1])
+        self.wishes = ballot[2:].tolist()
         return (newest if newest > self.formation.round.number else None), check_every
 
     # --- forming -----------------------------------------------------------------------------------------------------
@@ -537,14 +543,15 @@ class World:
             deadline = time.monotonic() + self.config.form_timeout_s
             self._next_reach_probe = time.monotonic() + OUT_OF_REACH_S
             # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
-            store = self._connect(target, deadline)
+            check = functools.partial(self._raise_if_void, target)
+            store = self._connect(target, deadline, check)
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
             if not self._can_meet(hellos):
                 # Said before anyone connects: the others would wait for a member that has gone away again.
                 raise CannotMeetError
-            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline)
+            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
             with _as_gloo(gloo):
                 dist.init_process_group(
                     self.backend,
@@ -565,9 +572,9 @@ class World:
         self._on_view(self.membership.view)  # the round may have ended while its sockets were not known yet
         return Formation(target, hellos, rank)
 
-    def _connect(self, target: RoundRecord, deadline: float) -> TCPStore:
+    def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
         while True:
-            self._raise_if_void(target)
+            check()
             # torch's own connect cannot be interrupted, so it is tried only against a port that answers, and not for long:
             # the process may die just then.
             with contextlib.suppress(OSError, dist.DistError):
@@ -611,8 +618,10 @@ class World:
             # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
             self._pause(0.003)
 
-    def _connect_gloo(self, target: RoundRecord, store: Store, deadline: float) -> dist.ProcessGroupGloo:
-        """Gloo's connections among the members of a round.
+    def _connect_gloo(
+        self, target: RoundRecord, store: Store, deadline: float, workers: Sequence[str], check: Callable[[], None]
+    ) -> dist.ProcessGroupGloo:
+        """Gloo's connections among the members of a round, or others.
 
         Gloo waits for a member that has died meanwhile as long as for a slow one, several times the timeout of a collective,
         and where it waits for the other to connect there is no socket to shut down. So it waits in a thread of its own, which
@@ -623,22 +632,54 @@ class World:
         def connect() -> None:
             timeout = timedelta(seconds=self.config.collective_timeout_s)
             try:
-                rank = target.members.index(self.worker_id)
-                connected.set_result(dist.ProcessGroupGloo(store, rank, len(target.members), timeout))
+                rank = workers.index(self.worker_id)
+                connected.set_result(dist.ProcessGroupGloo(store, rank, len(workers), timeout))
             except BaseException as error:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
         next_probe = time.monotonic() + 0.1
         while not wait([connected], timeout=0.02).done:
-            self._raise_if_void(target)
+            check()
             if time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 0.1
-                self.membership.bury_the_dead(target.members)
+                self.membership.bury_the_dead(workers)
             self._raise_if_out_of_reach(target)
             if time.monotonic() > deadline:
                 raise self._too_late(target, f"round {target.number}: the workers could not connect to each other")
         return connected.result()
+
+    def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
+        """A further group, beside that of a round, whose ranks are `workers`; to be called by all of them.
+
+        They are the members of the round that this worker has formed last, some of them, or these and workers that the round
+        goes on without. The group ends with the round: when that breaks, whatever waits in the group fails.
+
+        Args:
+            target: the round.
+            name: of the group, another one each time.
+
+        Raises:
+            RoundEndedError: the round has broken, or one of `workers` has gone.
+            UnreachableError: they could not connect in time.
+        """
+        deadline = time.monotonic() + self.config.form_timeout_s
+        self._next_reach_probe = time.monotonic() + OUT_OF_REACH_S
+        known = set(_inet_sockets().values())
+
+        def raise_if_over() -> None:
+            view = self.membership.view
+            if self._member.must_cut_off(view, target.number, False, self.membership.evicted):
+                raise RoundEndedError(f"round {target.number} ended while {name} was being connected")
+            if gone := [w for w in workers if w not in view.workers]:
+                raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
+
+        store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
+        group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
+        with self._lock:
+            self._sockets += [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in known]
+        raise_if_over()  # it may have ended while the sockets were not known yet
+        return group
 
     def _too_late(self, target: RoundRecord, text: str) -> UnreachableError:
         """Names those that are out of reach from here; who merely is late, as in a long validation run, is not."""
@@ -834,7 +875,7 @@ class _LoneWorld(World):
     def is_voting(self) -> bool:
         return False
 
-    def propose(self, check_every: int = 1) -> None:
+    def propose(self, check_every: int = 1, wishes: Sequence[int] = ()) -> None:
         pass  # there is nobody to agree with
 
     def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:

@@ -49,7 +49,7 @@ class _Message:
 
 
 def exchange(
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | dist.ProcessGroupGloo | None,
     members: Sequence[str],
     me: str,
     moves: Sequence[Move],

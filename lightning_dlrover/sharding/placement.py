@@ -111,11 +111,13 @@ def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequen
     while True:
         highest = max(members, key=lambda w: (loads[w], -members.index(w)))
         lowest = min(members, key=lambda w: (loads[w], members.index(w)))
-        gap = loads[highest] - loads[lowest]
-        wanted = min(loads[highest] - mean, mean - loads[lowest])
-        movable = [k for k, w in owners.items() if w == highest and costs[k] < gap]
-        if not movable or wanted <= TOLERANCE * mean:
+        excess = loads[highest] - mean
+        # Without the margin a bundle as large as the gap would go to and fro.
+        most = loads[highest] - loads[lowest] - TOLERANCE * mean
+        movable = [k for k, w in owners.items() if w == highest and costs[k] <= most]
+        if not movable or excess <= TOLERANCE * mean:
             return owners
+        wanted = min(excess, mean - loads[lowest])
         key = min(movable, key=lambda k: (abs(costs[k] - wanted), k))
         owners[key] = lowest
         loads[highest] -= costs[key]
@@ -151,4 +153,4 @@ def plan_from_dict(data: Mapping[str, Any]) -> dict[str, TablePlan]:
 
 
 def _shards(data: Iterable[Mapping[str, Any]]) -> list[Shard]:
-    return [Shard(str(shard["owner"]), Region(**{k: int(v) for k, v in shard["region"].items()})) for shard in data]
+    return [Shard(str(shard["owner"]), Region(**{k: int(v) for k, v in dict(shard["region"]).items()})) for shard in data]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import importlib.util
 import logging
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +108,7 @@ class ShardedTables:
         self._constraints = dict(constraints or {})
         self._sharders = list(sharders) if sharders is not None else _default_sharders()
         self._arena = Arena()
-        types = {sharder.module_type for sharder in self._sharders}
+        module_types = {sharder.module_type for sharder in self._sharders}
         self._templates: dict[str, nn.Module] = {}
         for path, part in module.named_modules():
             if "ManagedCollision" in type(part).__name__ and device.type == "cpu":
@@ -114,7 +116,7 @@ class ShardedTables:
                     f"{path}: {type(part).__name__} cannot be trained on CPU (fbgemm has no kernel to evict rows); "
                     "use a plain EmbeddingBagCollection, or a GPU"
                 )
-            if type(part) in types:
+            if type(part) in module_types:
                 self._templates[path] = _on_meta(part)
         if not self._templates:
             raise PlanError("the module has no embedding collection that one of the sharders can shard")
@@ -226,6 +228,7 @@ class ShardedTables:
         for path, template in self._templates.items():
             _set_submodule(self.module, path, _with_parameters(template))
         _forget_groups()
+        _gather_uneven_batches()
         with _one_worker_per_node(), _fast_build(self._arena):
             parallel = DistributedModelParallel(
                 module=self.module,
@@ -419,6 +422,37 @@ def _forget_groups() -> None:
     collective_utils._INITIALIZED = False
     for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D", "_NODE_GROUP_SIZE_2D"):
         setattr(comm, name, None)
+
+
+@functools.cache
+def _gather_uneven_batches() -> None:
+    """Let row-wise tables be trained with shares of a batch that differ by a sample: gloo gathers equal ones only."""
+    from torchrec.distributed import comm_ops
+
+    class Distributed(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        @staticmethod
+        def all_gather(gathered: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+            if len({part.shape for part in gathered}) == 1 or dist.get_backend(group) == "nccl":
+                return dist.all_gather(gathered, mine, group=group, async_op=async_op)
+            gathered[dist.get_rank(group)].copy_(mine)
+            work = _AllWork(
+                [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(gathered) if len(part)]
+            )
+            return work if async_op else work.wait()
+
+    comm_ops.dist = Distributed("torch.distributed")
+
+
+class _AllWork:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 @contextlib.contextmanager

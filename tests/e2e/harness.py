@@ -41,7 +41,7 @@ _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toy_job"])
+    context.set_forkserver_preload(["toy_job", "table_job"])  # one that cannot be imported is left out
     return context
 
 

@@ -1,0 +1,509 @@
+"""Sharded tables in a job whose workers change: handed over when a change is planned, taken from a snapshot when it is not.
+
+What lives in a worker's memory is either whole: with that of all other members of one round it makes up all tables. Or it is
+not, after a step or an exchange that broke off, and then nothing of it is used again: everybody goes back to the newest
+snapshot of which every part is left. `ElasticTables.whole_in` says which.
+
+A snapshot is agreed on by the vote that workers take between steps anyway (`World.wishes`): when all of them are ready for one,
+all copy their state at the same place. A thread then sends the copy to the neighbours. When the next vote says that everybody
+has all it should have, the snapshot counts, and the room of the one before it may be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
+from lightning_dlrover.rdzv.records import RoundRecord
+from lightning_dlrover.rdzv.world import Formation, World
+from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
+from lightning_dlrover.sharding.layout import Shard, plan_moves
+from lightning_dlrover.sharding.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
+from lightning_dlrover.sharding.snapshot import (
+    Part,
+    PartHeader,
+    SnapshotError,
+    SnapshotStore,
+    newest_complete,
+    part_header,
+)
+from lightning_dlrover.sharding.tables import ShardedTables
+
+__all__ = ["ElasticTables", "SnapshotConfig"]
+
+log = logging.getLogger(__name__)
+
+MAX_STALL = 0.01
+"""Part of the time that copying may take: snapshots are rarer where it would take more."""
+
+PAUSE_S = 0.004
+"""Between two messages to a neighbour: training has the wire first."""
+
+Group = dist.ProcessGroup | dist.ProcessGroupGloo
+
+WrapDense = Callable[[nn.Module, list[str]], nn.Module]
+
+
+@dataclass(frozen=True)
+class SnapshotConfig:
+    """When snapshots are taken and how many copies there are.
+
+    Attributes:
+        interval_s: least seconds between two of them; 0 switches them off.
+        replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
+            is lost with its host.
+        max_bytes: of shared memory that one worker may take; None: half of what is free at the start.
+    """
+
+    interval_s: float = 30.0
+    replicas: int = 1
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.interval_s < 0:
+            raise ValueError(f"snapshot interval_s is {self.interval_s}, it must not be below 0")
+        if self.replicas not in (0, 1, 2):
+            raise ValueError(f"snapshot replicas is {self.replicas}, it must be 0, 1 or 2")
+
+
+@dataclass
+class Restored:
+    """What a snapshot gave beside the tables.
+
+    Attributes:
+        state: of this worker, packed; of another one where this worker has none.
+        of_lost: packed states of owners that are no members any more, on the one worker that reads their part.
+        batch: where the snapshot was taken.
+    """
+
+    state: bytes
+    of_lost: list[bytes] = field(default_factory=list)
+    batch: int = 0
+
+
+class ElasticTables:
+    """One worker's tables in a live job.
+
+    Args:
+        tables: of the model.
+        world: the job.
+        wrap_dense: makes the module data-parallel but for the parameters named, for the current round.
+    """
+
+    def __init__(self, tables: ShardedTables, world: World, config: SnapshotConfig, wrap_dense: WrapDense) -> None:
+        self.tables = tables
+        self.whole_in = 0
+        self.last_exchange = ExchangeStats()
+        self._world = world
+        self._config = config
+        self._wrap_dense = wrap_dense
+        self._snapshots: _Snapshots | None = None
+        if config.interval_s:
+            try:
+                store = SnapshotStore(f"{world.config.prefix}/{world.config.run_id}", world.worker_id, config.max_bytes)
+                store.sweep(world.config.history_ttl_s)
+                self._snapshots = _Snapshots(world, store, config)
+            except SnapshotError as error:
+                log.warning("run %s: no snapshots: %s", world.config.run_id, error)
+
+    @property
+    def _me(self) -> str:
+        return self._world.worker_id
+
+    # --- one round to the next -----------------------------------------------------------------------------------------
+
+    def start(self, formation: Formation, seed: int) -> nn.Module:
+        """Build new tables with all members of the job's first round."""
+        members = formation.round.members
+        module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
+        self.tables.initialise(seed)
+        self._is_whole(formation)
+        return module
+
+    def reshard(self, formation: Formation, standing: Sequence[str]) -> nn.Module:
+        """Bring the tables from the workers of the former round, all of which take part, to those of this one.
+
+        Args:
+            standing: members that were in the former round.
+
+        Raises:
+            WorldError, RuntimeError: one of them is gone; nothing in memory is whole any more.
+        """
+        members = formation.round.members
+        old_plan = self._plan_of(formation, standing)
+        self.whole_in = 0
+        new_plan = replan(old_plan, members)
+        union = _union(members, old_plan)
+        group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
+        old = self.tables.blocks() if self.tables.is_built else []
+        former = self.tables.detach()
+        module = self.tables.build(new_plan, members, self._wrap_dense)
+        moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
+        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), former.release)
+        _meet(group)  # nobody closes a connection that another one still reads from
+        former.close()
+        self._is_whole(formation)
+        return module
+
+    def hand_over(self, target: RoundRecord) -> None:
+        """Give this worker's shards to the members of a planned round that goes on without it."""
+        if not self.whole_in or self.tables.plan is None:
+            return
+        plan = self.tables.plan
+        while True:
+            union = _union(target.members, plan)
+            try:
+                group = self._world.connect(target, "reshard", union)
+            except (RoundEndedError, UnreachableError) as error:
+                newest = self._world.membership.view.round
+                if newest is None or newest.number == target.number or not newest.members:
+                    log.warning("worker %s leaves without having handed over its tables: %s", self._me, error)
+                    return
+                target = newest
+                continue
+            break
+        moves = plan_moves(layout_of(plan), layout_of(replan(plan, target.members)))
+        try:
+            exchange(group, union, self._me, moves, self.tables.blocks(), [])
+            _meet(group)
+        except RuntimeError as error:
+            log.warning("worker %s leaves; handing over its tables failed: %s", self._me, str(error).splitlines()[0])
+
+    def roll_back(self, formation: Formation) -> tuple[nn.Module, Restored] | None:
+        """Bring the tables of the newest complete snapshot to the workers of this round; None if there is none.
+
+        Raises:
+            RuntimeError: a member is gone.
+        """
+        members = formation.round.members
+        parts = self._snapshots.readable() if self._snapshots is not None else []
+        found = _all_gather(
+            formation, [(p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts]
+        )
+        held = {worker: [_named(*each) for each in said] for worker, said in zip(members, found, strict=True)}
+        holders = newest_complete(held)
+        if holders is None:
+            return None
+        self.whole_in = 0
+        name = max(h.name for headers in held.values() for h in headers if _is_complete(h, held))
+        reader = _readers(holders, members)
+        mine = {p.header.owner: p for p in parts if p.header.name == name and reader[p.header.owner] == self._me}
+        first = min(members.index(reader[owner]) for owner in reader)
+        plan_data = plan_to_dict(plan_from_dict(next(iter(mine.values())).header.plan)) if formation.rank == first else None
+        old_plan = plan_from_dict(next(p for p in _all_gather(formation, plan_data) if p is not None))
+        read_plan = {
+            table: replace(plan, shards=tuple(Shard(reader[s.owner], s.region) for s in plan.shards))
+            for table, plan in old_plan.items()
+        }
+        new_plan = replan(read_plan, members)
+        self.tables.detach().close()
+        module = self.tables.build(new_plan, members, self._wrap_dense)
+        moves = plan_moves(layout_of(read_plan), layout_of(new_plan))
+        blocks = [block for part in mine.values() for block in part.blocks()]
+        group = dist.group.WORLD
+        self.last_exchange = exchange(group, members, self._me, moves, blocks, self.tables.blocks())
+        restored = self._states(formation, mine, reader, name[1])
+        assert self._snapshots is not None
+        self._snapshots.rolled_back_to(name)
+        self._is_whole(formation)
+        return module, restored
+
+    def _states(self, formation: Formation, mine: Mapping[str, Part], reader: Mapping[str, str], batch: int) -> Restored:
+        """Every member's own packed state; members that have none take that of the first that has."""
+        members = formation.round.members
+        states = {owner: bytes(part.state().numpy().tobytes()) for owner, part in mine.items()}
+        own = states.get(self._me)
+        lacking = [w for w in members if reader.get(w) != w]
+        giver = next((w for w in members if reader.get(w) == w), reader[next(iter(reader))])
+        for worker in lacking:
+            if worker == giver:
+                own = next(iter(states.values()))
+            elif self._me == giver:
+                transfer.send(own if own is not None else next(iter(states.values())), members.index(worker))
+            elif self._me == worker:
+                own = transfer.receive(members.index(giver))
+        assert own is not None
+        return Restored(own, [state for owner, state in states.items() if owner not in members], batch)
+
+    def _plan_of(self, formation: Formation, standing: Sequence[str]) -> dict[str, TablePlan]:
+        """The plan of those who stand, also on a joiner."""
+        members = formation.round.members
+        if len(standing) < len(members):
+            giver = standing[0]
+            for worker in (w for w in members if w not in standing):
+                if self._me == giver:
+                    assert self.tables.plan is not None
+                    transfer.send(plan_to_dict(self.tables.plan), formation.rank_of(worker))
+                elif self._me == worker:
+                    return plan_from_dict(transfer.receive(formation.rank_of(giver)))
+        assert self.tables.plan is not None
+        return self.tables.plan
+
+    def _is_whole(self, formation: Formation) -> None:
+        self.whole_in = formation.round.number
+        if self._snapshots is not None:
+            self._snapshots.enter(formation, self.tables)
+
+    # --- snapshots -------------------------------------------------------------------------------------------------------
+
+    def wishes(self) -> list[int]:
+        """What this worker says in each vote: the newest snapshot of which it has all it should have, and whether it is ready
+        for another one."""
+        return self._snapshots.wishes() if self._snapshots is not None else [0, 0]
+
+    def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
+        """Between two steps, after a vote: take a snapshot if all are ready. Returns whether one was taken.
+
+        Args:
+            batch: global batches handed out.
+            pack_state: all but the tables.
+        """
+        wishes, self._world.wishes = self._world.wishes, []
+        if self._snapshots is None or len(wishes) != 2:
+            return False
+        return self._snapshots.voted(wishes[0], bool(wishes[1]), batch, self.tables, pack_state)
+
+    def broken(self) -> None:
+        """A step or exchange has failed: what is in memory is not whole any more, and copies under way stop."""
+        self.whole_in = 0
+        if self._snapshots is not None:
+            self._snapshots.stop()
+
+    def close(self, has_finished: bool) -> None:
+        """The end of this worker's part; of the whole job if it has finished."""
+        if self._snapshots is not None:
+            self._snapshots.close(has_finished)
+        self.tables.close()
+
+
+class _Snapshots:
+    """Takes this worker's part of every snapshot, sends it to the neighbours and keeps theirs."""
+
+    def __init__(self, world: World, store: SnapshotStore, config: SnapshotConfig) -> None:
+        self._world = world
+        self._store = store
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, "dlrover-snapshot")
+        self._work: Future[int] | None = None  # becomes the number of the snapshot that it has completed here
+        self._formation: Formation | None = None
+        self._group: Group | None = None
+        self._stopping = threading.Event()
+        self._number = 0  # of snapshots taken in this round, from 1; 0: room for them was made
+        self._counted = 0  # the newest of them that everybody has
+        self._name: tuple[int, int] | None = None  # of the newest one taken
+        self._keep: tuple[int, int] | None = None  # of the newest one that counts
+        self._taken_at = 0.0
+        self._stall_s = 0.0
+        self._neighbours: list[int] = []  # ranks that keep a copy of this worker's part
+        self._owners: list[int] = []  # ranks of whose parts this worker keeps a copy
+
+    def readable(self) -> list[Part]:
+        return self._store.parts()
+
+    def rolled_back_to(self, name: tuple[int, int]) -> None:
+        self._keep = name
+
+    def enter(self, formation: Formation, tables: ShardedTables) -> None:
+        """A new round, whose first snapshot is due at once: the older ones' parts may leave with their workers."""
+        self.stop()
+        self._formation = formation
+        self._number = self._counted = 0
+        self._taken_at = float("-inf")
+        self._stopping = threading.Event()
+        ranks = _all_gather(formation, socket.gethostname())
+        self._neighbours = _others(formation.rank, ranks, self._config.replicas)
+        self._owners = [r for r in range(formation.size) if formation.rank in _others(r, ranks, self._config.replicas)]
+        self._group = None
+        if formation.size > 1 and self._config.replicas:
+            self._group = self._world.connect(formation.round, "snapshots", formation.round.members)
+        dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in tables.parameter_names())
+        num_bytes = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks()) + 4 * dense + (1 << 20)
+        self._work = self._thread.submit(self._make_room, self._world.worker_id, num_bytes)
+
+    def stop(self) -> None:
+        """Wait for the thread to give up; what it has not completed does not count."""
+        self._stopping.set()
+        if self._work is not None:
+            with contextlib.suppress(Exception):
+                self._work.result(timeout=60)
+        self._work = None
+        self._group = None
+
+    def wishes(self) -> list[int]:
+        done = self._done()
+        is_due = (
+            done == self._counted == self._number
+            and time.monotonic() - self._taken_at >= max(self._config.interval_s, self._stall_s / MAX_STALL)
+            and not self._stopping.is_set()
+        )
+        return [done, int(is_due)]
+
+    def _done(self) -> int:
+        """The newest snapshot of which this worker has all it should have."""
+        if self._work is None:
+            return self._number
+        if not self._work.done():
+            return self._number - 1
+        if (error := self._work.exception()) is not None:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                log.warning("worker %s takes no more snapshots in this round: %s", self._world.worker_id, error)
+            return self._number - 1
+        return self._number
+
+    def voted(
+        self, everybody_has: int, all_are_ready: bool, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]
+    ) -> bool:
+        assert self._formation is not None
+        if everybody_has > self._counted:
+            self._counted = everybody_has
+            self._keep = self._name
+            if everybody_has == 1:
+                members = self._formation.round.members
+                self._store.drop_others(members, [members[r] for r in self._owners])
+        if not all_are_ready:
+            return False
+        started = time.perf_counter()
+        self._number += 1
+        self._taken_at = time.monotonic()
+        try:
+            part = self._take(batch, tables, pack_state)
+        except SnapshotError as error:
+            log.warning("worker %s takes no more snapshots in this round: %s", self._world.worker_id, error)
+            self._stopping.set()
+            self._work = Future()
+            self._work.set_exception(error)
+            return False
+        self._work = self._thread.submit(self._replicate, self._number, part, self._group)
+        if self._number > 2:  # the first two touch their memory for the first time
+            self._stall_s = time.perf_counter() - started
+        return True
+
+    def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> Part:
+        assert self._formation is not None
+        assert tables.plan is not None
+        blocks, state = tables.blocks(), pack_state()
+        round_ = self._formation.round
+        header = part_header(
+            batch, round_.number, round_.members, self._world.worker_id, plan_to_dict(tables.plan), blocks, len(state)
+        )
+        self._name = header.name
+        writer = self._store.begin(header, self._keep)
+        writer.put(blocks, state)
+        return writer.commit()
+
+    # --- in the thread -------------------------------------------------------------------------------------------------
+
+    def _replicate(self, number: int, part: Part, group: Group | None) -> int:
+        """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other."""
+        if group is None:
+            return number
+        header = torch.frombuffer(bytearray(part.header.encode()), dtype=torch.uint8)
+        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._owners}
+        _swap(group, dict.fromkeys(self._neighbours, torch.tensor([len(header)])), lengths)
+        headers = {rank: torch.empty(int(length.item()), dtype=torch.uint8) for rank, length in lengths.items()}
+        _swap(group, dict.fromkeys(self._neighbours, header), headers)
+        writers, problem = {}, None
+        sizes, scratch = {}, torch.empty(0, dtype=torch.uint8)
+        for rank, said in headers.items():
+            theirs = PartHeader.decode(said.numpy().tobytes())
+            sizes[rank] = theirs.num_bytes
+            try:
+                writers[rank] = self._store.begin(theirs, self._keep)
+            except SnapshotError as error:
+                problem, scratch = error, torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # they are not kept waiting
+        for start in range(0, max([len(part.values), *sizes.values()]), CHUNK_BYTES):
+            mine = part.values[start : start + CHUNK_BYTES]
+            theirs_now = {
+                rank: writers[rank].values[start : start + CHUNK_BYTES]
+                if rank in writers
+                else scratch[: max(0, min(CHUNK_BYTES, size - start))]
+                for rank, size in sizes.items()
+            }
+            _swap(group, dict.fromkeys(self._neighbours, mine), theirs_now)
+            if self._stopping.wait(PAUSE_S):
+                raise RoundEndedError("the round ended")
+        for writer in writers.values():
+            writer.commit()
+        if problem is not None:
+            raise problem
+        return number
+
+    def _make_room(self, owner: str, num_bytes: int) -> int:
+        """Touch the memory of this worker's own parts: at the first two snapshots that would be most of the time they take."""
+        self._store.reserve(owner, num_bytes)
+        return 0
+
+    def close(self, has_finished: bool) -> None:
+        self.stop()
+        self._thread.shutdown(wait=False)
+        if has_finished:
+            self._store.clear()
+
+
+# --- small decisions ----------------------------------------------------------------------------------------------------------
+
+
+def _meet(group: Any) -> None:
+    if group is not None:
+        group.allreduce([torch.zeros(1)]).wait()
+
+
+def _swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:
+    """Send to and receive from several ranks at once."""
+    work = [group.recv([values], rank, 0) for rank, values in theirs.items() if len(values)]
+    work += [group.send([values], rank, 0) for rank, values in mine.items() if len(values)]
+    for each in work:
+        each.wait()
+
+
+def _union(members: Sequence[str], plan: Plan) -> list[str]:
+    """All that take part in an exchange: the new members in rank order, then who only gives."""
+    owners = {shard.owner for table in plan.values() for shard in table.shards}
+    return [*members, *sorted(owners - set(members))]
+
+
+def _others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
+    """Ranks that keep copies of a worker's part: the next ones round the ring, on other hosts first."""
+    size = len(hosts)
+    ring = [(rank + step) % size for step in range(1, size)]
+    return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], ring.index(r)))[:count]
+
+
+def _named(round_: int, batch: int, owner: str, members: Sequence[str]) -> PartHeader:
+    return PartHeader(batch, round_, tuple(members), owner, {}, (), 0, 0)
+
+
+def _is_complete(header: PartHeader, held: Mapping[str, Sequence[PartHeader]]) -> bool:
+    return {h.owner for headers in held.values() for h in headers if h.name == header.name} >= set(header.members)
+
+
+def _readers(holders: Mapping[str, Sequence[str]], members: Sequence[str]) -> dict[str, str]:
+    """Who reads each part: its owner where it is there, else whoever reads the least."""
+    load = dict.fromkeys(members, 0)
+    reader: dict[str, str] = {}
+    for owner in sorted(holders, key=lambda o: (o not in holders[o], o)):
+        reader[owner] = owner if owner in holders[owner] else min(holders[owner], key=lambda w: (load[w], members.index(w)))
+        load[reader[owner]] += 1
+    return reader
+
+
+def _all_gather(formation: Formation, obj: Any) -> list[Any]:
+    """Plain data of all members, by rank."""
+    if formation.size == 1:
+        return [obj]
+    return [json.loads(text) for text in transfer.all_gather(json.dumps(obj))]

@@ -1,0 +1,362 @@
+"""Snapshots of a job's state in the hosts' memory, which outlives the workers that wrote them.
+
+A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which all workers hold alike.
+It is made of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of shared memory: two
+slots for each, so that the former part is valid until the next one is. A part is complete or not there; which snapshots are
+complete is for the workers to find out together, `newest_complete` says how.
+
+The files stay when a worker is killed, so another one on the same host, also one that is started later, finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import stat
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dlrover.sharding.layout import Region
+from lightning_dlrover.sharding.tables import Block
+
+__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "newest_complete"]
+
+log = logging.getLogger(__name__)
+
+ROOT = Path("/dev/shm")
+
+MAGIC = b"DLRSNAP1"
+_PREFIX = struct.Struct("<8sQQQ")  # magic, whether it is complete, length of the header, offset of the values
+ALIGN = 4096
+_MADV_POPULATE_WRITE = 23
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot cannot be taken or read."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a part the values of one block are.
+
+    Attributes:
+        shape, dtype: of the values; `region` in the table that they are of.
+        offset: in bytes from the beginning of the part's values.
+    """
+
+    table: str
+    what: str
+    region: Region
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class PartHeader:
+    """What a part says about itself.
+
+    Attributes:
+        batch: global batches that were handed out before the snapshot.
+        round: number of the round in which it was taken; with `batch`, the snapshot's name.
+        members: all workers whose parts belong to it, in rank order.
+        owner: the worker whose state it is.
+        plan: of all tables, as plain data.
+        blocks: the owner's shards.
+        state_offset, state_bytes: where the packed rest of the state is.
+    """
+
+    batch: int
+    round: int
+    members: tuple[str, ...]
+    owner: str
+    plan: dict[str, Any]
+    blocks: tuple[Place, ...]
+    state_offset: int
+    state_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.state_offset + self.state_bytes
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Of the snapshot. Later ones are greater: what a later round was rolled back to counts for more than what it undid."""
+        return (self.round, self.batch)
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> PartHeader:
+        """What `encode` made.
+
+        Raises:
+            SnapshotError: it is something else.
+        """
+        try:
+            found = json.loads(data)
+            blocks = tuple(
+                Place(**{**b, "region": Region(**b["region"]), "shape": tuple(b["shape"])}) for b in found.pop("blocks")
+            )
+            header = PartHeader(**{**found, "members": tuple(found["members"]), "blocks": blocks})
+            ends = [b.offset + _num_bytes(b) for b in blocks]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SnapshotError(f"not the header of a snapshot: {error}") from error
+        if max(ends, default=0) > header.num_bytes or min(header.state_offset, header.state_bytes) < 0:
+            raise SnapshotError("the header of a snapshot names values beyond its end")
+        return header
+
+
+@dataclass(frozen=True)
+class Part:
+    """A complete part in this host's memory."""
+
+    header: PartHeader
+    holder: str
+    values: torch.Tensor  # uint8, shape (num_bytes,): the shared memory itself
+
+    def blocks(self) -> list[Block]:
+        """The owner's shards; views of the part."""
+        return [Block(p.table, p.what, p.region, _view(self.values, p)) for p in self.header.blocks]
+
+    def state(self) -> torch.Tensor:
+        return self.values[self.header.state_offset : self.header.num_bytes]
+
+
+class PartWriter:
+    """A part that is being written; not valid before `commit`."""
+
+    def __init__(self, mapping: mmap.mmap, header: PartHeader, holder: str, start: int) -> None:
+        self.header = header
+        self.values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
+        self._mapping = mapping
+        self._holder = holder
+
+    def put(self, blocks: Iterable[Block], state: bytes) -> None:
+        """Copy the owner's shards and the packed rest of its state."""
+        for place, block in zip(self.header.blocks, blocks, strict=True):
+            _view(self.values, place).copy_(block.values)
+        if state:
+            part = self.values[self.header.state_offset : self.header.num_bytes]
+            part.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def commit(self) -> Part:
+        """From here on the part is valid, also when this process dies."""
+        self._mapping[8:16] = struct.pack("<Q", 1)
+        return Part(self.header, self._holder, self.values)
+
+
+def part_header(
+    batch: int, round_: int, members: Sequence[str], owner: str, plan: dict[str, Any], blocks: Sequence[Block], state_bytes: int
+) -> PartHeader:
+    """The header of a part that holds `blocks` and so many bytes of other state."""
+    places, offset = [], 0
+    for b in blocks:
+        places.append(
+            Place(b.table, b.what, b.region, tuple(b.values.shape), str(b.values.dtype).removeprefix("torch."), offset)
+        )
+        offset += -(-b.values.nbytes // 64) * 64
+    return PartHeader(batch, round_, tuple(members), owner, plan, tuple(places), offset, state_bytes)
+
+
+class SnapshotStore:
+    """The parts that this host's workers of one job hold.
+
+    Args:
+        job: names the job; workers of another one see nothing of it.
+        holder: this worker.
+        max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
+
+    Raises:
+        SnapshotError: shared memory is not there, or the folder in it belongs to somebody else.
+    """
+
+    def __init__(self, job: str, holder: str, max_bytes: int | None = None, root: Path = ROOT) -> None:
+        if not root.is_dir():
+            raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
+        base = root / f"dlrover-{os.getuid()}"
+        self.folder = base / hashlib.sha256(job.encode()).hexdigest()[:24]
+        self.holder = holder
+        for folder in (base, self.folder):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+        self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
+        self._mappings: dict[Path, mmap.mmap] = {}
+
+    # --- writing -------------------------------------------------------------------------------------------------------
+
+    def begin(self, header: PartHeader, keep: tuple[int, int] | None = None) -> PartWriter:
+        """Make room for a part, in place of the older one of the same owner that this worker holds.
+
+        Args:
+            keep: name of the newest snapshot that counts: its part stays, also when there is a newer one.
+
+        Raises:
+            SnapshotError: it would take more memory than is allowed, or than there is.
+        """
+        path = min(
+            (self._path(header.owner, slot) for slot in (0, 1)),
+            key=lambda p: found.header.name if (found := self._read(p)) else (-1, -1),
+        )
+        encoded = header.encode()
+        start = -(-(_PREFIX.size + len(encoded)) // ALIGN) * ALIGN
+        size = start + header.num_bytes
+        taken = sum(p.stat().st_size for p in self.folder.glob(f"{_short(self.holder)}-*") if p != path)
+        if taken + size > self.max_bytes:
+            raise SnapshotError(
+                f"a snapshot takes {size >> 20} MiB beside {taken >> 20} MiB, and {self.max_bytes >> 20} MiB are allowed "
+                "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
+            )
+        mapping = self._open(path, size)
+        mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, 0, len(encoded), start)
+        mapping[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
+        return PartWriter(mapping, header, self.holder, start)
+
+    def _name(self, path: Path) -> tuple[int, int]:
+        part = self._read(path) if path.exists() else None
+        return part.header.name if part is not None else (-1, -1)
+
+    def reserve(self, owner: str, num_bytes: int) -> None:
+        """Make room for both parts of an owner, each of so many bytes, and touch it.
+
+        Raises:
+            SnapshotError: it is more memory than is allowed, or than there is.
+        """
+        size = num_bytes + (1 << 20)  # headers
+        if 2 * size > self.max_bytes:
+            raise SnapshotError(
+                f"two snapshots of {size >> 20} MiB are more than the {self.max_bytes >> 20} MiB that are allowed "
+                "(snapshot max_bytes)"
+            )
+        for slot in (0, 1):
+            mapping = self._open(self._path(owner, slot), size)
+            with contextlib.suppress(OSError):  # an older kernel
+                mapping.madvise(_MADV_POPULATE_WRITE)
+
+    def _open(self, path: Path, size: int) -> mmap.mmap:
+        mapping = self._mappings.get(path)
+        if mapping is not None and len(mapping) >= size and path.exists():
+            return mapping
+        with path.open("a+b") as file:
+            try:
+                # Now, not when a page is first touched: that would end the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
+            mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
+        return mapping
+
+    def _path(self, owner: str, slot: int) -> Path:
+        return self.folder / f"{_short(self.holder)}-{_short(owner)}-{slot}"
+
+    # --- reading -------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """All complete parts on this host, of workers that have ended, too."""
+        return [part for path in sorted(self.folder.glob("*-*-*")) if (part := self._read(path)) is not None]
+
+    def _read(self, path: Path) -> Part | None:
+        try:
+            if path in self._mappings:
+                mapping = self._mappings[path]
+            else:
+                with path.open("r+b") as file:
+                    mapping = mmap.mmap(file.fileno(), 0)
+            magic, is_complete, length, start = _PREFIX.unpack_from(mapping)
+            if magic != MAGIC or not is_complete:
+                return None
+            header = PartHeader.decode(mapping[_PREFIX.size : _PREFIX.size + length])
+            values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
+        except (OSError, ValueError, struct.error, SnapshotError) as error:
+            if path.exists():
+                log.warning("ignored %s, which is not a part of a snapshot: %s", path, error)
+            return None
+        return Part(header, path.name.split("-")[0], values)
+
+    # --- cleaning up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that this worker's parts take."""
+        total = 0
+        for path in self.folder.glob(f"{_short(self.holder)}-*"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return total
+
+    def drop_others(self, members: Sequence[str], owners: Sequence[str]) -> None:
+        """Remove what workers hold that are not members any more, and this worker's copies of other parts than of `owners`."""
+        holders = {_short(member) for member in members}
+        wanted = {_short(owner) for owner in (*owners, self.holder)}
+        for path in self.folder.glob("*-*-*"):
+            holder, owner, _ = path.name.split("-")
+            if holder not in holders or (holder == _short(self.holder) and owner not in wanted):
+                self._remove(path)
+
+    def clear(self) -> None:
+        """Remove everything: the job has ended."""
+        for path in self.folder.glob("*-*-*"):
+            self._remove(path)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+    def _remove(self, path: Path) -> None:
+        self._mappings.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def sweep(self, older_than_s: float) -> None:
+        """Remove what jobs have left behind that were killed long ago and never came back."""
+        for folder in self.folder.parent.iterdir():
+            with contextlib.suppress(OSError):
+                newest = max((p.stat().st_mtime for p in (folder, *folder.iterdir())), default=0.0)
+                if folder != self.folder and time.time() - newest > older_than_s:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]] | None:
+    """Who has the parts of the newest snapshot of which every part is held by somebody.
+
+    Args:
+        held: headers of the parts that each worker can read.
+
+    Returns:
+        Workers, by the owner of the part that they have; the name of the snapshot is that of their parts. None: there is none.
+    """
+    found: dict[tuple[int, int], dict[str, list[str]]] = {}
+    members: dict[tuple[int, int], tuple[str, ...]] = {}
+    for worker, headers in held.items():
+        for header in headers:
+            found.setdefault(header.name, {}).setdefault(header.owner, []).append(worker)
+            members[header.name] = header.members
+    complete = [name for name, owners in found.items() if set(owners) >= set(members[name])]
+    return found[max(complete)] if complete else None
+
+
+def _short(worker: str) -> str:
+    return hashlib.sha256(worker.encode()).hexdigest()[:16]
+
+
+def _num_bytes(place: Place) -> int:
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    return int(torch.Size(place.shape).numel()) * dtype.itemsize
+
+
+def _view(values: torch.Tensor, place: Place) -> torch.Tensor:
+    part = values[place.offset : place.offset + _num_bytes(place)]
+    return part.view(getattr(torch, place.dtype)).view(place.shape)
