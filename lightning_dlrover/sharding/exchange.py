@@ -73,7 +73,7 @@ def exchange(
     stats = ExchangeStats()
     sources, targets = _by_table(old), _by_table(new)
     mine = [m for m in moves if me in (m.source, m.target)]
-    shared = _given_twice([m for m in mine if m.source == me])
+    shared = _given_twice([m for m in mine if m.source == me], sources)
 
     def give_away(move: Move, values: torch.Tensor) -> None:
         if move not in shared:
@@ -146,12 +146,18 @@ def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
     return found
 
 
-def _given_twice(moves: Sequence[Move]) -> set[Move]:
-    """Moves whose rows another one takes from the same worker, too."""
-    by_table: dict[str, list[Move]] = {}
+def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
+    """Moves whose rows another one takes from the same shard, too, be it other columns: a row-wise state is needed for both."""
+    by_shard: dict[tuple[str, Region], list[Move]] = {}
     for move in moves:
-        by_table.setdefault(move.table, []).append(move)
-    return {a for group in by_table.values() for a in group for b in group if a is not b and a.region.overlap(b.region)}
+        by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)
+    return {
+        a
+        for group in by_shard.values()
+        for a in group
+        for b in group
+        if a is not b and max(a.region.row0, b.region.row0) < min(a.region.row1, b.region.row1)
+    }
 
 
 def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
@@ -159,7 +165,8 @@ def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
     found = [b for b in blocks.get(move.table, ()) if b.region.overlap(move.region) == move.region]
     if not found:
         raise LayoutError(f"table {move.table!r}: this worker does not have {move.region}, which a move names")
-    return [b for b in found if b.region == found[0].region]
+    # It may hold two copies of a shard, in parts of a snapshot.
+    return list({b.what: b for b in reversed(found) if b.region == found[0].region}.values())[::-1]
 
 
 def _target(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
