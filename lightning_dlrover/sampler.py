@@ -193,7 +193,10 @@ class ElasticLoader:
 
     @property
     def _num_batches(self) -> int:
-        return self._count_batches(self._samples_per_batch)
+        full, rest = divmod(self.num_samples, self._samples_per_batch)
+        # Too few samples for all workers come with the batch before: a forward pass may need all of them.
+        joined = not self._training and full and rest < self.world_size
+        return full if joined else self._count_batches(self._samples_per_batch)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -320,7 +323,9 @@ class ElasticLoader:
 
     def _batch_length(self, batch: int) -> int:
         size = self._samples_per_batch
-        return max(0, min(size, self.num_samples - batch * size))
+        left = max(0, self.num_samples - batch * size)
+        is_last = batch == self._num_batches - 1
+        return left if is_last and not self._drop_last else min(size, left)
 
     def _remaining_shares(self) -> Iterator[list[int]]:
         if self._idle:

@@ -313,12 +313,8 @@ def _planned(view: View) -> RoundRecord | None:
         if any(w not in view.drains for w in view.in_state("standby")):
             return None  # a replacement is starting; those who leave train until they can hand over
         return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
-    if staying:
-        staying = staying[: view.cap]
-        chosen = staying + joiners[: view.cap - len(staying)]
-    else:
-        # The state is with those who leave: one round together with the joiners first, the next one without them.
-        chosen = [*members, *joiners[: view.cap]]
+    # Where the state is with those who leave: one round together with the joiners first, the next one without them.
+    chosen = _arranged(members, staying, joiners, view.cap) if staying else [*members, *joiners[: view.cap]]
     if chosen == members or len(chosen) < view.job.min_workers:
         return None
     added, gone = [w for w in chosen if w not in members], [w for w in members if w not in chosen]
@@ -328,6 +324,27 @@ def _planned(view: View) -> RoundRecord | None:
         text for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "") if text
     )
     return _round(view, chosen, kind, planned=True, reason=reason + plan)
+
+
+def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: int) -> list[str]:
+    """The next round's members in rank order, so that the fewest rows move where ranks hold blocks of rows in their order.
+
+    A joiner takes the place of one that leaves, further ones come into the middle, and who is too many goes from there. The
+    first is never a joiner: the others take from it what they have to agree on.
+    """
+    too_many = max(0, len(staying) - cap)
+    first_out = (len(staying) - too_many + 1) // 2
+    staying = staying[:first_out] + staying[first_out + too_many :]
+    spare = joiners[: cap - len(staying)]
+    chosen: list[str] = []
+    stays = set(staying)
+    for worker in members:
+        if worker in stays:
+            chosen.append(worker)
+        elif spare and chosen:
+            chosen.append(spare.pop(0))
+    middle = (len(chosen) + 1) // 2
+    return chosen[:middle] + spare + chosen[middle:]
 
 
 def _is_cut_off(view: View, joiner: str) -> bool:

@@ -92,10 +92,34 @@ def test_nothing_changes_while_all_is_as_planned() -> None:
     assert next_round(view("012"), 1e9) is None
 
 
-def test_a_ready_worker_joins_behind_those_that_train() -> None:
+def test_a_ready_worker_joins_in_the_middle_of_those_that_train() -> None:
     proposal = next_round(view("10", others="2"), 0.0)
     assert proposal is not None
-    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w0", "w2"], "grow", True)
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2", "w0"], "grow", True)
+
+
+@pytest.mark.parametrize(
+    "members, leaving, joining, cap, expected",
+    [
+        ("0", "", "1", 4, "01"),
+        ("012", "", "34", 5, "01342"),
+        ("0123", "1", "4", 4, "0423"),
+        ("0123", "12", "4", 4, "043"),
+        ("0123", "0", "4", 4, "1423"),  # a joiner is never rank 0
+        ("012", "", "", 2, "02"),
+        ("01234", "", "", 3, "014"),
+        ("012", "", "", 1, "0"),
+    ],
+)
+def test_ranks_are_arranged_so_that_blocks_of_rows_move_little(
+    members: str, leaving: str, joining: str, cap: int, expected: str
+) -> None:
+    plan = PlanRecord(cap, "user", "", binding=True)
+    seen = view(members, others=joining, drains=frozenset(f"w{i}" for i in leaving), plan=plan)
+    assert seen.job is not None
+    proposal = next_round(replace(seen, job=replace(seen.job, max_workers=9)), 0.0)
+    assert proposal is not None
+    assert "".join(w[1:] for w in proposal.members) == expected
 
 
 def test_a_ready_worker_waits_while_the_plan_has_no_room() -> None:
@@ -108,7 +132,7 @@ def test_a_recommendation_keeps_nobody_out() -> None:
     assert len(proposal.members) == 3
 
 
-def test_a_smaller_plan_drops_the_highest_rank() -> None:
+def test_a_smaller_plan_keeps_the_first() -> None:
     proposal = next_round(view("012", plan=PlanRecord(1, "planner", "", binding=True)), 0.0)
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w0"], "shrink")
