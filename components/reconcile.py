@@ -1,7 +1,7 @@
 """Decide which nodes to add and to end, so that the job has as many workers as its plan says.
 
 A pure function of what etcd and the scheduler say; `controller.py` carries the decision out. Which worker leaves when there are
-too many is not decided here: the workers' convener drops one in the middle, whose worker hands over and exits, and its app ends.
+too many is not decided here: the workers' convener drops one from the middle, which hands over and exits, and its app ends.
 """
 
 from __future__ import annotations

@@ -338,11 +338,15 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
     spare = joiners[: cap - len(staying)]
     chosen: list[str] = []
     stays = set(staying)
+    places = 0  # to be taken by joiners, next
     for worker in members:
         if worker in stays:
             chosen.append(worker)
-        elif spare and chosen:
-            chosen.append(spare.pop(0))
+        else:
+            places += 1
+        if chosen:
+            chosen += spare[:places]
+            spare, places = spare[places:], 0
     middle = (len(chosen) + 1) // 2
     return chosen[:middle] + spare + chosen[middle:]
 
