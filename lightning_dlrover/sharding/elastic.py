@@ -31,7 +31,7 @@ from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
 from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
-from lightning_dlrover.sharding.layout import Shard, plan_moves
+from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
 from lightning_dlrover.sharding.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
 from lightning_dlrover.sharding.snapshot import (
     Part,
@@ -143,6 +143,7 @@ class ElasticTables:
         Raises:
             WorldError, RuntimeError: one of them is gone; nothing in memory is whole any more.
         """
+        started = time.perf_counter()
         members = formation.round.members
         old_plan = self._plan_of(formation, standing)
         self.whole_in = 0
@@ -156,8 +157,20 @@ class ElasticTables:
         self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), former.release)
         _meet(group)  # nobody closes a connection that another one still reads from
         former.close()
+        self._tell(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
+
+    def _tell(self, formation: Formation, moves: Sequence[Move], seconds: float) -> None:
+        if formation.rank != 0:
+            return
+        moved = sum(m.region.num_values for m in moves if m.source != m.target)
+        all_values = sum(table.rows * table.cols for table in (self.tables.plan or {}).values())
+        self._world.event(
+            "reshard",
+            f"round {formation.round.number}: {moved / max(1, all_values):.0%} of the tables' values moved, in {seconds:.2f} s",
+            {"round": formation.round.number, "values_moved": moved, "values": all_values, "seconds": seconds},
+        )
 
     def hand_over(self, target: RoundRecord) -> None:
         """Give this worker's shards to the members of a planned round that goes on without it."""

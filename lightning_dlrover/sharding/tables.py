@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,12 +144,13 @@ class ShardedTables:
         """torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=len(members), local_world_size=1, compute_device=self.device.type),
-            batch_size=batch_size,
-            constraints=self._constraints or None,
-        )
-        chosen = planner.plan(self.module, self._sharders).plan
+        with _quiet():
+            planner = EmbeddingShardingPlanner(
+                topology=Topology(world_size=len(members), local_world_size=1, compute_device=self.device.type),
+                batch_size=batch_size,
+                constraints=self._constraints or None,
+            )
+            chosen = planner.plan(self.module, self._sharders).plan
         plan: dict[str, TablePlan] = {}
         for path in self._templates:
             configs = {config.name: config for config in _configs(self._templates[path])}
@@ -229,7 +231,7 @@ class ShardedTables:
             _set_submodule(self.module, path, _with_parameters(template))
         _forget_groups()
         _gather_uneven_batches()
-        with _one_worker_per_node(), _fast_build(self._arena):
+        with _quiet(), _one_worker_per_node(), _fast_build(self._arena):
             parallel = DistributedModelParallel(
                 module=self.module,
                 env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -453,6 +455,20 @@ class _AllWork:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torchrec's advice about its own calls, which are ours to answer for, out of the user's output."""
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import ctr_data
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import train_dlrm
+from ctr_data import ClickData, collate, load
+from sklearn.metrics import roc_auc_score
+from torch.utils.data import DataLoader
+
+from lightning_dlrover.sharding.tables import ShardedTables
+
+torchrec = pytest.importorskip("torchrec")
+
+SCRIPT = Path(train_dlrm.__file__)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+SMALL = ("--accelerator=cpu", "--batch-size=64", "--width=32", "--embedding-dim=8", "--loader-workers=0")
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ClickData:
+    monkeypatch.setattr(ctr_data, "DEFAULT_ADULT", tmp_path / "nowhere")
+    return load(None, seed=1, rows=10_000)
+
+
+@pytest.fixture
+def one_worker() -> Iterator[None]:
+    """A process group of this process alone, which torchrec needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def built(data: ClickData) -> L.LightningModule:
+    """A model whose tables this process has, without a strategy."""
+    from dlrm_model import DLRM
+
+    torch.set_num_threads(1)
+    L.seed_everything(1, verbose=False)
+    model = DLRM(data.cardinalities, data.num_numbers, width=32, embedding_dim=8)
+    tables = ShardedTables(model, torch.device("cpu"))
+    tables.build(tables.first_plan(["worker"]), ["worker"])
+    tables.initialise(seed=1)
+    return model
+
+
+def fit(data: ClickData, model: L.LightningModule, epochs: int = 1, max_steps: int = -1) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    loaders = [DataLoader(rows, 256, collate_fn=collate) for rows in (data.val, data.test)]
+    trainer.fit(model, DataLoader(data.train, 256, shuffle=True, collate_fn=collate), loaders)
+    return trainer
+
+
+def logits_of(model: L.LightningModule, rows: ctr_data.ClickRows) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(rows.numbers, rows.categories)
+    return logits
+
+
+@pytest.mark.usefixtures("one_worker")
+def test_every_pair_of_vectors_is_multiplied_and_every_category_asks_its_own_table(generated: ClickData) -> None:
+    model = built(generated)
+    numbers, categories = generated.val.numbers[:5], generated.val.categories[:5]
+    tables = {name.split(".")[-2]: table for name, table in model.state_dict().items() if name.startswith("ebc.")}
+    whole = {name: table.local_shards()[0].tensor for name, table in tables.items()}
+    for row in range(5):
+        bottom = model.bottom(numbers[row])
+        vectors = [bottom, *(whole[f"category{i}"][c] for i, c in enumerate(categories[row]))]
+        dots = [vectors[i] @ vectors[j] for i in range(27) for j in range(i + 1, 27)]
+        expected = model.top(torch.cat([bottom, torch.stack(dots)]))
+        torch.testing.assert_close(model(numbers, categories)[row], expected.squeeze(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_worker")
+def test_the_logged_figures_are_those_of_the_whole_sets(generated: ClickData) -> None:
+    model = built(generated)
+    trainer = fit(generated, model)
+    for name, rows in (("val_auc", generated.val), ("test_auc", generated.test)):
+        expected = roc_auc_score(rows.labels, logits_of(model, rows))
+        assert float(trainer.callback_metrics[name]) == pytest.approx(expected, abs=1e-4)
+    assert "train_loss" in trainer.callback_metrics
+
+
+@pytest.mark.usefixtures("one_worker")
+def test_training_changes_tables_and_dense_parameters_and_beats_guessing(generated: ClickData) -> None:
+    model = built(generated)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = fit(generated, model, epochs=2)
+    unchanged = [name for name, parameter in model.named_parameters() if torch.equal(parameter.detach(), before[name])]
+    assert unchanged == []
+    assert float(trainer.callback_metrics["test_auc"]) > 0.65
+
+
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("max_steps", [5, 32, 40])  # within, at the end of, and beyond the first epoch
+def test_the_last_step_is_followed_by_a_measurement_wherever_it_is(generated: ClickData, max_steps: int) -> None:
+    model = built(generated)
+    trainer = fit(generated, model, epochs=3, max_steps=max_steps)
+    assert trainer.global_step == max_steps
+    expected = roc_auc_score(generated.test.labels, logits_of(model, generated.test))
+    assert float(trainer.callback_metrics["test_auc"]) == pytest.approx(expected, abs=1e-4)
+
+
+# --- the script ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Path:
+    """1,000 rows in Criteo's format whose first category decides the label."""
+    chosen = np.random.default_rng(0).integers(0, 50, 1000)
+    rows = ["\t".join([str(int(n > 25)), *["1"] * 13, f"{n:08x}", *["0000000a"] * 25]) for n in chosen]
+    path = tmp_path / "clicks.tsv"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=150, check=False, env=ENVIRONMENT, cwd=cwd
+    )
+
+
+def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={clicks}", f"--output={output}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
+    assert metrics["test_auc"] > 0.95  # what only the tables can have learned
+    assert (metrics["rows"], metrics["steps"], metrics["best_auc"]) == (100, 8 * 13, None)
+    assert str(clicks) in done.stdout  # what was loaded
+
+
+def test_two_workers_measure_what_one_does(clicks: Path, tmp_path: Path) -> None:
+    metrics = []
+    # The batch size is per worker of the start, so both train on the same global batches.
+    for workers, batch_size in ((1, 64), (2, 32)):
+        output = tmp_path / str(workers)
+        done = run(
+            *("-m", "lightning_dlrover.cli", "run", f"--workers={workers}:{workers}", f"--run-dir={tmp_path / 'runs'}"),
+            *(f"--rdzv-id=dlrm-{workers}", str(SCRIPT), *SMALL, f"--batch-size={batch_size}", "--epochs=4"),
+            *(f"--data={clicks}", f"--output={output}"),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        metrics.append(json.loads((output / "metrics.json").read_text()))
+    one, two = metrics
+    assert two["test_auc"] == pytest.approx(one["test_auc"], abs=0.002)
+    assert two["steps"] == one["steps"] == 4 * 13
+
+
+def test_no_data_means_generated_rows_and_says_the_best_that_can_be_reached(tmp_path: Path) -> None:
+    done = run(str(SCRIPT), *SMALL, "--rows=1000", "--max-steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "generating 1,000 rows in Criteo's schema" in done.stdout
+    metrics = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (metrics["data"], metrics["rows"], metrics["steps"]) == ("generated", 100, 2)
+    assert 0.5 < metrics["best_auc"] < 1.0
+
+
+def test_without_torchrec_the_script_ends_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec", None)  # as if it were not installed
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py"])
+    assert train_dlrm.main() == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train_dlrm: sharded embedding tables need torchrec")
+    assert "pip install" in line
+
+
+def test_broken_data_ends_the_script_with_one_line_and_code_2(
+    clicks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clicks.write_text(clicks.read_text() + "broken\n")
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", "--data", str(clicks)])
+    assert train_dlrm.main() == 2
+    assert capsys.readouterr().err == (
+        f"train_dlrm: {clicks}, line 1001: 1 columns, expected 40 separated by tabs, in 'broken'; "
+        "correct or delete the line, or give another --data\n"
+    )
