@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
 from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
 from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
+from lightning_dlrover.sharding.persist import Persister
 from lightning_dlrover.sharding.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
 from lightning_dlrover.sharding.snapshot import (
     Part,
@@ -67,11 +69,15 @@ class SnapshotConfig:
         replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
             is lost with its host.
         max_bytes: of shared memory that one worker may take; None: half of what is free at the start.
+        disk: folder that all hosts see, for copies that outlast the hosts: written by a process beside each worker.
+        disk_interval_s: least seconds between two snapshots that are copied there.
     """
 
     interval_s: float = 30.0
     replicas: int = 1
     max_bytes: int | None = None
+    disk: Path | None = None
+    disk_interval_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.interval_s < 0:
@@ -114,7 +120,8 @@ class ElasticTables:
         self._snapshots: _Snapshots | None = None
         if config.interval_s:
             try:
-                store = SnapshotStore(f"{world.config.prefix}/{world.config.run_id}", world.worker_id, config.max_bytes)
+                job = f"{world.config.prefix}/{world.config.run_id}"
+                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk)
                 store.sweep(world.config.history_ttl_s)
                 self._snapshots = _Snapshots(world, store, config)
             except SnapshotError as error:
@@ -274,9 +281,9 @@ class ElasticTables:
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def wishes(self) -> list[int]:
-        """What this worker says in each vote: the newest snapshot of which it has all it should have, and whether it is ready
-        for another one."""
-        return self._snapshots.wishes() if self._snapshots is not None else [0, 0]
+        """What this worker says in each vote: the newest snapshot of which it has all it should have, whether it is ready for
+        another one, and whether that should be copied to disk."""
+        return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
         """Between two steps, after a vote: take a snapshot if all are ready. Returns whether one was taken.
@@ -286,9 +293,9 @@ class ElasticTables:
             pack_state: all but the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
-        if self._snapshots is None or len(wishes) != 2:
+        if self._snapshots is None or len(wishes) != 3:
             return False
-        return self._snapshots.voted(wishes[0], bool(wishes[1]), batch, self.tables, pack_state)
+        return self._snapshots.voted(wishes[0], bool(wishes[1]), bool(wishes[2]), batch, self.tables, pack_state)
 
     def broken(self) -> None:
         """A step or exchange has failed: what is in memory is not whole any more, and copies under way stop."""
@@ -319,6 +326,9 @@ class _Snapshots:
         self._counted = 0  # the newest of them that everybody has
         self._name: tuple[int, int] | None = None  # of the newest one taken
         self._keep: tuple[int, int] | None = None  # of the newest one that counts
+        self._persister = Persister()
+        self._is_for_disk = False  # the newest one taken
+        self._on_disk_at = time.monotonic()
         self._taken_at = 0.0
         self._stall_s = 0.0
         self._neighbours: list[int] = []  # ranks that keep a copy of this worker's part
@@ -363,7 +373,8 @@ class _Snapshots:
             and time.monotonic() - self._taken_at >= max(self._config.interval_s, self._stall_s / MAX_STALL)
             and not self._stopping.is_set()
         )
-        return [done, int(is_due)]
+        is_for_disk = self._config.disk is not None and time.monotonic() - self._on_disk_at >= self._config.disk_interval_s
+        return [done, int(is_due), int(is_for_disk)]
 
     def _done(self) -> int:
         """The newest snapshot of which this worker has all it should have."""
@@ -379,17 +390,22 @@ class _Snapshots:
         return self._number
 
     def voted(
-        self, everybody_has: int, all_are_ready: bool, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]
+        self,
+        everybody_has: int,
+        all_are_ready: bool,
+        for_disk: bool,
+        batch: int,
+        tables: ShardedTables,
+        pack_state: Callable[[], bytes],
     ) -> bool:
         assert self._formation is not None
         if everybody_has > self._counted:
             self._counted = everybody_has
             self._keep = self._name
-            if everybody_has == 1:
-                members = self._formation.round.members
-                self._store.drop_others(members, [members[r] for r in self._owners])
+            self._counts()
         if not all_are_ready:
             return False
+        self._is_for_disk = for_disk
         started = time.perf_counter()
         self._number += 1
         self._taken_at = time.monotonic()
@@ -405,6 +421,23 @@ class _Snapshots:
         if self._number > 2:  # the first two touch their memory for the first time
             self._stall_s = time.perf_counter() - started
         return True
+
+    def _counts(self) -> None:
+        """Everybody has all it should have of the newest snapshot."""
+        assert self._formation is not None
+        members = self._formation.round.members
+        if self._counted == 1:
+            self._store.drop_others(members, [members[r] for r in self._owners])
+            if self._formation.rank == 0:
+                taken = self._store.num_bytes
+                self._world.event(
+                    "snapshot",
+                    f"round {self._formation.round.number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
+                    {"round": self._formation.round.number, "bytes_rank_0": taken, "replicas": len(self._neighbours)},
+                )
+        if self._is_for_disk and self._keep is not None and (paths := self._store.on_disk(self._keep)) is not None:
+            self._on_disk_at = time.monotonic()
+            self._persister.persist(*paths)
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> Part:
         assert self._formation is not None
@@ -464,6 +497,7 @@ class _Snapshots:
     def close(self, has_finished: bool) -> None:
         self.stop()
         self._thread.shutdown(wait=False)
+        self._persister.close()
         if has_finished:
             self._store.clear()
 

@@ -11,6 +11,7 @@ columns, as in row-wise Adagrad); when one is split, each part starts with the v
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class ExchangeStats:
     sent_bytes: int = 0
     received_bytes: int = 0
     kept_bytes: int = 0  # copied in memory
+    began_s: float = 0.0  # monotonic clock
+    seconds: float = 0.0
 
 
 @dataclass
@@ -70,7 +73,7 @@ def exchange(
         RuntimeError: a peer is gone; `new` is then incomplete.
         LayoutError: this worker does not have a shard that a move names.
     """
-    stats = ExchangeStats()
+    stats = ExchangeStats(began_s=time.monotonic())
     sources, targets = _by_table(old), _by_table(new)
     mine = [m for m in moves if me in (m.source, m.target)]
     shared = _given_twice([m for m in mine if m.source == me], sources)
@@ -136,6 +139,7 @@ def exchange(
                 post(lane)
     for _ in kept:
         pass
+    stats.seconds = time.monotonic() - stats.began_s
     return stats
 
 

@@ -178,16 +178,21 @@ class SnapshotStore:
         job: names the job; workers of another one see nothing of it.
         holder: this worker.
         max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
+        disk: folder, seen by all hosts, in which parts are kept for the case that all hosts' memory is lost.
 
     Raises:
         SnapshotError: shared memory is not there, or the folder in it belongs to somebody else.
     """
 
-    def __init__(self, job: str, holder: str, max_bytes: int | None = None, root: Path = ROOT) -> None:
+    def __init__(
+        self, job: str, holder: str, max_bytes: int | None = None, disk: Path | None = None, root: Path = ROOT
+    ) -> None:
         if not root.is_dir():
             raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
         base = root / f"dlrover-{os.getuid()}"
-        self.folder = base / hashlib.sha256(job.encode()).hexdigest()[:24]
+        name = hashlib.sha256(job.encode()).hexdigest()[:24]
+        self.folder = base / name
+        self._disk = disk.absolute() / name if disk is not None else None
         self.holder = holder
         for folder in (base, self.folder):
             with contextlib.suppress(FileExistsError):
@@ -267,16 +272,26 @@ class SnapshotStore:
     # --- reading -------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """All complete parts on this host, of workers that have ended, too."""
-        return [part for path in sorted(self.folder.glob("*-*-*")) if (part := self._read(path)) is not None]
+        """All complete parts on this host, of workers that have ended, too; then those on disk."""
+        paths = sorted(self.folder.glob("*-*-*"))
+        if self._disk is not None:
+            paths += sorted(self._disk.glob("*/*-*-*"))
+        return [part for path in paths if (part := self._read(path)) is not None]
+
+    def on_disk(self, name: tuple[int, int]) -> tuple[Path, Path] | None:
+        """Where this worker's own part of a snapshot is, and where on disk it belongs; None if it is not there."""
+        if self._disk is None:
+            return None
+        path = next((p for slot in (0, 1) if self._name(p := self._path(self.holder, slot)) == name), None)
+        return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / path.name) if path is not None else None
 
     def _read(self, path: Path) -> Part | None:
         try:
             if path in self._mappings:
                 mapping = self._mappings[path]
             else:
-                with path.open("r+b") as file:
-                    mapping = mmap.mmap(file.fileno(), 0)
+                with path.open("rb") as file:
+                    mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             magic, is_complete, length, start = _PREFIX.unpack_from(mapping)
             if magic != MAGIC or not is_complete:
                 return None
@@ -312,6 +327,8 @@ class SnapshotStore:
         """Remove everything: the job has ended."""
         for path in self.folder.glob("*-*-*"):
             self._remove(path)
+        if self._disk is not None:
+            shutil.rmtree(self._disk, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 

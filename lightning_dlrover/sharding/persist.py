@@ -1,0 +1,101 @@
+"""Copies parts of snapshots from shared memory to disk: a process of its own, of the lowest priority, so that nobody waits.
+
+Its worker writes one line of JSON per part into its standard input: `from` and `to`. A part that is overwritten meanwhile is
+not kept: its first bytes say so (see `snapshot`). The process ends when its input does. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["Persister", "keep_newest", "persist"]
+
+CHUNK_BYTES = 8 << 20
+HEAD_BYTES = 4096
+"""Enough to see whether a part is still the same: its header begins with the snapshot's name."""
+
+NUM_KEPT = 2
+"""Snapshots of which a worker's parts stay on disk."""
+
+
+class Persister:
+    """The worker's side: starts the process when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def persist(self, source: Path, target: Path) -> None:
+        """Let a part be copied; returns at once. An older one that is still being copied goes first."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was ended: another one is started for the next part
+            self._process.stdin.write(json.dumps({"from": str(source), "to": str(target)}).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Let it end with the part that it is at."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def persist(source: Path, target: Path) -> bool:
+    """Copy a part; False if it was overwritten meanwhile, or is gone."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    try:
+        with source.open("rb") as part, unfinished.open("wb") as copy:
+            head = part.read(HEAD_BYTES)
+            copy.write(head)
+            while chunk := part.read(CHUNK_BYTES):
+                copy.write(chunk)
+            copy.flush()
+            os.fsync(copy.fileno())
+            part.seek(0)
+            if part.read(HEAD_BYTES) != head:
+                unfinished.unlink()
+                return False
+        unfinished.rename(target)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        return False
+    return True
+
+
+def keep_newest(target: Path) -> None:
+    """Remove this worker's parts of older snapshots, which lie beside that of `target`."""
+    snapshots = sorted((folder for folder in target.parent.parent.iterdir() if (folder / target.name).exists()), reverse=True)
+    for folder in snapshots[NUM_KEPT:]:
+        with contextlib.suppress(OSError):
+            (folder / target.name).unlink()
+            folder.rmdir()  # unless others' parts are still there
+
+
+def main() -> None:
+    os.nice(19)
+    for line in sys.stdin:
+        request = json.loads(line)
+        target = Path(request["to"])
+        try:
+            if persist(Path(request["from"]), target):
+                keep_newest(target)
+        except OSError as error:
+            print(f"a snapshot was not written to {target}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
