@@ -197,7 +197,7 @@ class LiveTraining:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
-            memory.reserve(self._trainer.lightning_module, NUM_COPIES)
+            memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
             self._entered = True
             progress = self._epoch_loop.batch_progress.current.ready
@@ -340,7 +340,8 @@ class LiveTraining:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
-        if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1:
+        # With sharded tables a loss leads back to a snapshot.
+        if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
         self._manual_steps += 1
 
@@ -862,7 +863,10 @@ class LiveTraining:
         if self._size > 1:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
-                self.collective(dist.barrier)
+                if self._tables is None:
+                    self.collective(dist.barrier)
+                else:
+                    self._attempt(dist.barrier)  # the loops are left: there is nowhere to go back to
             except WorldError:
                 if not self.world.has_finished:
                     raise

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -40,13 +40,18 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return available
 
 
-def reserve(module: torch.nn.Module, num_copies: int, environ: Mapping[str, str] = os.environ) -> bool:
+def reserve(
+    module: torch.nn.Module, num_copies: int, but: Collection[str] = (), environ: Mapping[str, str] = os.environ
+) -> bool:
     """Touch the module's trainable parameters, and `num_copies` times their memory for later allocations.
 
     Embeddings with sparse gradients do not count: most of their memory is never gone through. From then on the process keeps
     the blocks below 32 MiB that it frees. Does nothing with another C library than glibc, with allocation settings of the
     user's own, or where all workers of the node would take more than half of the memory that is available. Processes forked
     afterwards share the pages, which undoes the work.
+
+    Args:
+        but: names of parameters that do not count: sharded tables, which have memory of their own kind.
 
     Returns:
         Whether the memory was reserved.
@@ -55,7 +60,11 @@ def reserve(module: torch.nn.Module, num_copies: int, environ: Mapping[str, str]
     if not hasattr(libc, "gnu_get_libc_version") or any(environ.get(name) for name in USERS_OWN):
         return False
     sparse = {id(p) for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
-    parameters = [p for p in module.parameters() if p.requires_grad and p.device.type == "cpu" and id(p) not in sparse]
+    parameters = [
+        p
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.device.type == "cpu" and id(p) not in sparse and name not in but
+    ]
     num_bytes = num_copies * sum(p.nbytes for p in parameters)
     if num_bytes * int(environ.get("LOCAL_WORLD_SIZE", "1")) > available_bytes() // 2:
         log.info("not enough memory is available to reserve %d MiB: changes of the world will take longer", num_bytes >> 20)

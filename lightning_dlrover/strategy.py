@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -52,6 +53,10 @@ TABLES_FOLDER = "tables"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+_SHARDED: WeakKeyDictionary[torch.nn.Module, tuple[ShardedTables, Any, ElasticTables | None]] = WeakKeyDictionary()
+"""Modules that were trained before in this process, whose tables are sharded already."""
 
 
 @dataclass
@@ -137,7 +142,6 @@ class DLRoverStrategy(DDPStrategy):
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
-        self._has_own_group = False
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
         self.fingerprint = ""
@@ -263,7 +267,10 @@ class DLRoverStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
-        if self._tables is None:
+        if self._tables is None and self.lightning_module in _SHARDED:
+            # Another Trainer of this script has trained the module.
+            self._tables, self.model, self.elastic_tables = _SHARDED[self.lightning_module]
+        elif self._tables is None:
             self.fingerprint = model_fingerprint(self.lightning_module)
             self._tables = ShardedTables(self.lightning_module, self.root_device, self._sharding_constraints, self._sharders)
             self._dense_to_device()
@@ -285,10 +292,10 @@ class DLRoverStrategy(DDPStrategy):
                 self._lightning_trainer.num_sanity_val_steps = 0
             return
         if not dist.is_initialized():
-            # torchrec's collectives need a group, of one worker too.
+            # torchrec's collectives need a group, of one worker too; the tables need it for as long as they are used.
             backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-            self._has_own_group = True
+            atexit.register(_leave_group)
         members = [str(rank) for rank in range(dist.get_world_size())]
         self.model = tables.build(tables.first_plan(members), members, self._wrap_dense)
         tables.initialise(torch.initial_seed())
@@ -314,6 +321,11 @@ class DLRoverStrategy(DDPStrategy):
         for path, part in self.lightning_module.named_modules():
             if not any(name.startswith(f"{path}.") and path for name in tables):
                 part._apply(lambda t: t.to(self.root_device), recurse=False)
+
+    @property
+    def table_names(self) -> set[str]:
+        """Names of the parameters that are tables of torchrec's."""
+        return self._tables.parameter_names() if self._tables is not None else set()
 
     def start_tables(self, formation: Formation) -> None:
         """Build new tables with all members of a round in which nobody has any."""
@@ -613,15 +625,14 @@ class DLRoverStrategy(DDPStrategy):
         if self._tables is None and (self.lightning_module is None or not has_tables(self.lightning_module)):
             super().teardown()
             return
+        if self._tables is not None:
+            _SHARDED[self._tables.module] = (self._tables, self.model, self.elastic_tables)
         # Lightning would move the module to the CPU; tables stay where they are trained, and sharded as they are.
         module, model, self._lightning_module = self._lightning_module, self.model, None
         try:
             super().teardown()
         finally:
             self._lightning_module, self.model = module, model
-        if self._has_own_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self._has_own_group = False
 
     def _close_world(self) -> None:
         if self.elastic_tables is not None:
@@ -631,6 +642,11 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if DLRoverStrategy.strategy_name not in StrategyRegistry:

@@ -36,6 +36,7 @@ from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
 from lightning_dlrover.sharding.persist import Persister
 from lightning_dlrover.sharding.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
 from lightning_dlrover.sharding.snapshot import (
+    ROOT,
     Part,
     PartHeader,
     SnapshotError,
@@ -69,6 +70,7 @@ class SnapshotConfig:
         replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
             is lost with its host.
         max_bytes: of shared memory that one worker may take; None: half of what is free at the start.
+        memory: folder whose files are in the host's memory.
         disk: folder that all hosts see, for copies that outlast the hosts: written by a process beside each worker.
         disk_interval_s: least seconds between two snapshots that are copied there.
     """
@@ -76,6 +78,7 @@ class SnapshotConfig:
     interval_s: float = 30.0
     replicas: int = 1
     max_bytes: int | None = None
+    memory: Path = ROOT
     disk: Path | None = None
     disk_interval_s: float = 600.0
 
@@ -121,7 +124,7 @@ class ElasticTables:
         if config.interval_s:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
-                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk)
+                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory)
                 store.sweep(world.config.history_ttl_s)
                 self._snapshots = _Snapshots(world, store, config)
             except SnapshotError as error:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -30,6 +31,9 @@ CHUNK_BYTES = 4 << 20
 
 WINDOW = 8
 """Messages on their way per peer and direction."""
+
+STALL_S = 10.0
+"""For one message: gloo tells of a peer that is gone, but not to who waits for the rest of a message that it began."""
 
 
 @dataclass
@@ -125,6 +129,8 @@ def exchange(
             peer, direction = lane
             queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
 
+    if group is not None:
+        group.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one
     for lane in lanes:
         for _ in range(WINDOW):
             post(lane)
@@ -134,7 +140,7 @@ def exchange(
         for lane, queue in queues.items():
             if queue:
                 work, message = queue.popleft()
-                work.wait()
+                work.wait(timedelta(seconds=STALL_S))
                 message.done()
                 post(lane)
     for _ in kept:
