@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -76,6 +76,14 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # The original replaces what it does not know.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         values = self.state_dict[index.fqn]
         return values.find(index) if isinstance(values, _Values) else super().lookup_tensor(index)
@@ -134,7 +142,7 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             wanted[name] = [chunk for chunk in chunks if chunk is not taken[chunk.offsets]]
             state[name] = _Values(shapes[name], list(taken.values()))
         load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
-    load(_counters(tables, saved), checkpoint_id=folder, no_dist=True)
+    load(_counters(tables, saved), checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
     for block, parts in composed:
         if len(parts) == 1:
             block.values.copy_(parts[0][1])
