@@ -28,7 +28,7 @@ from hosts import Host, Hosts
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import DrainRecord, Keys, PlanRecord, RecordError, encode
+from lightning_dlrover.rdzv.records import DrainRecord, EventRecord, Keys, PlanRecord, RecordError, decode, encode
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
@@ -364,6 +364,21 @@ class LiveJob(Job):
         _, found = self._client.get_prefix(self._keys.live)
         entries: dict[str, KeyValue] = {entry.key: entry for entry in found}
         return read_view(entries, self._keys, {}, bad)
+
+    def events(self, kind: str) -> list[EventRecord]:
+        """Of the job's history, oldest first."""
+        entries = sorted(self._client.get_prefix(self._keys.events)[1], key=lambda entry: entry.key)
+        events = [decode(EventRecord, entry.value, entry.key) for entry in entries]
+        return [event for event in events if event.kind == kind]
+
+    def wait_for_snapshot(self, timeout_s: float = STEP_TIMEOUT_S) -> None:
+        """Until all workers of the current round have all they should have of a snapshot of its."""
+
+        def look() -> bool | None:
+            round_ = self.view().round
+            return any(e.data["round"] == round_.number for e in self.events("snapshot")) or None if round_ else None
+
+        self.wait_for("a complete snapshot", look, timeout_s)
 
     def member_pids(self) -> list[int]:
         """Members of the current round, in rank order."""

@@ -139,6 +139,8 @@ class ElasticTables:
     def start(self, formation: Formation, seed: int) -> nn.Module:
         """Build new tables with all members of the job's first round."""
         members = formation.round.members
+        if self.tables.is_built:
+            self.tables.reset()  # a former round of joiners alone came to nothing
         module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
         self.tables.initialise(seed)
         self._is_whole(formation)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,8 @@ def exchange(
             queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
 
     if group is not None:
-        group.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one
+        gloo: Any = group  # its stubs name few of its methods
+        gloo.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one
     for lane in lanes:
         for _ in range(WINDOW):
             post(lane)

@@ -111,11 +111,16 @@ class PartHeader:
                 Place(**{**b, "region": Region(**b["region"]), "shape": tuple(b["shape"])}) for b in found.pop("blocks")
             )
             header = PartHeader(**{**found, "members": tuple(found["members"]), "blocks": blocks})
+            numbers = [header.batch, header.round, header.state_offset, header.state_bytes]
+            numbers += [n for b in blocks for n in (b.offset, *b.shape, *vars(b.region).values())]
+            texts = [header.owner, *header.members, *(text for b in blocks for text in (b.table, b.what))]
+            if any(type(n) is not int or n < 0 for n in numbers) or any(type(text) is not str for text in texts):
+                raise TypeError("a number or name in it is none")
             ends = [b.offset + _num_bytes(b) for b in blocks]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise SnapshotError(f"not the header of a snapshot: {error}") from error
-        if max(ends, default=0) > header.num_bytes or min(header.state_offset, header.state_bytes) < 0:
-            raise SnapshotError("the header of a snapshot names values beyond its end")
+        if max(ends, default=0) > header.num_bytes or any(b.offset % 64 for b in blocks):
+            raise SnapshotError("the header of a snapshot names values beyond its end, or between two places")
         return header
 
 
@@ -214,10 +219,7 @@ class SnapshotStore:
         Raises:
             SnapshotError: it would take more memory than is allowed, or than there is.
         """
-        path = min(
-            (self._path(header.owner, slot) for slot in (0, 1)),
-            key=lambda p: found.header.name if (found := self._read(p)) else (-1, -1),
-        )
+        path = min((self._path(header.owner, slot) for slot in (0, 1)), key=lambda p: ((name := self._name(p)) == keep, name))
         encoded = header.encode()
         start = -(-(_PREFIX.size + len(encoded)) // ALIGN) * ALIGN
         size = start + header.num_bytes
@@ -228,6 +230,7 @@ class SnapshotStore:
                 "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
             )
         mapping = self._open(path, size)
+        os.utime(path)  # what is written through a mapping does not make it any younger, see `sweep`
         mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, 0, len(encoded), start)
         mapping[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
         return PartWriter(mapping, header, self.holder, start)
@@ -291,13 +294,15 @@ class SnapshotStore:
                 mapping = self._mappings[path]
             else:
                 with path.open("rb") as file:
+                    if os.fstat(file.fileno()).st_size == 0:
+                        return None  # its memory is being reserved
                     mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             magic, is_complete, length, start = _PREFIX.unpack_from(mapping)
             if magic != MAGIC or not is_complete:
                 return None
             header = PartHeader.decode(mapping[_PREFIX.size : _PREFIX.size + length])
             values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
-        except (OSError, ValueError, struct.error, SnapshotError) as error:
+        except (OSError, ValueError, OverflowError, struct.error, SnapshotError) as error:
             if path.exists():
                 log.warning("ignored %s, which is not a part of a snapshot: %s", path, error)
             return None
