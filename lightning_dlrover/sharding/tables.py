@@ -260,7 +260,7 @@ class ShardedTables:
         """Give every table its first values, which depend on the seed and its name only, not on how it is sharded."""
         configs = {_key(path, c.name): c for path, template in self._templates.items() for c in _configs(template)}
         for block in self.blocks():
-            if block.what != "weight":
+            if block.what != "weight" or not block.region.num_values:
                 continue
             config = configs[block.table]
             for first in range(block.region.row0 // INIT_ROWS * INIT_ROWS, block.region.row1, INIT_ROWS):
@@ -349,7 +349,10 @@ def _default_sharders() -> list[Any]:
 
     class Sharder(EmbeddingCollectionSharder):  # type: ignore[misc]
         def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(dict.fromkeys([*super().sharding_types(compute_device_type), by_rows[0]]))
+            types = dict.fromkeys([*super().sharding_types(compute_device_type), by_rows[0]])
+            if compute_device_type == "cpu":
+                types.pop(ShardingType.DATA_PARALLEL.value, None)
+            return list(types)
 
     return [BagSharder(), Sharder()]
 

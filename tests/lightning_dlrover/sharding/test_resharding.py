@@ -1,0 +1,117 @@
+"""Tables, states and training go on bit for bit when workers come and go, in real processes, held against stock torchrec."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from resharding_oracle import (
+    BAG_KINDS,
+    CHANGING_BAGS,
+    SHIFTS,
+    Case,
+    Outcome,
+    exchange_with_a_death,
+    first_values,
+    play,
+)
+from worker_pool import WORKERS, WorkerPool
+
+SIZES = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
+OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    for module in ("fbgemm_gpu", "torchrec"):
+        pytest.importorskip(module, reason="sharded tables need torchrec", exc_type=ImportError)
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+def walk(seed: int) -> tuple[tuple[str, ...], ...]:
+    """Through worlds of all sizes: someone always stays, ranks are shuffled."""
+    choose = random.Random(seed)
+    worlds: list[tuple[str, ...]] = []
+    for size in SIZES:
+        members = choose.sample(WORKERS, size)
+        while worlds and not set(members) & set(worlds[-1]):
+            members = choose.sample(WORKERS, size)
+        worlds.append(tuple(members))
+    return tuple(worlds)
+
+
+def check(outcomes: dict[str, Outcome]) -> set[str]:
+    """The kinds of tables there were."""
+    failures = sorted({failure for outcome in outcomes.values() for failure in outcome.failures})
+    assert not failures, "\n".join(failures)
+    stats = [outcome.stats for outcome in outcomes.values()]
+    assert sum(s.sent_bytes for s in stats) == sum(s.received_bytes for s in stats) > 0
+    return {kind for outcome in outcomes.values() for kind in outcome.kinds}
+
+
+def test_walks_have_every_pair_of_sizes_leaders_that_leave_and_replacements() -> None:
+    for seed in range(len(OPTIMIZERS)):
+        changes = list(itertools.pairwise(walk(seed)))
+        assert {(len(a), len(b)) for a, b in changes} == set(itertools.product([1, 2, 3, 4], repeat=2))
+        assert any(old[0] not in new for old, new in changes)
+        assert any(len(old) == len(new) and set(old) != set(new) for old, new in changes)
+        assert any(new[0] not in old for old, new in changes)
+
+
+def test_plans_by_hand_turn_every_kind_into_every_other() -> None:
+    turned = {
+        (BAG_KINDS[(i + a) % 5], BAG_KINDS[(i + b) % 5])
+        for a, b in itertools.pairwise(SHIFTS)
+        for i, table in enumerate(CHANGING_BAGS)
+        if not table.kind
+    }
+    assert turned == set(itertools.product(BAG_KINDS, repeat=2))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_and_the_next_step_are_stock_torchrecs_for_every_change_of_size(pool: WorkerPool, optimizer: str) -> None:
+    kinds = check(pool.play(play, Case(optimizer, "constrained", walk(OPTIMIZERS.index(optimizer)))))
+    assert kinds == {*BAG_KINDS, "data_parallel"}
+
+
+def test_states_and_the_next_step_are_stock_torchrecs_where_its_planner_chose_freely(pool: WorkerPool) -> None:
+    worlds = (("w0", "w1"), ("w0", "w2", "w1"), ("w3", "w2"), ("w2",), ("w1", "w3", "w2", "w0"), ("w0", "w3", "w1"))
+    check(pool.play(play, Case("rowwise_adagrad", "planner", worlds)))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_and_the_next_step_are_stock_torchrecs_where_kinds_change_with_the_workers(
+    pool: WorkerPool, optimizer: str
+) -> None:
+    worlds = (("w0", "w1"), ("w1", "w2", "w3"), ("w3", "w0"), ("w2", "w3", "w1", "w0"), ("w0",), ("w1", "w0", "w2"))
+    kinds = check(pool.play(play, Case(optimizer, "by_hand", worlds)))
+    assert kinds == {*BAG_KINDS, "data_parallel"}
+
+
+def test_first_values_do_not_depend_on_how_tables_are_sharded(pool: WorkerPool) -> None:
+    alone = pool.play(first_values, Case("sgd", "constrained", (("w0",),)))["w0"]
+    for worlds in ((("w2", "w1", "w3"),), (tuple(WORKERS),)):
+        together = pool.play(first_values, Case("sgd", "constrained", worlds))[worlds[0][0]]
+        assert together.keys() == alone.keys()
+        assert all(torch.equal(together[key], values) for key, values in alone.items())
+    assert all(values.unique().numel() > values.numel() // 2 for values in alone.values())
+
+
+# Last: they cost the pool its processes.
+@pytest.mark.parametrize(
+    "message_bytes, after_messages",
+    [(128 << 10, None), (128 << 10, 9), (8 << 20, 0)],
+    ids=["before it", "between messages", "in the middle of a message"],
+)
+def test_a_peer_that_dies_in_an_exchange_is_an_error_of_all_others_within_seconds(
+    pool: WorkerPool, message_bytes: int, after_messages: int | None
+) -> None:
+    raised = pool.play(exchange_with_a_death, "w3", message_bytes, after_messages, timeout_s=30.0, may_die=["w3"])
+    assert sorted(raised) == ["w0", "w1", "w2"]
+    assert {name for name, _ in raised.values()} == {"RuntimeError"}
+    assert max(seconds for _, seconds in raised.values()) < 8.0
