@@ -568,9 +568,10 @@ class LiveTraining:
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
         self._restore(state)
+        sums = snapshot["sums"] if restored.is_own else {}
         for key, metric in self._epoch_loop._results.items():
-            if metric.is_tensor and key in snapshot["sums"]:
-                metric.value, weight = snapshot["sums"][key]
+            if metric.is_tensor and key in sums:
+                metric.value, weight = sums[key]
                 if metric.meta.is_mean_reduction:
                     metric.cumulated_batch_size = weight
             elif metric.is_tensor:

@@ -39,12 +39,16 @@ from lightning_dlrover.sharding.snapshot import (
     ROOT,
     Part,
     PartHeader,
+    PartWriter,
     SnapshotError,
     SnapshotStore,
+    changes_of,
     newest_complete,
     part_header,
+    put_changes,
+    size_of_changes,
 )
-from lightning_dlrover.sharding.tables import ShardedTables
+from lightning_dlrover.sharding.tables import Block, ShardedTables, TouchedRows
 
 __all__ = ["ElasticTables", "SnapshotConfig"]
 
@@ -52,6 +56,9 @@ log = logging.getLogger(__name__)
 
 MAX_STALL = 0.01
 """Part of the time that copying may take: snapshots are rarer where it would take more."""
+
+MAX_CHANGED = 0.3
+"""Part of a table's rows: of more, all are copied, which is faster than picking them."""
 
 PAUSE_S = 0.004
 """Between two messages to a neighbour: training has the wire first."""
@@ -95,11 +102,13 @@ class Restored:
 
     Attributes:
         state: of this worker, packed; of another one where this worker has none.
+        is_own: whether it is this worker's, so that what it has logged so far counts here.
         of_lost: packed states of owners that are no members any more, on the one worker that reads their part.
         batch: where the snapshot was taken.
     """
 
     state: bytes
+    is_own: bool
     of_lost: list[bytes] = field(default_factory=list)
     batch: int = 0
 
@@ -186,7 +195,7 @@ class ElasticTables:
 
     def hand_over(self, target: RoundRecord) -> None:
         """Give this worker's shards to the members of a planned round that goes on without it."""
-        if not self.whole_in or self.tables.plan is None:
+        if not self.whole_in or self.tables.plan is None or not target.members:
             return
         plan = self.tables.plan
         while True:
@@ -254,15 +263,15 @@ class ElasticTables:
         own = states.get(self._me)
         lacking = [w for w in members if reader.get(w) != w]
         giver = next((w for w in members if reader.get(w) == w), reader[next(iter(reader))])
-        for worker in lacking:
-            if worker == giver:
-                own = next(iter(states.values()))
-            elif self._me == giver:
-                transfer.send(own if own is not None else next(iter(states.values())), members.index(worker))
+        if own is None and self._me == giver:
+            own = next(iter(states.values()))
+        for worker in (w for w in lacking if w != giver):
+            if self._me == giver:
+                transfer.send(own, members.index(worker))
             elif self._me == worker:
                 own = transfer.receive(members.index(giver))
         assert own is not None
-        return Restored(own, [state for owner, state in states.items() if owner not in members], batch)
+        return Restored(own, self._me in states, [state for owner, state in states.items() if owner not in members], batch)
 
     def _plan_of(self, formation: Formation, standing: Sequence[str]) -> dict[str, TablePlan]:
         """The plan of those who stand, also on a joiner."""
@@ -331,6 +340,9 @@ class _Snapshots:
         self._counted = 0  # the newest of them that everybody has
         self._name: tuple[int, int] | None = None  # of the newest one taken
         self._keep: tuple[int, int] | None = None  # of the newest one that counts
+        self._touched: TouchedRows | None = None  # since each of the two slots of this worker's own parts was written
+        self._changed: list[torch.Tensor | None] = []  # rows of each block in the newest part that are not as in its base
+        self._base: tuple[int, int] | None = None
         self._persister = Persister()
         self._is_for_disk = False  # the newest one taken
         self._on_disk_at = time.monotonic()
@@ -349,6 +361,7 @@ class _Snapshots:
         """A new round, whose first snapshot is due at once: the older ones' parts may leave with their workers."""
         self.stop()
         self._formation = formation
+        self._touched = tables.track()
         self._number = self._counted = 0
         self._taken_at = float("-inf")
         self._stopping = threading.Event()
@@ -454,8 +467,19 @@ class _Snapshots:
         )
         self._name = header.name
         writer = self._store.begin(header, self._keep)
-        writer.put(blocks, state)
+        assert self._touched is not None
+        self._changed = [self._changed_rows(self._touched, writer, block) for block in blocks]
+        changed = dict(zip(map(id, blocks), self._changed, strict=True))
+        writer.put(blocks, state, lambda block: changed[id(block)])
+        self._touched.mark(writer.slot)
+        self._base = writer.base
         return writer.commit()
+
+    @staticmethod
+    def _changed_rows(touched: TouchedRows, writer: PartWriter, block: Block) -> torch.Tensor | None:
+        """Rows that are not as in the part that is overwritten; None where copying all of them is cheaper."""
+        rows = touched.since(writer.slot, block) if writer.base is not None else None
+        return rows if rows is not None and len(rows) <= MAX_CHANGED * block.region.num_rows else None
 
     # --- in the thread -------------------------------------------------------------------------------------------------
 
@@ -463,36 +487,40 @@ class _Snapshots:
         """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other."""
         if group is None:
             return number
-        header = torch.frombuffer(bytearray(part.header.encode()), dtype=torch.uint8)
-        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._owners}
-        _swap(group, dict.fromkeys(self._neighbours, torch.tensor([len(header)])), lengths)
-        headers = {rank: torch.empty(int(length.item()), dtype=torch.uint8) for rank, length in lengths.items()}
-        _swap(group, dict.fromkeys(self._neighbours, header), headers)
-        writers, problem = {}, None
-        sizes, scratch = {}, torch.empty(0, dtype=torch.uint8)
-        for rank, said in headers.items():
-            theirs = PartHeader.decode(said.numpy().tobytes())
-            sizes[rank] = theirs.num_bytes
-            try:
-                writers[rank] = self._store.begin(theirs, self._keep)
-            except SnapshotError as error:
-                problem, scratch = error, torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # they are not kept waiting
-        for start in range(0, max([len(part.values), *sizes.values()]), CHUNK_BYTES):
-            mine = part.values[start : start + CHUNK_BYTES]
-            theirs_now = {
-                rank: writers[rank].values[start : start + CHUNK_BYTES]
-                if rank in writers
-                else scratch[: max(0, min(CHUNK_BYTES, size - start))]
-                for rank, size in sizes.items()
-            }
-            _swap(group, dict.fromkeys(self._neighbours, mine), theirs_now)
+        counts = [-1 if rows is None else len(rows) for rows in self._changed]
+        said = json.dumps({"header": part.header.encode().decode(), "base": self._base, "counts": counts}).encode()
+        incoming = self._introduce(group, torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        # Who has the base that a part was written over is sent what has changed since.
+        answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self._neighbours}
+        _swap(group, {rank: torch.tensor([each.has_base], dtype=torch.uint8) for rank, each in incoming.items()}, answers)
+        changes = changes_of(part, self._changed) if any(int(answer) for answer in answers.values()) else None
+        outgoing = {rank: changes if changes is not None and int(answer) else part.values for rank, answer in answers.items()}
+        sizes = [len(values) for values in (*outgoing.values(), *(each.values for each in incoming.values()))]
+        for start in range(0, max(sizes, default=0), CHUNK_BYTES):
+            end = start + CHUNK_BYTES
+            mine = {rank: values[start:end] for rank, values in outgoing.items()}
+            _swap(group, mine, {rank: each.values[start:end] for rank, each in incoming.items()})
             if self._stopping.wait(PAUSE_S):
                 raise RoundEndedError("the round ended")
-        for writer in writers.values():
-            writer.commit()
-        if problem is not None:
-            raise problem
+        for each in incoming.values():
+            each.finish()
         return number
+
+    def _introduce(self, group: Group, said: torch.Tensor) -> dict[int, _Incoming]:
+        """Tell the neighbours what is to come, and learn from others what they send."""
+        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._owners}
+        _swap(group, dict.fromkeys(self._neighbours, torch.tensor([len(said)])), lengths)
+        texts = {rank: torch.empty(int(length.item()), dtype=torch.uint8) for rank, length in lengths.items()}
+        _swap(group, dict.fromkeys(self._neighbours, said), texts)
+        incoming = {}
+        for rank, text in texts.items():
+            try:
+                found = json.loads(text.numpy().tobytes())
+                header, base, counts = PartHeader.decode(found["header"].encode()), found["base"], found["counts"]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise SnapshotError(f"rank {rank} sends what is no part of a snapshot: {error}") from error
+            incoming[rank] = _Incoming(self._store, self._keep, header, tuple(base) if base else None, counts)
+        return incoming
 
     def _make_room(self, owner: str, num_bytes: int) -> int:
         """Touch the memory of this worker's own parts: at the first two snapshots that would be most of the time they take."""
@@ -505,6 +533,41 @@ class _Snapshots:
         self._persister.close()
         if has_finished:
             self._store.clear()
+
+
+class _Incoming:
+    """A part that comes from another worker: all of it, or what has changed since one that is here."""
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        keep: tuple[int, int] | None,
+        header: PartHeader,
+        base: tuple[int, int] | None,
+        counts: Sequence[int],
+    ) -> None:
+        self._counts = counts
+        self._writer: PartWriter | None = None
+        self._problem: SnapshotError | None = None
+        try:
+            self._writer = store.begin(header, keep)
+        except SnapshotError as error:
+            self._problem = error  # received all the same, so that its owner is not kept waiting
+        self.has_base = self._writer is not None and base is not None and self._writer.base == base
+        if self._writer is not None and not self.has_base:
+            self.values = self._writer.values
+        else:
+            num_bytes = size_of_changes(header, counts) if self.has_base else header.num_bytes
+            self.values = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def finish(self) -> None:
+        """All of it has come."""
+        if self._problem is not None:
+            raise self._problem
+        assert self._writer is not None
+        if self.has_base:
+            put_changes(self._writer, self._counts, self.values)
+        self._writer.commit()
 
 
 # --- small decisions ----------------------------------------------------------------------------------------------------------

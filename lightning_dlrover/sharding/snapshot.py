@@ -20,7 +20,7 @@ import shutil
 import stat
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,38 @@ class Part:
 
 
 class PartWriter:
-    """A part that is being written; not valid before `commit`."""
+    """A part that is being written; not valid before `commit`.
 
-    def __init__(self, mapping: mmap.mmap, header: PartHeader, holder: str, start: int) -> None:
+    Attributes:
+        slot: 0 or 1, where it is.
+        base: name of the part of the same owner that is there already, value for value in the same places, so that it is
+            enough to write what has changed since; None: there is none.
+    """
+
+    def __init__(
+        self, mapping: mmap.mmap, header: PartHeader, holder: str, start: int, slot: int, base: tuple[int, int] | None
+    ) -> None:
         self.header = header
+        self.slot = slot
+        self.base = base
         self.values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
         self._mapping = mapping
         self._holder = holder
 
-    def put(self, blocks: Iterable[Block], state: bytes) -> None:
-        """Copy the owner's shards and the packed rest of its state."""
+    def put(
+        self, blocks: Iterable[Block], state: bytes, changed: Callable[[Block], torch.Tensor | None] = lambda block: None
+    ) -> None:
+        """Copy the owner's shards and the packed rest of its state.
+
+        Args:
+            changed: rows of a block that are not as in the base; None: all are copied.
+        """
         for place, block in zip(self.header.blocks, blocks, strict=True):
-            _view(self.values, place).copy_(block.values)
+            there, rows = _view(self.values, place), changed(block)
+            if rows is None:
+                there.copy_(block.values)
+            elif len(rows):
+                there.index_copy_(0, rows, block.values.index_select(0, rows))
         if state:
             part = self.values[self.header.state_offset : self.header.num_bytes]
             part.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -219,7 +239,8 @@ class SnapshotStore:
         Raises:
             SnapshotError: it would take more memory than is allowed, or than there is.
         """
-        path = min((self._path(header.owner, slot) for slot in (0, 1)), key=lambda p: ((name := self._name(p)) == keep, name))
+        paths = [self._path(header.owner, slot) for slot in (0, 1)]
+        path = min(paths, key=lambda p: ((name := self._name(p)) == keep, name))
         encoded = header.encode()
         start = -(-(_PREFIX.size + len(encoded)) // ALIGN) * ALIGN
         size = start + header.num_bytes
@@ -229,11 +250,19 @@ class SnapshotStore:
                 f"a snapshot takes {size >> 20} MiB beside {taken >> 20} MiB, and {self.max_bytes >> 20} MiB are allowed "
                 "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
             )
+        former = self._read(path) if path in self._mappings else None
         mapping = self._open(path, size)
+        is_base = (
+            former is not None
+            and former.header.blocks == header.blocks
+            and former.header.owner == header.owner
+            and _PREFIX.unpack_from(mapping)[3] == start
+        )
+        base = former.header.name if former is not None and is_base else None
         os.utime(path)  # what is written through a mapping does not make it any younger, see `sweep`
         mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, 0, len(encoded), start)
         mapping[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
-        return PartWriter(mapping, header, self.holder, start)
+        return PartWriter(mapping, header, self.holder, start, paths.index(path), base)
 
     def _name(self, path: Path) -> tuple[int, int]:
         part = self._read(path) if path.exists() else None
@@ -349,6 +378,61 @@ class SnapshotStore:
                 newest = max((p.stat().st_mtime for p in (folder, *folder.iterdir())), default=0.0)
                 if folder != self.folder and time.time() - newest > older_than_s:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- what has changed ---------------------------------------------------------------------------------------------------------
+
+
+def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The changed rows of a part's blocks, then its packed state, as bytes to be sent to who has the base.
+
+    Args:
+        rows: of each block; None: all of it.
+    """
+    pieces: list[torch.Tensor] = []
+    for block, changed in zip(part.blocks(), rows, strict=True):
+        values = block.values if changed is None else block.values.index_select(0, changed)
+        if changed is not None:
+            pieces.append(changed.view(torch.uint8))
+        pieces.append(values.contiguous().view(-1).view(torch.uint8))
+    return torch.cat([*pieces, part.state()])
+
+
+def size_of_changes(header: PartHeader, counts: Sequence[int]) -> int:
+    """Bytes that `changes_of` gives for so many rows of each block; -1: all of it.
+
+    Raises:
+        SnapshotError: these cannot be numbers of rows.
+    """
+    if len(counts) != len(header.blocks) or any(
+        type(n) is not int or not -1 <= n <= place.shape[0] for n, place in zip(counts, header.blocks, strict=False)
+    ):
+        raise SnapshotError("another worker's part comes with impossible numbers of changed rows")
+    return header.state_bytes + sum(
+        _num_bytes(place) if n < 0 else n * (8 + _num_bytes(place) // max(1, place.shape[0]))
+        for n, place in zip(counts, header.blocks, strict=True)
+    )
+
+
+def put_changes(writer: PartWriter, counts: Sequence[int], changes: torch.Tensor) -> None:
+    """Write what `changes_of` gave over the base."""
+    at = 0
+
+    def take(num_bytes: int) -> torch.Tensor:
+        nonlocal at
+        at += num_bytes
+        return changes[at - num_bytes : at].clone()  # values may begin anywhere
+
+    for place, n in zip(writer.header.blocks, counts, strict=True):
+        there = _view(writer.values, place)
+        if n < 0:
+            there.copy_(take(_num_bytes(place)).view(there.dtype).view(place.shape))
+        elif n:
+            rows = take(8 * n).view(torch.int64)
+            there.index_copy_(
+                0, rows, take(n * _num_bytes(place) // place.shape[0]).view(there.dtype).view(n, *place.shape[1:])
+            )
+    writer.values[writer.header.state_offset :].copy_(take(writer.header.state_bytes))
 
 
 def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]] | None:

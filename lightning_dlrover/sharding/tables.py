@@ -293,6 +293,13 @@ class ShardedTables:
                     found += [Block(name, f"state{i}", region, state) for i, state in enumerate(of_table)]
         return found
 
+    def track(self) -> TouchedRows:
+        """Note from now on which rows are trained, until the next `build`."""
+        return TouchedRows([kernel for path in self._templates for kernel in self._kernels_of(path)])
+
+    def _kernels_of(self, path: str) -> list[tuple[str, Any]]:
+        return [(path, kernel) for kernel in _kernels(self.module.get_submodule(path))]
+
     def counters(self) -> dict[str, torch.Tensor]:
         """What fused optimizers count, such as Adam's steps: the same on all workers, and part of the replicated state."""
         found = {}
@@ -324,6 +331,54 @@ class ShardedTables:
 
     def close(self) -> None:
         self._arena.close()
+
+
+class TouchedRows:
+    """Which rows of a worker's shards were trained since each of two moments, called 0 and 1. One byte per row.
+
+    Only rows that are looked up are changed by optimizers in the backward pass.
+    """
+
+    def __init__(self, kernels: Sequence[tuple[str, Any]]) -> None:
+        self._masks: dict[tuple[str, Region], torch.Tensor] = {}
+        self._marked = [False, False]
+        for path, kernel in kernels:
+            masks: list[torch.Tensor] = []
+            for config in kernel.config.embedding_tables:
+                if config.local_metadata is None:
+                    masks.append(torch.empty(0, dtype=torch.uint8))  # trained by an optimizer that may change all rows
+                    continue
+                region = _region(config.local_metadata)
+                masks.append(torch.zeros(region.num_rows, dtype=torch.uint8))
+                self._masks[_key(path, config.name), region] = masks[-1]
+            features = [config.num_features() for config in kernel.config.embedding_tables]
+            kernel.register_forward_pre_hook(functools.partial(self._note, masks, features))
+
+    @staticmethod
+    def _note(masks: Sequence[torch.Tensor], num_features: Sequence[int], kernel: Any, arguments: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        features = arguments[0]
+        values, lengths = features.values(), features.length_per_key()
+        start = key = 0
+        for mask, count in zip(masks, num_features, strict=True):
+            end = start + sum(lengths[key : key + count])
+            if len(mask) and end > start:
+                mask.index_fill_(0, values[start:end].long().to(mask.device), 3)
+            start, key = end, key + count
+
+    def since(self, moment: int, block: Block) -> torch.Tensor | None:
+        """Rows of the block, from its first, that were trained since a moment; None: they are not known."""
+        mask = self._masks.get((block.table, block.region))
+        if mask is None or not self._marked[moment]:
+            return None
+        return (mask & (1 << moment)).nonzero().flatten()
+
+    def mark(self, moment: int) -> None:
+        """The moment is now."""
+        for mask in self._masks.values():
+            mask &= 0xFF ^ (1 << moment)
+        self._marked[moment] = True
 
 
 def part_of(block: Block, region: Region) -> torch.Tensor:

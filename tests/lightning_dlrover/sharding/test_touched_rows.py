@@ -1,0 +1,92 @@
+"""The rows that optimizers in the backward pass have changed are those that were noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.optim import RowWiseAdagrad
+
+from lightning_dlrover.sharding.tables import ShardedTables
+
+ROWS = {"a": 200, "b": 77, "c": 30, "d": 50}
+KINDS = {"a": "row_wise", "b": "table_wise", "c": "column_wise", "d": "data_parallel"}
+FEATURES = {"a": ["f0", "f1"], "b": ["f2"], "c": ["f3"], "d": ["f4"]}  # two features share a table
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=FEATURES[name])
+            for name, rows in ROWS.items()
+        ]
+        self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+        _apply_optimizer_in_backward(RowWiseAdagrad, self.tables.parameters(), {"lr": 0.1})
+
+
+@pytest.fixture
+def tables() -> Iterator[ShardedTables]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in KINDS.items()}
+    sharded = ShardedTables(Model(), torch.device("cpu"), constraints)
+    sharded.build(sharded.first_plan(["w"]), ["w"])
+    sharded.initialise(1)
+    yield sharded
+    sharded.close()
+    dist.destroy_process_group()
+
+
+def train(tables: ShardedTables, seed: int, backward: bool = True) -> None:
+    random = torch.Generator().manual_seed(seed)
+    keys = [feature for features in FEATURES.values() for feature in features]
+    owners = [name for name, features in FEATURES.items() for _ in features]
+    lengths = torch.randint(0, 3, (len(keys), 4), generator=random)  # bags of none, one or two
+    values = [torch.randint(0, ROWS[name], (int(n.sum()),), generator=random) for name, n in zip(owners, lengths, strict=True)]
+    batch = KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths.flatten())
+    with torch.set_grad_enabled(backward):
+        out = tables.module.get_submodule("tables")(batch).values()
+    if backward:
+        out.pow(2).sum().backward()
+
+
+def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(tables: ShardedTables) -> None:
+    touched = tables.track()
+    for step in range(6):
+        moment = step % 2
+        touched.mark(moment)
+        before = {(b.table, b.what, b.region): b.values.clone() for b in tables.blocks()}
+        for i in range(3):
+            train(tables, 10 * step + i)
+        for block in tables.blocks():
+            rows = touched.since(moment, block)
+            if block.table == "tables.d":
+                assert rows is None  # its optimizer may change all rows
+                continue
+            assert rows is not None
+            changed = (block.values != before[block.table, block.what, block.region]).reshape(len(block.values), -1).any(1)
+            assert set(changed.nonzero().flatten().tolist()) <= set(rows.tolist())
+            assert len(rows) < 60  # of all that were looked up, not of all there are
+
+
+def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
+    touched = tables.track()
+    train(tables, 1)
+    assert all(touched.since(0, block) is None for block in tables.blocks())
+
+
+def test_rows_that_are_only_read_are_not_noted(tables: ShardedTables) -> None:
+    touched = tables.track()
+    touched.mark(0)
+    train(tables, 1, backward=False)
+    assert all(rows is None or not len(rows) for rows in (touched.since(0, block) for block in tables.blocks()))
