@@ -716,7 +716,8 @@ class LiveTraining:
                 # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
                 callback.dirpath = state.checkpoint_folders[callback.state_key]
         self._restore_checkpoint(state.checkpoint)
-        self._epoch_loop_fetcher().fetched = self._loaders[0].cursor
+        fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
+        fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
         self._updates = state.updates
         self._num_validations = state.validations
         self._batch = self._batch_number
@@ -775,11 +776,10 @@ class LiveTraining:
         """First round: go on from the job's newest checkpoint if an earlier life of the job has left one."""
         assert self.formation is not None
         formation = self.formation
-        if self._tables is not None and self._roll_back(formation):
-            self._was_rolled_back = False
-            return
         if self._tables is not None:
-            self._resume_tables_from_disk(formation)
+            self._roll_back(formation)
+            self._was_rolled_back = False
+            self._resume_tables_from_disk(formation)  # if that is newer
             return
         found = torch.tensor(formation.rank == 0 and self._load_newest_checkpoint())
         if formation.size > 1:

@@ -216,7 +216,7 @@ class World:
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
-        self.wishes: list[int] = []
+        self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
         self.membership = Membership(
             self._client,
             MembershipConfig(
@@ -710,6 +710,7 @@ class World:
 
     def _destroy(self) -> None:
         self._vote = None
+        self.wishes = []  # they were said in a round that is over
         if not dist.is_initialized():
             return
         if "nccl" in self.backend and self._severed:
