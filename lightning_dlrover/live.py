@@ -528,6 +528,7 @@ class LiveTraining:
     def _settle_tables(self, formation: Formation, standing: Mapping[str, Position]) -> None:
         """Bring everyone in a new round to a common state: the current one if it is whole, else that of a snapshot."""
         assert self._tables is not None
+        self.world.wishes = []  # of the vote on this round: they speak of the former one's snapshots
         me = self.world.worker_id
         stand = [w for w in formation.round.members if w in standing]
         places = {(p.batch, p.updates, p.tables, p.at_boundary) for p in standing.values()}
@@ -545,15 +546,18 @@ class LiveTraining:
                     transfer.send(state, formation.rank_of(worker))
                 elif me == worker:
                     self._restore(self._received(formation.rank_of(sender)))
-        elif not self._roll_back(formation):
+        else:
+            is_back = self._roll_back(formation)
             # Not recovered from in these processes: whoever stands inside the loops cannot be put at their beginning.
-            if standing:
+            if not is_back and standing:
                 raise WorldError(
                     "workers were lost with tables of which no snapshot is complete: all workers have to start again, "
                     "from the newest checkpoint if there is one"
                 )
-            self._strategy.start_tables(formation)
-            self._resume_newest_checkpoint()
+            if not is_back:
+                self._strategy.start_tables(formation)
+            if not standing:
+                self._resume_tables_from_disk(formation)  # if that is newer
         if formation.rank == 0:
             self._take_over_rank_zero()
 
@@ -578,6 +582,8 @@ class LiveTraining:
                 metric.reset()
         for other in restored.of_lost:
             self._add_epoch_sums([transfer.loads(other, classes=(LoaderState, _Logged))["sums"]])
+        # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
+        self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
         self._collective = self._validation = 0
         self._weighed = self._undo = None

@@ -382,13 +382,20 @@ class DLRoverStrategy(DDPStrategy):
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
+        """Without sharded tables, which checkpoints have in a form of their own."""
         if self._tables is None:
-            return state
-        sharded = self._tables.parameter_names()
-        if self._tables.is_built:
-            sharded -= self._tables.data_parallel_names()
-        return {name: value for name, value in state.items() if name not in sharded}
+            return super().lightning_module_state_dict()
+        with self._tables.aside():
+            state = super().lightning_module_state_dict()
+        return {**state, **{name: parameter.detach() for name, parameter in self._whole_tables.items()}}
+
+    @property
+    def _whole_tables(self) -> dict[str, torch.nn.Parameter]:
+        """Tables that every worker holds whole, by their names in the state dict."""
+        assert self._tables is not None
+        assert self.lightning_module is not None
+        names = self._tables.data_parallel_names() if self._tables.is_built else set()
+        return {name: p for name, p in self.lightning_module.named_parameters() if name in names}
 
     def configure_ddp(self) -> None:
         if (self._live is None and not self._is_single) or (
@@ -476,13 +483,13 @@ class DLRoverStrategy(DDPStrategy):
         if not self._tables.is_built:
             return  # a joiner, which is given the others' state
         assert self.lightning_module is not None
-        result = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-        missing = sorted(set(result.missing_keys) - self._tables.parameter_names())
-        if strict and (missing or result.unexpected_keys):
-            raise RuntimeError(
-                f"the checkpoint does not fit {type(self.lightning_module).__name__}: missing {missing}, "
-                f"unexpected {result.unexpected_keys}"
-            )
+        state = dict(checkpoint["state_dict"])
+        with torch.no_grad():
+            for name, parameter in self._whole_tables.items():
+                if name in state:
+                    parameter.copy_(state.pop(name))
+        with self._tables.aside():
+            self.lightning_module.load_state_dict(state, strict=strict)
         if self._tables_to_load is not None:
             tables, folder, self._tables_to_load = self._tables, self._tables_to_load, None
             self._collective(lambda: load_tables(tables, folder))

@@ -78,7 +78,7 @@ def exchange(
         RuntimeError: a peer is gone; `new` is then incomplete.
         LayoutError: this worker does not have a shard that a move names.
     """
-    stats = ExchangeStats(began_s=time.monotonic())
+    stats = ExchangeStats()
     sources, targets = _by_table(old), _by_table(new)
     mine = [m for m in moves if me in (m.source, m.target)]
     shared = _given_twice([m for m in mine if m.source == me], sources)
@@ -133,6 +133,7 @@ def exchange(
     if group is not None:
         gloo: Any = group  # its stubs name few of its methods
         gloo.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one
+    stats.began_s = time.monotonic()
     for lane in lanes:
         for _ in range(WINDOW):
             post(lane)

@@ -329,6 +329,18 @@ class ShardedTables:
                     names.add(f"{path}.{name}" if path else name)
         return names
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the tables out of the module, for what concerns the rest of it only, such as its state dict."""
+        parts = {path: self.module.get_submodule(path) for path in self._templates}
+        try:
+            for path in parts:
+                _set_submodule(self.module, path, nn.Module())
+            yield
+        finally:
+            for path, part in parts.items():
+                _set_submodule(self.module, path, part)
+
     def close(self) -> None:
         self._arena.close()
 
