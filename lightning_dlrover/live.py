@@ -212,6 +212,8 @@ class LiveTraining:
                 while self._attempt(self._resume_newest_checkpoint) is None:
                     self._recover()
         else:
+            if self._tables is not None:
+                self._tables.make_ready()
             self._admit(fingerprint)
         self._pace.went_on(self._batch_number + 1)
 

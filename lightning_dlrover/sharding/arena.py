@@ -12,30 +12,45 @@ from bisect import bisect_right
 
 import torch
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "warm"]
+
+
+_MADV_POPULATE_WRITE = 23
 
 
 class Arena:
-    """Hands out zeroed tensors, each in a mapping of its own, and frees parts of them before the tensors themselves go."""
+    """Hands out zeroed tensors and frees parts of them before the tensors themselves go."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []  # addresses, ascending
-        self._mappings: list[tuple[int, mmap.mmap]] = []  # size in bytes, mapping; in the order of `_starts`
+        self._places: list[tuple[int, mmap.mmap, int]] = []  # size in bytes, mapping, offset in it; in the order of `_starts`
+        self._reserve: tuple[mmap.mmap, int] | None = None  # touched already; and how much of it is taken
+
+    def reserve(self, num_bytes: int) -> None:
+        """Touch so much memory now, for what is asked for later."""
+        if num_bytes:
+            self._reserve = (_touched(num_bytes), 0)
 
     def empty(self, num_values: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape ``(num_values,)``; its memory is not touched yet and reads as zeros."""
+        """A tensor of shape ``(num_values,)``, of zeros; its memory is not touched yet, unless there is some in reserve."""
         nbytes = num_values * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=num_values)
+        mapping, offset = self._take(nbytes)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=num_values, offset=offset)
         start = tensor.data_ptr()
         place = bisect_right(self._starts, start)
         self._starts.insert(place, start)
-        self._mappings.insert(place, (nbytes, mapping))
+        self._places.insert(place, (nbytes, mapping, offset))
         return tensor
+
+    def _take(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        if self._reserve is not None:
+            mapping, taken = self._reserve
+            if taken + nbytes <= len(mapping):
+                self._reserve = (mapping, -(-(taken + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
+                return mapping, taken
+        return _mapped(nbytes), 0
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give the pages that lie wholly inside a contiguous tensor back to the system: its values are lost.
@@ -47,18 +62,52 @@ class Arena:
         place = bisect_right(self._starts, tensor.data_ptr()) - 1
         if place < 0:
             return
-        size, mapping = self._mappings[place]
+        size, mapping, offset = self._places[place]
         first = tensor.data_ptr() - self._starts[place]
         if first >= size:
             return
         start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         end = first + tensor.nbytes
-        end = size if end == size else end // mmap.PAGESIZE * mmap.PAGESIZE
+        # Nothing else is in a tensor's last page.
+        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if end == size else end // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(end, len(mapping) - offset)
         if end > start:
-            mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
+            mapping.madvise(mmap.MADV_DONTNEED, offset + start, end - start)
+
+    def drop_reserve(self) -> None:
+        """Give back what is still in reserve."""
+        if self._reserve is not None:
+            mapping, taken = self._reserve
+            self._reserve = None
+            if taken < len(mapping):
+                mapping.madvise(mmap.MADV_DONTNEED, taken, len(mapping) - taken)
 
     def close(self) -> None:
         """Give all memory back; tensors that are still there read as zeros."""
-        for size, mapping in self._mappings:
-            mapping.madvise(mmap.MADV_DONTNEED, 0, size)
-        self._starts, self._mappings = [], []
+        self.drop_reserve()
+        for size, mapping, offset in self._places:
+            mapping.madvise(mmap.MADV_DONTNEED, offset, size)
+        self._starts, self._places = [], []
+
+
+def warm(num_bytes: int) -> None:
+    """Touch so much memory and give it back at once.
+
+    Where the system is a guest, a page that it has never used costs its host many times what it costs later on.
+    """
+    if num_bytes:
+        _touched(num_bytes).close()
+
+
+def _touched(num_bytes: int) -> mmap.mmap:
+    mapping = _mapped(num_bytes)
+    with contextlib.suppress(OSError):  # a kernel before 5.14
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    return mapping
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

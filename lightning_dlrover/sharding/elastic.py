@@ -27,10 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dlrover.memory import available_bytes
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
+from lightning_dlrover.sharding.arena import warm
 from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
 from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
 from lightning_dlrover.sharding.persist import Persister
@@ -56,6 +58,9 @@ log = logging.getLogger(__name__)
 
 MAX_STALL = 0.01
 """Part of the time that copying may take: snapshots are rarer where it would take more."""
+
+KEPT_S = 86400.0
+"""For so long snapshots of a job that was killed as a whole wait for it to be started again."""
 
 MAX_CHANGED = 0.3
 """Part of a table's rows: of more, all are copied, which is faster than picking them."""
@@ -130,11 +135,14 @@ class ElasticTables:
         self._config = config
         self._wrap_dense = wrap_dense
         self._snapshots: _Snapshots | None = None
+        self._is_warm = world.config.max_workers == 1  # there will be no change
         if config.interval_s:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
-                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory)
-                store.sweep(world.config.history_ttl_s)
+                record = world.membership.view.job
+                life = str(record.created_at) if record is not None else ""
+                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life)
+                store.sweep(min(KEPT_S, world.config.history_ttl_s))
                 self._snapshots = _Snapshots(world, store, config)
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
@@ -289,8 +297,19 @@ class ElasticTables:
 
     def _is_whole(self, formation: Formation) -> None:
         self.whole_in = formation.round.number
+        if not self._is_warm:
+            self._is_warm = True
+            held = sum(block.values.nbytes for block in self.tables.blocks())
+            if self.tables.device.type == "cpu" and held < available_bytes() // 2:
+                # As much as the first change may need beside what there is.
+                threading.Thread(target=warm, args=(held,), name="dlrover-warm", daemon=True).start()
         if self._snapshots is not None:
             self._snapshots.enter(formation, self.tables)
+
+    def make_ready(self) -> None:
+        """On a joiner, before it is admitted: touch the memory that its shards are going to take."""
+        round_ = self._world.membership.view.round
+        self.tables.reserve((len(round_.members) if round_ is not None else 0) + 1)
 
     # --- snapshots -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import shutil
@@ -114,7 +115,7 @@ class PartHeader:
             numbers = [header.batch, header.round, header.state_offset, header.state_bytes]
             numbers += [n for b in blocks for n in (b.offset, *b.shape, *vars(b.region).values())]
             texts = [header.owner, *header.members, *(text for b in blocks for text in (b.table, b.what))]
-            if any(type(n) is not int or n < 0 for n in numbers) or any(type(text) is not str for text in texts):
+            if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers) or any(type(text) is not str for text in texts):
                 raise TypeError("a number or name in it is none")
             ends = [b.offset + _num_bytes(b) for b in blocks]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
@@ -201,6 +202,7 @@ class SnapshotStore:
 
     Args:
         job: names the job; workers of another one see nothing of it.
+        life: tells it from former jobs of that name, whose parts are removed.
         holder: this worker.
         max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
         disk: folder, seen by all hosts, in which parts are kept for the case that all hosts' memory is lost.
@@ -210,12 +212,18 @@ class SnapshotStore:
     """
 
     def __init__(
-        self, job: str, holder: str, max_bytes: int | None = None, disk: Path | None = None, root: Path = ROOT
+        self,
+        job: str,
+        holder: str,
+        max_bytes: int | None = None,
+        disk: Path | None = None,
+        root: Path = ROOT,
+        life: str = "",
     ) -> None:
         if not root.is_dir():
             raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
         base = root / f"dlrover-{os.getuid()}"
-        name = hashlib.sha256(job.encode()).hexdigest()[:24]
+        name = f"{_short(job)}-{_short(life)}"
         self.folder = base / name
         self._disk = disk.absolute() / name if disk is not None else None
         self.holder = holder
@@ -225,6 +233,9 @@ class SnapshotStore:
             status = os.lstat(folder)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+        for former in {*base.glob(f"{_short(job)}-*"), *(disk.glob(f"{_short(job)}-*") if disk is not None else ())}:
+            if former.name != name:
+                shutil.rmtree(former, ignore_errors=True)
         self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
         self._mappings: dict[Path, mmap.mmap] = {}
 
@@ -460,7 +471,7 @@ def _short(worker: str) -> str:
 
 def _num_bytes(place: Place) -> int:
     dtype: torch.dtype = getattr(torch, place.dtype)
-    return int(torch.Size(place.shape).numel()) * dtype.itemsize
+    return math.prod(place.shape) * dtype.itemsize
 
 
 def _view(values: torch.Tensor, place: Place) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.memory import available_bytes
 from lightning_dlrover.sharding.arena import Arena
 from lightning_dlrover.sharding.layout import Region, Shard
 from lightning_dlrover.sharding.placement import Plan, PlanError, TablePlan
@@ -240,9 +241,29 @@ class ShardedTables:
                 sharders=self._sharders,
                 data_parallel_wrapper=Wrapper(),
             )
+        self._arena.drop_reserve()
         self.plan = dict(plan)
         wrapped: nn.Module = parallel._dmp_wrapped_module
         return wrapped
+
+    def reserve(self, num_workers: int) -> int:
+        """Touch the memory that a worker of so many needs for its tables, where it is available. Returns how much, in bytes."""
+        wanted = self.num_bytes // num_workers if self.device.type == "cpu" else 0
+        if wanted > available_bytes() // 2:
+            return 0
+        self._arena.reserve(wanted)
+        return wanted
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tables and the states of their optimizers, about: those kept as they are when tables are trained on CPU."""
+        total = 0
+        for template in self._templates.values():
+            for parameter in template.parameters():
+                optimizers = [each.__name__ for each in getattr(parameter, "_optimizer_classes", [])]
+                states = parameter.shape[0] if "RowWiseAdagrad" in optimizers else parameter.numel() * ("Adagrad" in optimizers)
+                total += parameter.nbytes + 4 * states
+        return total
 
     def detach(self) -> Arena:
         """Let go of the memory of what is built: it is the caller's to close, and the next `build` makes its own."""
@@ -516,6 +537,8 @@ def _gather_uneven_batches() -> None:
             return work if async_op else work.wait()
 
     comm_ops.dist = Distributed("torch.distributed")
+    # Of torchrec's calls, in every worker's output.
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning)
 
 
 class _AllWork:

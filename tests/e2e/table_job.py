@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.sharding import elastic, snapshot
 from lightning_dlrover.sharding.elastic import SnapshotConfig
 
 __all__ = ["TableSettings", "train_tables"]
+
+T = TypeVar("T")
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 NUM_ROWS = (41, 30, 7, 19)
@@ -36,13 +41,22 @@ class TableSettings:
     step_s: float = 0.02
     snapshot_s: float = 0.2
     replicas: int = 1
+    max_bytes: int | None = None
     kinds: tuple[str, ...] = KINDS
+    is_bag: bool = True  # else an EmbeddingCollection
     manual: bool = False
     num_val_rows: int = 0
+    val_every: int | None = None  # batches; None: once per epoch
+    save_at: int | None = None  # step after which the script saves a checkpoint, to `checkpoint` in the job's folder
+    ckpt_path: str | None = None
 
     @property
     def batches_per_epoch(self) -> int:
         return -(-self.num_rows // self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        return self.max_epochs * self.batches_per_epoch
 
 
 class TableModel(ToyModel):
@@ -51,11 +65,15 @@ class TableModel(ToyModel):
     def __init__(self, recorder: Recorder, settings: TableSettings) -> None:
         super().__init__(recorder, settings.step_s)
         self.automatic_optimization = not settings.manual
+        self.settings = settings
         self.kinds = settings.kinds
-        self.tables = EmbeddingBagCollection(
+        make, config = (
+            (EmbeddingBagCollection, EmbeddingBagConfig) if settings.is_bag else (EmbeddingCollection, EmbeddingConfig)
+        )
+        self.tables = make(
             device=torch.device("meta"),
             tables=[
-                EmbeddingBagConfig(name=f"t{i}", embedding_dim=DIM, num_embeddings=NUM_ROWS[i], feature_names=[f"f{i}"])
+                config(name=f"t{i}", embedding_dim=DIM, num_embeddings=NUM_ROWS[i], feature_names=[f"f{i}"])
                 for i in range(len(settings.kinds))
             ],
         )
@@ -67,9 +85,15 @@ class TableModel(ToyModel):
         ids = batch[2]
         values = torch.cat([(ids * (2 * i + 1)) % NUM_ROWS[i] for i in range(len(self.kinds))])
         keys = [f"f{i}" for i in range(len(self.kinds))]
-        pooled = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=torch.ones(len(values), dtype=torch.int64)))
-        out: Tensor = self.net(pooled.values())
+        found = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=torch.ones(len(values), dtype=torch.int64)))
+        # By name: the order of what torchrec puts together depends on who holds which table.
+        embedded = torch.cat([found[key] if self.settings.is_bag else found[key].values() for key in keys], 1)
+        out: Tensor = self.net(embedded)
         return out
+
+    def on_train_start(self) -> None:
+        if self.settings.ckpt_path is not None:
+            self.record_tables("loaded")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record_share(batch, batch_idx)
@@ -81,12 +105,21 @@ class TableModel(ToyModel):
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
+            self.recorder.moment("backward")
             self.manual_backward(loss)
             self.recorder.moment("reduced")
             optimizer.step()
+            self.recorder.moment("zero_grad")
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.trainer.global_step == self.settings.save_at:
+            self.record_tables("saved")
+            self.trainer.save_checkpoint(f"{self.recorder.place.folder}/checkpoint")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.recorder.write("val", **self.where(), step=self.trainer.global_step, ids=batch[2].tolist())
         self.recorder.moment("validation")
         self.log("val", nn.functional.mse_loss(self.logits(batch), batch[1]), sync_dist=True, batch_size=len(batch[2]))
 
@@ -104,9 +137,22 @@ class TableModel(ToyModel):
             parameters=fingerprint(list(self.net.parameters())),
         )
 
+    def record_tables(self, when: str) -> None:
+        """Write down all that this worker holds of the tables."""
+        tables = self.trainer.strategy._tables
+        blocks = [
+            {"name": f"{b.table}.{b.what}", "region": list(vars(b.region).values()), "values": b.values.tolist()}
+            for b in tables.blocks()
+            if b.values.numel()
+        ]
+        self.recorder.write("tables", **self.where(), when=when, step=self.trainer.global_step, blocks=blocks)
+
     def on_train_epoch_end(self) -> None:
         mean = float(self.trainer.callback_metrics["mean_loss"])
         self.recorder.write("epoch_done", **self.where(), epoch=self.trainer.current_epoch, mean_loss=mean)
+
+    def on_train_end(self) -> None:
+        self.record_tables("end")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), 1e-2)
@@ -114,6 +160,7 @@ class TableModel(ToyModel):
 
 def train_tables(recorder: Recorder, settings: TableSettings) -> None:
     """The script of these tests."""
+    add_moments(recorder)
     L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,
@@ -123,12 +170,108 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
             sharding_constraints={
                 f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=4) for i, kind in enumerate(settings.kinds)
             },
-            snapshots=SnapshotConfig(interval_s=settings.snapshot_s, replicas=settings.replicas),
+            snapshots=SnapshotConfig(settings.snapshot_s, settings.replicas, settings.max_bytes),
         ),
         max_epochs=settings.max_epochs,
+        val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
     )
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)
     val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(TableModel(recorder, settings), loader, val_loader)
+    trainer.fit(TableModel(recorder, settings), loader, val_loader, ckpt_path=settings.ckpt_path)
     recorder.write("after_fit", step=trainer.global_step)
+
+
+# --- moments inside the product, to be killed at -----------------------------------------------------------------------------
+
+
+def add_moments(recorder: Recorder) -> None:
+    """Make a moment of every place in which a worker's death hurts most. This process runs one script only."""
+    around(recorder, elastic.ElasticTables, "reshard")
+    around(recorder, elastic.ElasticTables, "hand_over")
+    around(recorder, elastic.ElasticTables, "roll_back")
+    around(recorder, elastic._Snapshots, "enter")
+    around(recorder, elastic._Snapshots, "_take")
+    around(recorder, elastic._Snapshots, "_replicate")
+    elastic.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
+    voted = elastic._Snapshots.voted
+    exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
+    swap, replicate = elastic._swap, elastic._Snapshots._replicate
+    swaps = itertools.count()
+
+    def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
+        return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)
+
+    def watched_put(self: Any, blocks: Iterable[Any], *args: Any) -> None:
+        put(self, between(blocks, lambda: recorder.moment("copying")), *args)
+
+    def watched_commit(self: Any) -> Any:
+        recorder.moment("commit" if snapshot._short(self.header.owner) == snapshot._short(self._holder) else "commit_copy")
+        return commit(self)
+
+    def watched_replicate(self: Any, *args: Any) -> int:
+        nonlocal swaps
+        swaps = itertools.count()
+        return replicate(self, *args)
+
+    def watched_swap(*args: Any) -> None:
+        recorder.moment(f"swap{next(swaps)}")  # of lengths, of headers, of answers, of values
+        swap(*args)
+
+    def watched_voted(self: Any, *args: Any) -> bool:
+        former = self._counted
+        result = voted(self, *args)
+        if self._counted > former:
+            recorder.write("counted", round=self._keep[0], batch=self._keep[1])
+        return result
+
+    elastic._Snapshots.voted = watched_voted  # type: ignore[method-assign]
+    elastic.exchange = watched_exchange  # type: ignore[assignment]
+    elastic._swap = watched_swap
+    elastic._Snapshots._replicate = watched_replicate  # type: ignore[method-assign]
+    snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
+    snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
+
+
+def around(recorder: Recorder, owner: type, name: str) -> None:
+    """Moments before and after a method: its name, and `{name}_done`."""
+    run: Callable[..., Any] = getattr(owner, name)
+    moment = name.lstrip("_")
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        recorder.moment(moment)
+        result = run(*args, **kwargs)
+        recorder.moment(f"{moment}_done")
+        return result
+
+    setattr(owner, name, watched)
+
+
+def between(items: Iterable[T], then: Callable[[], None]) -> Iterator[T]:
+    for i, item in enumerate(items):
+        if i == 1:
+            then()
+        yield item
+
+
+class WatchedGroup:
+    """A process group that makes a moment of an exchange's second message."""
+
+    def __init__(self, group: Any, recorder: Recorder) -> None:
+        self._group = group
+        self._recorder = recorder
+        self._messages = itertools.count(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def send(self, *args: Any) -> Any:
+        return self._counted(self._group.send(*args))
+
+    def recv(self, *args: Any) -> Any:
+        return self._counted(self._group.recv(*args))
+
+    def _counted(self, work: Any) -> Any:
+        if next(self._messages) == 2:
+            self._recorder.moment("exchange")
+        return work

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
+import torch
 from harness import Job, Record
-from table_job import TableSettings
+from table_job import NUM_ROWS, TableSettings, train_tables
+from torch import Tensor
 from toy_job import SEED
 
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX
 from lightning_dlrover.sampler import epoch_order
+from lightning_dlrover.sharding.snapshot import ROOT
 
-__all__ = ["judge", "steps_that_count"]
+__all__ = ["assembled", "judge", "shared_memory_of", "steps_that_count", "undisturbed"]
+
+TOLERANCE = 1e-3
+"""Of losses, relative: sums are taken in another order by other worlds."""
+
+_REFERENCES: dict[TableSettings, Job] = {}
+
+
+def undisturbed(make_job: Callable[..., Job], settings: TableSettings) -> Job:
+    """The finished job of one worker; made once for all settings that compute the same."""
+    same = replace(
+        settings, step_s=0.0, snapshot_s=0.0, replicas=1, max_bytes=None, save_at=None, ckpt_path=None
+    )  # nothing of it changes what is computed
+    if same not in _REFERENCES:
+        job = make_job(same, script=train_tables)
+        job.start()
+        assert job.finish() == [0], job.report()
+        job.records()  # they are kept
+        _REFERENCES[same] = job
+    return _REFERENCES[same]
 
 
 def steps_that_count(job: Job) -> dict[int, list[Record]]:
@@ -25,30 +53,91 @@ def mean_loss(records: list[Record]) -> float:
     return sum(r["loss"] * r["weight"] for r in records) / sum(r["weight"] for r in records)
 
 
-def judge(job: Job, settings: TableSettings, reference: Job) -> list[str]:
-    """What went wrong in a finished job; empty if each step saw its samples once and had the loss of the undisturbed run."""
+def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, read_at: int = 0) -> list[str]:
+    """What went wrong in a finished job; empty if each step saw its samples once and had the loss of the undisturbed run.
+
+    Args:
+        after: the step at which the job began, with a checkpoint.
+        read_at: the step of a checkpoint that it went on from; Lightning does not save what was logged in its epoch.
+    """
     bad: list[str] = []
-    found, expected = steps_that_count(job), steps_that_count(reference)
+    found = steps_that_count(job)
+    expected = {step: records for step, records in steps_that_count(reference).items() if step > after}
     if sorted(found) != sorted(expected):
         bad.append(f"steps {sorted(set(expected) - set(found))} are missing, {sorted(set(found) - set(expected))} are too many")
+    shares = defaultdict(list)
+    for r in job.records("share"):
+        shares[r["epoch"], r["batch"], r["round"]].append(r)
     for step, records in sorted(found.items()):
         epoch, batch = divmod(step - 1, settings.batches_per_epoch)
         order = epoch_order(settings.num_rows, True, SEED, epoch).tolist()
         samples = order[batch * settings.batch_size : (batch + 1) * settings.batch_size]
-        shares = [
-            r for r in job.records("share") if (r["epoch"], r["batch"], r["round"]) == (epoch, batch, records[0]["round"])
-        ]
-        trained = {i for r in shares for i in r["ids"]}
+        trained = {i for r in shares[epoch, batch, records[0]["round"]] for i in r["ids"]}
         if trained != set(samples):
             bad.append(f"step {step}: trained on {sorted(trained)} instead of {sorted(samples)}")
         if len({r["parameters"] for r in records}) > 1:
             bad.append(f"step {step}: dense parameters differ between workers")
         if len(records) == records[0]["world"] and step in expected:
             here, there = mean_loss(records), mean_loss(expected[step])
-            if abs(here - there) > 1e-3 * abs(there) + 1e-5:
+            if abs(here - there) > TOLERANCE * abs(there) + 1e-5:
                 bad.append(f"step {step}: loss {here:.6f}, {there:.6f} in the undisturbed run")
     for record in job.records("epoch_done"):
-        there = next(r["mean_loss"] for r in reference.records("epoch_done") if r["epoch"] == record["epoch"])
-        if record["rank"] == 0 and abs(record["mean_loss"] - there) > 1e-3 * abs(there):
-            bad.append(f"epoch {record['epoch']}: mean loss {record['mean_loss']:.6f}, {there:.6f} in the undisturbed run")
+        epoch_of = next(r for r in reference.records("epoch_done") if r["epoch"] == record["epoch"])
+        first = record["epoch"] * settings.batches_per_epoch
+        whole = not first < max(after, read_at) < first + settings.batches_per_epoch
+        if whole and abs(record["mean_loss"] - epoch_of["mean_loss"]) > TOLERANCE * abs(epoch_of["mean_loss"]):
+            bad.append(
+                f"epoch {record['epoch']}, rank {record['rank']} of {record['world']}: mean loss {record['mean_loss']:.6f}, "
+                f"{epoch_of['mean_loss']:.6f} in the undisturbed run"
+            )
+    return [*bad, *_bad_tables(job, reference), *_bad_validation(job, settings, reference, after)]
+
+
+def assembled(job: Job, when: str, settings: TableSettings) -> dict[str, Tensor]:
+    """All tables and optimizer states as the workers had them at the time, put together; NaN where nobody had any.
+
+    A row-wise state has one column for each of the table's: that of a shard holds for all of its columns.
+    """
+    records = [r for r in job.records("tables") if r["when"] == when]
+    found: dict[str, Tensor] = {}
+    for record in (r for r in records if r["round"] == max(o["round"] for o in records)):
+        for block in record["blocks"]:
+            row0, row1, col0, col1 = block["region"]
+            values = torch.tensor(block["values"], dtype=torch.float32)
+            number = int(block["name"].split(".t")[1][0])
+            table = found.setdefault(block["name"], torch.full((NUM_ROWS[number], 8), torch.nan))
+            table[row0:row1, col0:col1] = values if values.dim() == 2 else values[:, None]
+    return found
+
+
+def _bad_tables(job: Job, reference: Job) -> list[str]:
+    bad = []
+    settings: TableSettings = reference._settings
+    expected = assembled(reference, "end", settings)
+    found = assembled(job, "end", settings)
+    if found.keys() != expected.keys():
+        return [f"at the end there were {sorted(found)} instead of {sorted(expected)}"]
+    for name, table in found.items():
+        worst = float((table - expected[name]).abs().max() / expected[name].abs().max())
+        if not worst < 0.01:
+            bad.append(f"{name} at the end differs by {worst:.4f} of its largest value from the undisturbed run's")
     return bad
+
+
+def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: int) -> list[str]:
+    """Every validation run ends on some worker, with the metric of the undisturbed run."""
+    bad = []
+    expected = {r["step"]: r["metric"] for r in reference.records("val_done") if r["step"] > after}
+    found = {r["step"]: r for r in sorted(job.records("val_done"), key=lambda r: int(r["round"]))}
+    if found.keys() != expected.keys():
+        bad.append(f"validated at steps {sorted(found)} instead of {sorted(expected)}")
+    for step in found.keys() & expected.keys():
+        if abs(found[step]["metric"] - expected[step]) > TOLERANCE * abs(expected[step]):
+            bad.append(f"validation at step {step}: {found[step]['metric']:.6f} instead of {expected[step]:.6f}")
+    return bad
+
+
+def shared_memory_of(job: Job) -> Path:
+    """The folder of the job's snapshots."""
+    name = hashlib.sha256(f"{DEFAULT_PREFIX}/{job.run_id}".encode()).hexdigest()[:24]
+    return ROOT / f"dlrover-{os.getuid()}" / name

@@ -2,57 +2,434 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from harness import Job
+from harness import Job, Worker
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
-from table_job import TableSettings, train_tables
-from table_verdict import judge
+import torch
+from table_job import KINDS, TableSettings, train_tables
+from table_verdict import assembled, judge, shared_memory_of, steps_that_count, undisturbed
 
 MakeJob = Callable[..., Job]
 
+SETTINGS = TableSettings(max_epochs=4)  # long enough for several changes on a busy machine
+VALIDATING = replace(SETTINGS, num_val_rows=21, val_every=7)
 
-def run_alone(make_job: MakeJob, settings: TableSettings) -> Job:
-    job = make_job(settings, script=train_tables)
+
+@pytest.fixture
+def new_job(make_job: MakeJob) -> Iterator[MakeJob]:
+    """Makes jobs of `train_tables` of which nothing stays in shared memory, whatever becomes of them."""
+    jobs: list[Job] = []
+
+    def make(settings: TableSettings = SETTINGS, **kwargs: Any) -> Job:
+        jobs.append(make_job(settings, **{"script": train_tables, **kwargs}))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.__exit__()
+        shutil.rmtree(shared_memory_of(job), ignore_errors=True)
+
+
+def started(job: Job, workers: int) -> list[Worker]:
+    """A job of so many workers, which have joined one after the other."""
     job.start()
-    assert job.finish() == [0]
-    return job
+    job.wait_for_step(1)
+    for size in range(2, workers + 1):
+        job.start()
+        job.wait_for_world(size)
+    return list(job.workers)
 
 
-def test_workers_join_and_leave_and_each_step_is_that_of_an_undisturbed_run(make_job: MakeJob) -> None:
-    settings = TableSettings()
-    reference = run_alone(make_job, settings)
-    job = make_job(settings, script=train_tables)
-    first = job.start()
-    job.wait_for_step(2)
-    second = job.start()
-    job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
+def wait_for_snapshot(job: Job, count: int = 1) -> None:
+    """Wait until `count` further snapshots count."""
+    newest = max(((r["round"], r["batch"]) for r in job.records("counted")), default=(0, 0))
+    job.wait_until(
+        lambda: len({found for r in job.records("counted") if (found := (r["round"], r["batch"])) > newest}) >= count,
+        "a snapshot",
+    )
+
+
+def assert_fine(new_job: MakeJob, job: Job, settings: TableSettings, codes: list[int], rollbacks: int | None = 1) -> None:
+    found = job.finish()
+    assert found == codes, job.report()
+    if rollbacks is not None:
+        assert len(job.events("rollback")) == rollbacks, f"{job.events('round')}\n{job.report()}"
+    assert judge(job, settings, undisturbed(new_job, settings)) == [], job.report()
+    assert not shared_memory_of(job).exists()
+
+
+# --- planned changes ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_join_and_leave_and_each_step_is_that_of_an_undisturbed_run(new_job: MakeJob) -> None:
+    job = new_job()
+    first, second, _ = started(job, 3)
     first.terminate()  # rank 0
     job.wait_for_world(2)
     second.terminate()
     job.wait_for_world(1)
-    codes = job.finish()
-    assert codes == [0, 0, 0], job.report()
-    assert not job.events("rollback")
-    assert judge(job, settings, reference) == []
+    assert_fine(new_job, job, SETTINGS, [0, 0, 0], rollbacks=0)
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_snapshot_and_nothing_else(make_job: MakeJob) -> None:
-    settings = TableSettings()
-    reference = run_alone(make_job, settings)
-    job = make_job(settings, script=train_tables)
-    workers = [job.start(), job.start()]
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_worker_is_replaced(new_job: MakeJob, world: int) -> None:
+    job = new_job()
+    workers = started(job, world)
+    joiner = job.start()
+    job.wait_until(lambda: joiner.records("fit_start"), "the joiner to start")
+    workers[0].terminate()
+    job.wait_until(lambda: joiner.records("done"), "the joiner to train")
+    assert_fine(new_job, job, SETTINGS, [0] * (world + 1), rollbacks=0)
+
+
+OTHER_TABLES = {
+    "row_wise": replace(SETTINGS, kinds=("row_wise", "row_wise", "row_wise")),  # one of 7 rows
+    "table_wise": replace(SETTINGS, kinds=("table_wise",) * 4),
+    "column_wise": replace(SETTINGS, kinds=("column_wise",) * 3),
+    "table_row_wise": replace(SETTINGS, kinds=("table_row_wise", "row_wise", "table_wise")),
+    "table_column_wise": replace(SETTINGS, kinds=("table_column_wise", "column_wise")),
+    "data_parallel": replace(SETTINGS, kinds=("data_parallel", "data_parallel")),
+    "one_table": replace(SETTINGS, kinds=("table_wise",)),  # most workers hold nothing
+    "collection": replace(SETTINGS, kinds=("row_wise", "table_wise", "column_wise"), is_bag=False),
+    "manual": replace(SETTINGS, manual=True),
+    "uneven": replace(SETTINGS, num_rows=205, batch_size=7),  # shares differ, the last batch is of two samples
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TABLES)
+def test_other_models_grow_shrink_and_survive_a_kill(new_job: MakeJob, name: str) -> None:
+    settings = OTHER_TABLES[name]
+    job = new_job(settings)
+    workers = started(job, 3)
+    workers[0].terminate()
     job.wait_for_world(2)
-    workers.append(job.start())
-    job.wait_for_world(3)
-    job.wait_for_step(job.step + 15)
+    wait_for_snapshot(job)
+    workers[2].kill()
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [0, 0, -9])
+
+
+# --- kills --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_snapshot_and_nothing_else(new_job: MakeJob) -> None:
+    job = new_job()
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    pids = {w.pid for w in workers[1:]}
+    killed_at = job.step
     workers[0].kill()
     job.wait_for_world(2)
+    assert_fine(new_job, job, SETTINGS, [-9, 0, 0])
+    assert {r["pid"] for rs in steps_that_count(job).values() for r in rs if r["step"] > killed_at} == pids
+    (event,) = job.events("rollback")
+    assert killed_at - 30 < event.data["batch"] <= killed_at + 2
+
+
+MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_worker_is_killed_in_a_step(new_job: MakeJob, moment: str, manual: bool) -> None:
+    settings = replace(SETTINGS, manual=manual)
+    job = new_job(settings)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    workers[MOMENTS.index(moment) % 2].arm(moment)
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [-9, 0] if MOMENTS.index(moment) % 2 == 0 else [0, -9])
+
+
+@pytest.mark.parametrize(
+    "moment", ["copying", "commit", "replicate", "swap0", "swap1", "swap2", "swap3", "commit_copy", "take_done"]
+)
+def test_a_worker_is_killed_while_a_snapshot_is_taken_and_the_former_one_counts(new_job: MakeJob, moment: str) -> None:
+    job = new_job()
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    workers[1].arm(moment)
+    job.wait_for_world(2)
+    assert_fine(new_job, job, SETTINGS, [0, -9, 0])
+    assert workers[1].records("killed")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("moment", ["reshard", "exchange", "reshard_done", "enter"])
+def test_a_worker_is_killed_while_another_joins(new_job: MakeJob, moment: str, victim: int) -> None:
+    job = new_job()
+    started(job, 2)
+    wait_for_snapshot(job)
+    job.start()
+    job.workers[victim].arm(moment)
+    job.wait_until(lambda: job.workers[victim].records("killed"), "the kill")
+    assert_fine(new_job, job, SETTINGS, [-9 if i == victim else 0 for i in range(3)])
+
+
+@pytest.mark.parametrize("moment", ["hand_over", "exchange", "hand_over_done"])
+def test_a_leaver_is_killed_while_it_hands_over(new_job: MakeJob, moment: str) -> None:
+    job = new_job()
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    workers[0].arm(moment)
+    workers[0].terminate()
+    job.wait_until(lambda: workers[0].records("killed"), "the kill")
+    assert_fine(new_job, job, SETTINGS, [-9, 0, 0], rollbacks=None if moment == "hand_over_done" else 1)
+
+
+@pytest.mark.parametrize("moment", ["hand_over", "exchange"])
+def test_a_survivor_is_killed_while_another_worker_hands_over(new_job: MakeJob, moment: str) -> None:
+    job = new_job()
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    workers[2].arm("exchange" if moment == "exchange" else "reshard")
+    workers[1].terminate()
+    job.wait_until(lambda: workers[2].records("killed"), "the kill")
+    assert_fine(new_job, job, SETTINGS, [0, 0, -9])
+
+
+def test_two_workers_at_once_are_lost_without_harm_when_there_are_two_copies(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, replicas=2)
+    job = new_job(settings)
+    workers = started(job, 4)
+    wait_for_snapshot(job)
+    workers[0].kill()
+    workers[1].kill()
+    job.wait_for_world(2)
+    assert_fine(new_job, job, settings, [-9, -9, 0, 0], rollbacks=None)
+
+
+@pytest.mark.parametrize("moment", ["roll_back", "exchange", "roll_back_done", "enter", "take", "replicate", "forward"])
+def test_a_second_worker_is_killed_in_the_recovery_from_the_first(new_job: MakeJob, moment: str) -> None:
+    settings = replace(SETTINGS, replicas=2)
+    job = new_job(settings)
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    workers[0].kill()
+    workers[1].arm(moment)
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [-9, -9, 0], rollbacks=None)
+    assert workers[1].records("killed")
+
+
+def test_a_worker_is_killed_and_another_one_comes_at_the_same_time(new_job: MakeJob) -> None:
+    job = new_job()
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    joiner = job.start()
+    job.wait_until(lambda: joiner.records("fit_start"), "the joiner to start")
+    workers[0].kill()
+    job.wait_until(lambda: joiner.records("done"), "the joiner to train")
+    assert_fine(new_job, job, SETTINGS, [-9, 0, 0])
+
+
+def test_workers_are_killed_one_after_the_other_and_replaced(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, max_epochs=8)
+    job = new_job(settings)
+    started(job, 2)
+    for _ in range(3):
+        wait_for_snapshot(job)
+        victim = next(w for w in job.workers if w.exit_code is None)
+        victim.kill()
+        joiner = job.start()
+        job.wait_until(lambda joiner=joiner: joiner.records("done"), "the joiner to train")  # type: ignore[misc]
+        job.wait_for_world(2)
+    assert_fine(new_job, job, settings, [-9, -9, -9, 0, 0], rollbacks=None)
+
+
+def test_a_stopped_worker_is_evicted_and_the_others_go_back_to_the_snapshot(new_job: MakeJob) -> None:
+    job = new_job(lease_ttl_s=2)
+    workers = started(job, 3)
+    wait_for_snapshot(job)
+    workers[1].stop()
+    job.wait_for_world(2)
+    workers[1].go_on()
+    assert workers[1].wait() != 0  # an agent would start it again
+    workers[1].doomed = True
     codes = job.finish()
-    assert codes == [-9, 0, 0], job.report()
-    assert job.events("rollback")
-    assert judge(job, settings, reference) == []
+    assert (codes[0], codes[2]) == (0, 0), job.report()
+    assert len(job.events("rollback")) == 1
+    assert judge(job, SETTINGS, undisturbed(new_job, SETTINGS)) == []
+    assert not shared_memory_of(job).exists()
+
+
+# --- validation ---------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_inside_epochs_sees_the_tables_of_the_undisturbed_run(new_job: MakeJob) -> None:
+    job = new_job(VALIDATING)
+    workers = started(job, 3)
+    workers[1].terminate()
+    job.wait_for_world(2)
+    assert_fine(new_job, job, VALIDATING, [0, 0, 0], rollbacks=0)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed_in_validation(new_job: MakeJob, victim: int) -> None:
+    job = new_job(VALIDATING)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    workers[victim].arm("validation")
+    job.wait_for_world(1)
+    assert_fine(new_job, job, VALIDATING, [-9 if i == victim else 0 for i in range(2)])
+    assert workers[victim].records("killed")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed_in_the_validation_at_the_end_of_an_epoch(new_job: MakeJob, victim: int) -> None:
+    settings = replace(SETTINGS, num_val_rows=21)
+    job = new_job(settings)
+    workers = started(job, 2)
+    job.wait_for_step(settings.batches_per_epoch - 5)
+    workers[victim].arm("validation")
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [-9 if i == victim else 0 for i in range(2)])
+
+
+# --- no snapshot --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_complete_snapshot_survivors_end_and_say_what_to_do(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, snapshot_s=0.0)
+    job = new_job(settings)
+    workers = started(job, 3)
+    workers[0].kill()
+    codes = job.finish()
+    assert codes[0] == -9
+    assert codes[1] not in (0, -9), job.report()
+    assert codes[2] not in (0, -9), job.report()
+    for worker in workers[1:]:
+        assert "start again" in worker.output
+        assert "checkpoint" in worker.output
+
+
+@pytest.mark.parametrize("moment", ["take", "copying", "commit"])
+def test_a_kill_before_the_first_snapshot_is_complete_ends_all_workers_with_what_to_do(new_job: MakeJob, moment: str) -> None:
+    job = new_job(min_workers=2)
+    workers = [job.start(), job.start()]
+    workers[0].arm(moment)
+    job.wait_until(lambda: workers[0].records("killed"), "the kill")
+    workers.append(job.start())  # fewer than two form no round
+    assert workers[1].wait() not in (0, -9)
+    assert "start again" in workers[1].output
+    workers.append(job.start())  # as an agent does
+    job.wait_until(lambda: all(w.exit_code is not None for w in workers), "the others to end")
+    last = [w for w in workers[2:] if w.exit_code == 0]
+    assert last, job.report()
+    assert judge(job, SETTINGS, undisturbed(new_job, SETTINGS)) == [], job.report()
+
+
+def test_snapshots_over_the_memory_limit_are_left_out_with_a_warning(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, max_bytes=1 << 16)
+    job = new_job(settings)
+    workers = started(job, 2)
+    assert_fine(new_job, job, settings, [0, 0], rollbacks=0)
+    for worker in workers:
+        assert "no more snapshots" in worker.output
+        assert "max_bytes" in worker.output
+
+
+# --- starting again -----------------------------------------------------------------------------------------------------------
+
+
+def kill_all(job: Job) -> int:
+    """Returns the newest step that was completed."""
+    for worker in job.workers:
+        worker.kill()
+    for worker in job.workers:
+        worker.wait()
+    return job.step
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_job_killed_as_a_whole_goes_on_from_shared_memory(new_job: MakeJob, before: int, after: int) -> None:
+    job = new_job(lease_ttl_s=8)
+    started(job, before)
+    wait_for_snapshot(job)
+    reached = kill_all(job)
+    old_round = job.round_number
+    again = [job.start() for _ in range(after)]
+    codes = job.finish()
+    assert codes == [-9] * before + [0] * after, job.report()
+    redone = min(r["step"] for w in again for r in w.records("done"))
+    assert reached - 30 < redone <= reached + 1, f"redone from step {redone}, {reached} were done"
+    assert min(r["round"] for w in again for r in w.records("done")) > old_round
+    assert judge(job, SETTINGS, undisturbed(new_job, SETTINGS)) == [], job.report()
+    assert not shared_memory_of(job).exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_job: MakeJob, world: int) -> None:
+    job = new_job(lease_ttl_s=8)
+    workers = started(job, world)
+    wait_for_snapshot(job)
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        assert worker.wait(20) in (0, 143)  # which tells its agent that it did not finish
+    reached = job.step
+    again = job.start()
+    codes = job.finish()
+    assert codes[-1] == 0, job.report()
+    assert reached - 30 < min(r["step"] for r in again.records("done")) <= reached + 1
+    assert judge(job, SETTINGS, undisturbed(new_job, SETTINGS)) == [], job.report()
+    assert not shared_memory_of(job).exists()
+
+
+def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, save_at=20)
+    job = new_job(settings, lease_ttl_s=8)
+    started(job, 2)
+    job.wait_for_step(30)
+    kill_all(job)
+    shutil.rmtree(shared_memory_of(job))
+    again = [job.start() for _ in range(3)]
+    codes = job.finish()
+    assert codes == [-9, -9, 0, 0, 0], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 21
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
+
+
+def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, save_at=25, snapshot_s=1000.0)  # one snapshot, at the beginning of each round
+    job = new_job(settings, lease_ttl_s=8)
+    started(job, 2)
+    job.wait_for_step(28)
+    kill_all(job)
+    again = [job.start(), job.start()]
+    codes = job.finish()
+    assert codes == [-9, -9, 0, 0], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 26
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=25) == [], job.report()
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("column_wise", "table_column_wise", "row_wise")])
+@pytest.mark.parametrize("before,after", [(1, 3), (3, 1), (2, 2), (3, 2)])
+def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
+    new_job: MakeJob, before: int, after: int, kinds: tuple[str, ...]
+) -> None:
+    settings = replace(SETTINGS, save_at=20, kinds=kinds)
+    job = new_job(settings, min_workers=before)
+    for _ in range(before):
+        job.start()
+    job.wait_until(lambda: (job.folder / "checkpoint").exists(), "the checkpoint")
+    job.wait_for_step(21)
+    kill_all(job)
+    resuming = replace(settings, ckpt_path=str(job.folder / "checkpoint"), save_at=None)
+    other = new_job(resuming, min_workers=after)
+    for _ in range(after):
+        other.start()
+    assert other.finish() == [0] * after, other.report()
+    saved, loaded = assembled(job, "saved", settings), assembled(other, "loaded", settings)
+    assert saved.keys() == loaded.keys()
+    for name, values in saved.items():
+        assert not values.isnan().any(), name
+        assert torch.equal(values, loaded[name]), name
+    assert judge(other, resuming, undisturbed(new_job, settings), after=20) == [], other.report()

@@ -99,7 +99,8 @@ def test_a_state_of_any_length_is_kept(new_store: MakeStore, state: bytes) -> No
     assert part.state().numpy().tobytes() == state
 
 
-@given(batch=st.integers(0, 2**62), round_=st.integers(0, 2**31), owner=st.text(), members=st.lists(st.text(), max_size=5))
+@settings(deadline=None)
+@given(batch=st.integers(0, 2**47), round_=st.integers(0, 2**31), owner=st.text(), members=st.lists(st.text(), max_size=5))
 def test_a_header_is_decoded_as_it_was_encoded(batch: int, round_: int, owner: str, members: list[str]) -> None:
     header = part_header(batch, round_, members, owner, {"t": {"kind": "row_wise", "rows": 3}}, blocks(0.0), 17)
     assert PartHeader.decode(header.encode()) == header
@@ -277,7 +278,8 @@ def _assert_file_refused_or_readable(tmp_path: Path, content: bytes) -> None:
     for part in parts:
         part.state()
         for block in part.blocks():
-            assert block.values.view(torch.uint8).numel() == block.values.nbytes  # whatever type: all of it is there
+            flat = block.values.reshape(-1)  # of whatever type
+            assert flat.view(torch.uint8).numel() == block.values.nbytes
     store.clear()
 
 
@@ -514,6 +516,7 @@ def test_a_later_rounds_snapshot_is_newer_whatever_its_batch() -> None:
         st.lists(st.tuples(st.integers(1, 2), st.integers(0, 3), st.sampled_from(["a", "b", "c"])), max_size=8),
     )
 )
+@settings(deadline=None)
 def test_a_snapshot_is_complete_exactly_if_every_owner_has_a_holder(held: dict[str, list[tuple[int, int, str]]]) -> None:
     members = ("a", "b")  # c has joined since
     headers = {

@@ -1,0 +1,154 @@
+"""Whatever joins, leaves and dies, in any order: a model with sharded tables ends as if nothing had happened to it.
+
+Some seeds by default; with DLROVER_ALL_FAULTS=1 in the environment all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from harness import Job
+
+pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+from table_job import KINDS, TableSettings, train_tables
+from table_verdict import judge, shared_memory_of, undisturbed
+
+SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 16
+BATCH = 4  # schedules per test
+AT_ONCE = 2
+
+MOMENTS = (
+    "",
+    "forward",
+    "backward",
+    "reduced",
+    "zero_grad",
+    "batch_end",
+    "copying",
+    "commit",
+    "swap2",
+    "take_done",
+    "validation",
+)
+CHANGE_MOMENTS = ("", "reshard", "exchange", "reshard_done", "enter")
+
+MODELS = (
+    TableSettings(num_rows=160),
+    TableSettings(num_rows=157, batch_size=7, kinds=("row_wise", "table_row_wise", "column_wise")),
+    TableSettings(num_rows=160, kinds=("table_wise", "table_column_wise", "data_parallel"), manual=True),
+    TableSettings(num_rows=150, num_val_rows=21, val_every=6),
+    TableSettings(num_rows=160, kinds=KINDS[:3], is_bag=False, num_val_rows=13),
+)
+"""Few, so that each has one undisturbed run."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that happens to the job."""
+
+    kind: str  # grow, shrink, replace, kill, kill_joiner, kill_changing
+    steps: int  # after the former one
+    delay_s: float
+    moment: str = ""  # kills: of the victim's own program; empty: at once
+    victim: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training run and what happens during it, all from one seed."""
+
+    seed: int
+    settings: TableSettings
+    start_workers: int
+    actions: tuple[Action, ...]
+
+
+def random_schedule(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    settings = rng.choice(MODELS)
+    actions = []
+    for _ in range(rng.randint(2, 4)):
+        kind = rng.choice(["grow", "grow", "shrink", "replace", "kill", "kill", "kill_joiner", "kill_changing"])
+        moments = {"kill": MOMENTS if settings.num_val_rows else MOMENTS[:-1], "kill_changing": CHANGE_MOMENTS}.get(kind, ("",))
+        delay_s = rng.choice([0.0, rng.uniform(0.0, 0.03), rng.uniform(0.0, 0.3)])
+        actions.append(Action(kind, rng.randint(0, 6), delay_s, rng.choice(moments), rng.randrange(100)))
+    return Schedule(seed, settings, rng.choice([1, 2, 2, 3]), tuple(actions))
+
+
+def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
+    """Run a schedule to its end; returns what went wrong."""
+    for _ in range(schedule.start_workers):
+        job.start()
+    job.wait_for_step(1)
+    for action in schedule.actions:
+        if any(w.exit_code == 0 for w in job.workers if not w.doomed):
+            break
+        # A snapshot counts in the round that the last change has led to: without one the next kill ends the job.
+        settled = job.step
+        deadline = time.monotonic() + 0.5
+        job.wait_until(
+            lambda settled=settled, action=action, deadline=deadline: (  # type: ignore[misc]
+                (job.step >= min(settled + action.steps + 8, schedule.settings.num_steps - 4) and time.monotonic() > deadline)
+                or any(w.exit_code == 0 for w in job.workers if not w.doomed)
+            ),
+            "the steps before an action",
+        )
+        time.sleep(action.delay_s)
+        _act(action, job)
+    exit_codes = job.finish()
+    bad = judge(job, schedule.settings, reference)
+    for worker, code in zip(job.workers, exit_codes, strict=True):
+        # An armed worker need not come by its moment any more; one that was asked to leave may not have started yet.
+        allowed = {0, -9} if worker.killed else {0}
+        if worker.doomed and worker.records("after_fit"):
+            allowed.add(-15)  # asked too late: the script itself has the signal again
+        if code not in allowed:
+            bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
+    if shared_memory_of(job).exists():
+        bad.append("files are left in shared memory")
+    return bad
+
+
+def _act(action: Action, job: Job) -> None:
+    # One that holds the state must stay: with the last one goes the job.
+    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
+    victim = standing[action.victim % len(standing)] if len(standing) > 1 else None
+    if action.kind == "kill_changing" and victim is not None:
+        victim.arm(action.moment or "forward")
+    joiner = None
+    if action.kind in ("grow", "replace", "kill_joiner", "kill_changing") and sum(not w.doomed for w in job.workers) < 4:
+        joiner = job.start()
+    if action.kind == "kill_joiner" and joiner is not None:
+        # While it is starting, waiting, being given the state or training, depending on the delay.
+        joiner.doomed = joiner.killed = True
+        time.sleep(2 * action.delay_s)
+        joiner.kill()
+    if action.kind in ("shrink", "replace") and victim is not None:
+        victim.terminate()
+    if action.kind == "kill" and victim is not None:
+        if action.moment:
+            victim.arm(action.moment)
+        else:
+            victim.kill()
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
+def test_tables_end_as_those_of_an_undisturbed_run_whatever_happens(first: int, make_job: Callable[..., Job]) -> None:
+    schedules = [random_schedule(seed) for seed in range(first, min(first + BATCH, SCHEDULES))]
+    references = [undisturbed(make_job, schedule.settings) for schedule in schedules]
+    jobs = [make_job(schedule.settings, script=train_tables) for schedule in schedules]
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            results = list(pool.map(carry_out, schedules, jobs, references))
+    finally:
+        for job in jobs:
+            job.__exit__()
+            shutil.rmtree(shared_memory_of(job), ignore_errors=True)
+    assert not {schedule.seed: bad for schedule, bad in zip(schedules, results, strict=True) if bad}
