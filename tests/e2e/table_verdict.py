@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +17,9 @@ from toy_job import SEED
 
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX
 from lightning_dlrover.sampler import epoch_order
-from lightning_dlrover.sharding.snapshot import ROOT
+from lightning_dlrover.sharding.snapshot import ROOT, _short
 
-__all__ = ["assembled", "judge", "shared_memory_of", "steps_that_count", "undisturbed"]
+__all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
 
 TOLERANCE = 1e-3
 """Of losses, relative: sums are taken in another order by other worlds."""
@@ -137,7 +137,13 @@ def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: in
     return bad
 
 
-def shared_memory_of(job: Job) -> Path:
-    """The folder of the job's snapshots."""
-    name = hashlib.sha256(f"{DEFAULT_PREFIX}/{job.run_id}".encode()).hexdigest()[:24]
-    return ROOT / f"dlrover-{os.getuid()}" / name
+def shared_memory_of(job: Job) -> list[Path]:
+    """The folders of the job's snapshots."""
+    base = ROOT / f"dlrover-{os.getuid()}"
+    return sorted(base.glob(f"{_short(f'{DEFAULT_PREFIX}/{job.run_id}')}-*"))
+
+
+def lose_shared_memory_of(job: Job) -> None:
+    """As if the host had been started again."""
+    for folder in shared_memory_of(job):
+        shutil.rmtree(folder, ignore_errors=True)
