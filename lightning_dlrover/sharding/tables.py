@@ -242,6 +242,8 @@ class ShardedTables:
                 data_parallel_wrapper=Wrapper(),
             )
         self._arena.drop_reserve()
+        for path, template in self._templates.items():
+            _keep_order(self.module.get_submodule(path), template)
         self.plan = dict(plan)
         wrapped: nn.Module = parallel._dmp_wrapped_module
         return wrapped
@@ -447,6 +449,31 @@ def _default_sharders() -> list[Any]:
 
 def _key(path: str, table: str) -> str:
     return f"{path}.{table}" if path else table
+
+
+def _keep_order(sharded: nn.Module, template: nn.Module) -> None:
+    """Let pooled embeddings be in the order of the unsharded collection: torchrec's follows who holds which table."""
+    if not hasattr(template, "embedding_bag_configs"):
+        return
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    configs = _configs(template)
+    features = [feature for config in configs for feature in config.feature_names]
+    # A feature that several tables look up has a name for each of them.
+    wanted = [f"{f}@{c.name}" if features.count(f) > 1 else f for c in configs for f in c.feature_names]
+
+    def in_order(pooled: Any) -> Any:
+        keys = pooled.keys()
+        if keys == wanted or set(keys) != set(wanted):
+            return pooled
+        lengths = dict(zip(keys, pooled.length_per_key(), strict=True))
+        values = torch.cat([pooled[key] for key in wanted], dim=1)
+        return KeyedTensor(keys=wanted, length_per_key=[lengths[key] for key in wanted], values=values)
+
+    def add(module: nn.Module, arguments: Any, result: Any) -> None:
+        result.callbacks.append(in_order)
+
+    sharded.register_forward_hook(add)
 
 
 def _configs(collection: Any) -> list[Any]:

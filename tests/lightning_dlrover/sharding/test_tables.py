@@ -1,4 +1,4 @@
-"""The rows that optimizers in the backward pass have changed are those that were noted."""
+"""Which rows are noted as trained, and the order in which sharded tables give what was looked up."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchrec.optim import RowWiseAdagrad
 
 from lightning_dlrover.sharding.tables import ShardedTables
 
-ROWS = {"a": 200, "b": 77, "c": 30, "d": 50}
-KINDS = {"a": "row_wise", "b": "table_wise", "c": "column_wise", "d": "data_parallel"}
-FEATURES = {"a": ["f0", "f1"], "b": ["f2"], "c": ["f3"], "d": ["f4"]}  # two features share a table
+ROWS = {"a": 200, "b": 77, "c": 30, "d": 50, "e": 90}
+KINDS = {"a": "row_wise", "b": "table_wise", "c": "column_wise", "d": "data_parallel", "e": "row_wise"}
+FEATURES = {"a": ["f0", "f1"], "b": ["f2"], "c": ["f3"], "d": ["f4"], "e": ["f5"]}  # two features share a table
 
 
 class Model(nn.Module):
@@ -90,3 +90,13 @@ def test_rows_that_are_only_read_are_not_noted(tables: ShardedTables) -> None:
     touched.mark(0)
     train(tables, 1, backward=False)
     assert all(rows is None or not len(rows) for rows in (touched.since(0, block) for block in tables.blocks()))
+
+
+def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
+    keys = [feature for features in FEATURES.values() for feature in features]
+    batch = KeyedJaggedTensor(keys=keys, values=torch.zeros(len(keys), dtype=torch.int64), lengths=torch.ones(len(keys)).long())
+    pooled = tables.module.get_submodule("tables")(batch)
+    assert list(pooled.keys()) == keys
+    assert torch.equal(pooled.values(), torch.cat([pooled[key] for key in keys], 1))
+    assert tables.plan is not None
+    assert tables.plan["tables.a"].kind == tables.plan["tables.e"].kind  # first and last, which torchrec puts side by side
