@@ -7,15 +7,13 @@ the wire. And the memory of a shard that was sent away must be free at once, not
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from bisect import bisect_right
 
 import torch
 
-__all__ = ["Arena", "warm"]
-
-
-_MADV_POPULATE_WRITE = 23
+__all__ = ["Arena", "touch", "warm"]
 
 
 class Arena:
@@ -99,10 +97,18 @@ def warm(num_bytes: int) -> None:
         _touched(num_bytes).close()
 
 
+def touch(mapping: mmap.mmap) -> None:
+    """Let a mapping's pages be there before they are used; does nothing where the kernel cannot."""
+    # Not `mapping.madvise`: it would keep Python's lock, and all other threads from running, for the seconds that this takes.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.madvise(address, len(mapping), 23)  # MADV_POPULATE_WRITE, since Linux 5.14
+
+
 def _touched(num_bytes: int) -> mmap.mmap:
     mapping = _mapped(num_bytes)
-    with contextlib.suppress(OSError):  # a kernel before 5.14
-        mapping.madvise(_MADV_POPULATE_WRITE)
+    touch(mapping)
     return mapping
 
 

@@ -11,15 +11,16 @@ has all it should have, the snapshot counts, and the room of the one before it m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ KEPT_S = 86400.0
 
 MAX_CHANGED = 0.3
 """Part of a table's rows: of more, all are copied, which is faster than picking them."""
+
+SWAP_S = 300.0
+"""For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
 
 PAUSE_S = 0.004
 """Between two messages to a neighbour: training has the wire first."""
@@ -309,7 +313,11 @@ class ElasticTables:
     def make_ready(self) -> None:
         """On a joiner, before it is admitted: touch the memory that its shards are going to take."""
         round_ = self._world.membership.view.round
-        self.tables.reserve((len(round_.members) if round_ is not None else 0) + 1)
+        workers = (len(round_.members) if round_ is not None else 0) + 1
+        self.tables.reserve(workers)
+        self._is_warm = True
+        if self._snapshots is not None:
+            self._snapshots.make_room(self.tables, self.tables.num_bytes // workers)
 
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -350,11 +358,11 @@ class _Snapshots:
         self._world = world
         self._store = store
         self._config = config
-        self._thread = ThreadPoolExecutor(1, "dlrover-snapshot")
         self._work: Future[int] | None = None  # becomes the number of the snapshot that it has completed here
         self._formation: Formation | None = None
         self._group: Group | None = None
-        self._stopping = threading.Event()
+        self._stopping = threading.Event()  # of the round: its thread is to give up
+        self._lock = threading.Lock()  # held while a copy is begun or made valid: by the thread of a round that lasts only
         self._number = 0  # of snapshots taken in this round, from 1; 0: room for them was made
         self._counted = 0  # the newest of them that everybody has
         self._name: tuple[int, int] | None = None  # of the newest one taken
@@ -390,16 +398,26 @@ class _Snapshots:
         self._group = None
         if formation.size > 1 and self._config.replicas:
             self._group = self._world.connect(formation.round, "snapshots", formation.round.members)
-        dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in tables.parameter_names())
-        num_bytes = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks()) + 4 * dense + (1 << 20)
-        self._work = self._thread.submit(self._make_room, self._world.worker_id, num_bytes)
+        held = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks())
+        self._work = self._begin(self.make_room, tables, held)
+
+    def _begin(self, run: Callable[..., int], *args: Any) -> Future[int]:
+        """In a thread of its own, which is left behind when the round ends: gloo may wait long for what will never come."""
+        result: Future[int] = Future()
+
+        def work() -> None:
+            try:
+                result.set_result(run(*args))
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="dlrover-snapshot", daemon=True).start()
+        return result
 
     def stop(self) -> None:
-        """Wait for the thread to give up; what it has not completed does not count."""
-        self._stopping.set()
-        if self._work is not None:
-            with contextlib.suppress(Exception):
-                self._work.result(timeout=60)
+        """Let the thread give up; what it has not completed does not count, and it completes nothing any more."""
+        with self._lock:
+            self._stopping.set()
         self._work = None
         self._group = None
 
@@ -454,7 +472,7 @@ class _Snapshots:
             self._work = Future()
             self._work.set_exception(error)
             return False
-        self._work = self._thread.submit(self._replicate, self._number, part, self._group)
+        self._work = self._begin(self._replicate, self._number, part, self._group, self._stopping)
         if self._number > 2:  # the first two touch their memory for the first time
             self._stall_s = time.perf_counter() - started
         return True
@@ -502,13 +520,13 @@ class _Snapshots:
 
     # --- in the thread -------------------------------------------------------------------------------------------------
 
-    def _replicate(self, number: int, part: Part, group: Group | None) -> int:
+    def _replicate(self, number: int, part: Part, group: Group | None, stopping: threading.Event) -> int:
         """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other."""
         if group is None:
             return number
         counts = [-1 if rows is None else len(rows) for rows in self._changed]
         said = json.dumps({"header": part.header.encode().decode(), "base": self._base, "counts": counts}).encode()
-        incoming = self._introduce(group, torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        incoming = self._introduce(group, torch.frombuffer(bytearray(said), dtype=torch.uint8), stopping)
         # Who has the base that a part was written over is sent what has changed since.
         answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self._neighbours}
         _swap(group, {rank: torch.tensor([each.has_base], dtype=torch.uint8) for rank, each in incoming.items()}, answers)
@@ -519,13 +537,16 @@ class _Snapshots:
             end = start + CHUNK_BYTES
             mine = {rank: values[start:end] for rank, values in outgoing.items()}
             _swap(group, mine, {rank: each.values[start:end] for rank, each in incoming.items()})
-            if self._stopping.wait(PAUSE_S):
+            if stopping.wait(PAUSE_S):
                 raise RoundEndedError("the round ended")
-        for each in incoming.values():
-            each.finish()
+        with self._lock:
+            if stopping.is_set():
+                raise RoundEndedError("the round ended")
+            for each in incoming.values():
+                each.finish()
         return number
 
-    def _introduce(self, group: Group, said: torch.Tensor) -> dict[int, _Incoming]:
+    def _introduce(self, group: Group, said: torch.Tensor, stopping: threading.Event) -> dict[int, _Incoming]:
         """Tell the neighbours what is to come, and learn from others what they send."""
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._owners}
         _swap(group, dict.fromkeys(self._neighbours, torch.tensor([len(said)])), lengths)
@@ -538,17 +559,22 @@ class _Snapshots:
                 header, base, counts = PartHeader.decode(found["header"].encode()), found["base"], found["counts"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise SnapshotError(f"rank {rank} sends what is no part of a snapshot: {error}") from error
-            incoming[rank] = _Incoming(self._store, self._keep, header, tuple(base) if base else None, counts)
+            with self._lock:
+                if stopping.is_set():
+                    raise RoundEndedError("the round ended")
+                incoming[rank] = _Incoming(self._store, self._keep, header, tuple(base) if base else None, counts)
         return incoming
 
-    def _make_room(self, owner: str, num_bytes: int) -> int:
+    def make_room(self, tables: ShardedTables, num_bytes: int) -> int:
         """Touch the memory of this worker's own parts: at the first two snapshots that would be most of the time they take."""
-        self._store.reserve(owner, num_bytes)
+        names = tables.parameter_names()
+        dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in names)
+        with suppress(SnapshotError):  # the snapshot itself will say so
+            self._store.reserve(self._world.worker_id, num_bytes + 4 * dense + (1 << 20))
         return 0
 
     def close(self, has_finished: bool) -> None:
         self.stop()
-        self._thread.shutdown(wait=False)
         self._persister.close()
         if has_finished:
             self._store.clear()
@@ -602,7 +628,7 @@ def _swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, tor
     work = [group.recv([values], rank, 0) for rank, values in theirs.items() if len(values)]
     work += [group.send([values], rank, 0) for rank, values in mine.items() if len(values)]
     for each in work:
-        each.wait()
+        each.wait(timedelta(seconds=SWAP_S))
 
 
 def _union(members: Sequence[str], plan: Plan) -> list[str]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from lightning_dlrover.sharding.arena import touch
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.tables import Block
 
@@ -40,7 +41,6 @@ ROOT = Path("/dev/shm")
 MAGIC = b"DLRSNAP1"
 _PREFIX = struct.Struct("<8sQQQ")  # magic, whether it is complete, length of the header, offset of the values
 ALIGN = 4096
-_MADV_POPULATE_WRITE = 23
 
 
 class SnapshotError(RuntimeError):
@@ -292,9 +292,7 @@ class SnapshotStore:
                 "(snapshot max_bytes)"
             )
         for slot in (0, 1):
-            mapping = self._open(self._path(owner, slot), size)
-            with contextlib.suppress(OSError):  # an older kernel
-                mapping.madvise(_MADV_POPULATE_WRITE)
+            touch(self._open(self._path(owner, slot), size))
 
     def _open(self, path: Path, size: int) -> mmap.mmap:
         mapping = self._mappings.get(path)
