@@ -144,7 +144,9 @@ class ElasticTables:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
                 record = world.membership.view.job
-                life = str(record.created_at) if record is not None else ""
+                if record is None:
+                    raise SnapshotError("the job's record cannot be read")
+                life = str(record.created_at)
                 store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life)
                 store.sweep(min(KEPT_S, world.config.history_ttl_s))
                 self._snapshots = _Snapshots(world, store, config)
