@@ -13,11 +13,12 @@ from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
+    from lightning_dlrover.sharding.elastic import SnapshotConfig
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["DLRoverCallback", "DLRoverStrategy", "__version__"]
+__all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"]
 
-_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy"}
+_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "sharding.elastic"}
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
-from lightning_dlrover.sharding.arena import warm
+from lightning_dlrover.sharding.arena import Arena, warm
 from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
 from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
 from lightning_dlrover.sharding.persist import Persister
@@ -185,13 +185,17 @@ class ElasticTables:
         new_plan = replan(old_plan, members)
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
-        old = self.tables.blocks() if self.tables.is_built else []
-        former = self.tables.detach()
+        old: list[Block] = []
+        former: Arena | None = None
+        if self.tables.is_built:  # else this is a joiner, which has made memory ready
+            old, former = self.tables.blocks(), self.tables.detach()
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
-        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), former.release)
+        release = former.release if former is not None else _keep
+        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), release)
         _meet(group)  # nobody closes a connection that another one still reads from
-        former.close()
+        if former is not None:
+            former.close()
         self._tell(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
@@ -258,7 +262,8 @@ class ElasticTables:
             for table, plan in old_plan.items()
         }
         new_plan = replan(read_plan, members)
-        self.tables.detach().close()
+        if self.tables.is_built:
+            self.tables.detach().close()
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(read_plan), layout_of(new_plan))
         blocks = [block for part in mine.values() for block in part.blocks()]
@@ -618,6 +623,9 @@ class _Incoming:
 
 
 # --- small decisions ----------------------------------------------------------------------------------------------------------
+
+
+def _keep(values: torch.Tensor) -> None: ...
 
 
 def _meet(group: Any) -> None:
