@@ -324,7 +324,9 @@ class SnapshotStore:
         if self._disk is None:
             return None
         path = next((p for slot in (0, 1) if self._name(p := self._path(self.holder, slot)) == name), None)
-        return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / path.name) if path is not None else None
+        # Of one name whatever the slot, so that older ones are found.
+        target = self._path(self.holder, 0).name
+        return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / target) if path is not None else None
 
     def _read(self, path: Path) -> Part | None:
         try:

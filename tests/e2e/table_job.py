@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -49,6 +50,7 @@ class TableSettings:
     val_every: int | None = None  # batches; None: once per epoch
     save_at: int | None = None  # step after which the script saves a checkpoint, to `checkpoint` in the job's folder
     ckpt_path: str | None = None
+    on_disk: bool = False  # snapshots are copied to `disk` in the job's folder
 
     @property
     def batches_per_epoch(self) -> int:
@@ -170,7 +172,13 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
             sharding_constraints={
                 f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=4) for i, kind in enumerate(settings.kinds)
             },
-            snapshots=SnapshotConfig(settings.snapshot_s, settings.replicas, settings.max_bytes),
+            snapshots=SnapshotConfig(
+                settings.snapshot_s,
+                settings.replicas,
+                settings.max_bytes,
+                disk=Path(recorder.place.folder) / "disk" if settings.on_disk else None,
+                disk_interval_s=0.1,
+            ),
         ),
         max_epochs=settings.max_epochs,
         val_check_interval=settings.val_every,

@@ -410,6 +410,23 @@ def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(ne
     assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
 
 
+def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, on_disk=True)
+    job = new_job(settings, lease_ttl_s=8)
+    started(job, 2)
+    disk = job.folder / "disk"
+    since = job.step
+    job.wait_until(lambda: job.step > since + 10 and len(list(disk.glob("*/*/*-0"))) >= 4, "two parts of two snapshots on disk")
+    kill_all(job)
+    lose_shared_memory_of(job)
+    again = [job.start() for _ in range(3)]
+    codes = job.finish()
+    assert codes == [-9, -9, 0, 0, 0], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) > 1
+    assert judge(job, settings, undisturbed(new_job, SETTINGS)) == [], job.report()
+    assert not list(disk.glob("*/*"))  # the job has finished
+
+
 def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, save_at=25, snapshot_s=1000.0)  # one snapshot, at the beginning of each round
     job = new_job(settings, lease_ttl_s=8)

@@ -1,0 +1,125 @@
+"""Parts of snapshots are copied to disk whole or not at all, by a process that nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_dlrover.sharding import persist as module
+from lightning_dlrover.sharding.layout import Region
+from lightning_dlrover.sharding.persist import NUM_KEPT, Persister, keep_newest, persist
+from lightning_dlrover.sharding.snapshot import SnapshotStore, newest_complete, part_header
+from lightning_dlrover.sharding.tables import Block
+
+
+def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[str, ...] = ("a",)) -> tuple[Path, Path]:
+    """A complete part of a store, and where it belongs on disk."""
+    block = Block("t", "weight", Region(0, 100, 0, 8), torch.full((100, 8), value))
+    writer = store.begin(part_header(batch, 1, members, store.holder, {}, [block], 5))
+    writer.put([block], b"state")
+    paths = store.on_disk(writer.commit().header.name)
+    assert paths is not None
+    return paths
+
+
+def eventually(found: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def make_store(tmp_path: Path, holder: str = "a") -> SnapshotStore:
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    return SnapshotStore("job", holder, 1 << 24, tmp_path / "disk", tmp_path / "memory")
+
+
+def test_a_part_on_disk_is_read_when_memory_is_lost(tmp_path: Path) -> None:
+    for holder in ("a", "b"):
+        assert persist(*write_part(make_store(tmp_path, holder), 7, 3.0, ("a", "b")))
+    for file in (tmp_path / "memory").rglob("*-*-*"):
+        if file.is_file():
+            file.unlink()
+    parts = make_store(tmp_path, "c").parts()
+    assert {p.header.owner for p in parts} == {"a", "b"}
+    assert newest_complete({"c": [p.header for p in parts]}) == {"a": ["c"], "b": ["c"]}
+    for part in parts:
+        assert torch.equal(part.blocks()[0].values, torch.full((100, 8), 3.0))
+        assert part.state().numpy().tobytes() == b"state"
+
+
+def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    source, target = write_part(store, 1, 1.0)
+    fsync = os.fsync
+
+    def overwrite(fd: int) -> None:
+        fsync(fd)
+        write_part(store, 2, 2.0)
+        write_part(store, 3, 3.0)  # in the slot of the first one
+
+    monkeypatch.setattr(module.os, "fsync", overwrite)
+    assert not persist(source, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_part_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    source, target = write_part(make_store(tmp_path), 1, 1.0)
+    source.unlink()
+    assert not persist(source, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_only_the_newest_parts_stay_on_disk(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    targets = []
+    for batch in range(5):
+        source, target = write_part(store, batch, float(batch))
+        assert persist(source, target)
+        keep_newest(target)
+        targets.append(target)
+    assert [t.exists() for t in targets] == [False] * (5 - NUM_KEPT) + [True] * NUM_KEPT
+    assert not targets[0].parent.exists()
+
+
+def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Path) -> None:
+    store, persister = make_store(tmp_path), Persister()
+    source, target = write_part(store, 1, 1.0)
+    started = time.perf_counter()
+    persister.persist(source, target)
+    assert time.perf_counter() - started < 1.0
+    (process,) = [c for c in psutil.Process().children() if module.__name__ in c.cmdline()]
+    eventually(target.exists, "the copy")
+    assert process.nice() == 19
+    process.kill()  # another one takes its place
+    process.wait(10)
+    source, target = write_part(store, 2, 2.0)
+    persister.persist(source, target)
+    persister.persist(source, target)
+    eventually(target.exists, "the copy of the second process")
+    persister.close()
+    assert not [c for c in psutil.Process().children() if module.__name__ in c.cmdline()]
+
+
+def test_the_process_ends_with_its_worker(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from lightning_dlrover.sharding.persist import Persister\n"
+        "p = Persister(); p.persist(Path('nothing'), Path(sys.argv[1]) / 'x'); print(p._process.pid, flush=True); input()"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(10)
+    eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the process")
