@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +93,7 @@ class Scenario:
             if worker.records("failpoint") and self.point is not None and self.point.action == "stop":
                 since = self._stopped_at.setdefault(worker.name, time.monotonic())
                 if time.monotonic() - since > STOP_S and worker.exit_code is None:
-                    os.kill(worker.pid, signal.SIGCONT)
+                    worker.go_on()
             is_over = (self.job.folder / "end").exists() and worker.exit_code == 0
             if not worker.doomed and worker.exit_code is not None and not is_over:
                 self.ended.append(worker)

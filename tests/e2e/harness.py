@@ -6,6 +6,7 @@ lightning costs are saved. A replaced worker is simply one more worker.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -167,7 +168,8 @@ class Worker:
 
     def _signal(self, signum: int) -> None:
         if self.exit_code is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, signum)
 
 
 class Job:

@@ -118,7 +118,7 @@ def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: Make
     one.wait_for_step(1)
     other.wait_for_step(1)
     joiner = one.start()
-    one.wait_for_world(2)
+    one.wait_until(lambda: joiner.records("done"), "a step of the joiner")
     joiner.kill()
     one.wait_for_world(1)
     assert one.finish() == [0, -9]

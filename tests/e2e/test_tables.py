@@ -340,7 +340,7 @@ def test_a_kill_before_the_first_snapshot_is_complete_ends_all_workers_with_what
 
 
 def test_snapshots_over_the_memory_limit_are_left_out_with_a_warning(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, max_bytes=1 << 16)
+    settings = replace(SETTINGS, max_bytes=1 << 10)
     job = new_job(settings)
     workers = started(job, 2)
     assert_fine(new_job, job, settings, [0, 0], rollbacks=0)

@@ -144,9 +144,14 @@ class Model(nn.Module):
             _apply_optimizer_in_backward(optimizers[case.optimizer], part.parameters(), {"lr": RATE})
         self.dense = nn.Linear(sum(t.cols * t.num_features for t in case.bags), 1)
 
+    def _pooled(self, batch: Any) -> torch.Tensor:
+        """By name: stock torchrec's order follows the sharding."""
+        pooled = self.bags(batch)
+        return torch.cat([pooled[key] for key in sorted(pooled.keys())], 1)
+
     def forward(self, batch: Any) -> torch.Tensor:
         # Bounded gradients: no optimizer here runs away.
-        loss: torch.Tensor = self.dense(self.bags(batch).values()).tanh().mean()
+        loss: torch.Tensor = self.dense(self._pooled(batch)).tanh().mean()
         for jagged in self.sequences(batch).values():
             loss = loss + jagged.values().sin().sum() / LOCAL_BATCH_SIZE
         return loss

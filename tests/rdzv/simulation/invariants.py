@@ -6,7 +6,7 @@
   the state and was left out never comes back under its id.
 - cap: A planned round is not larger than what the plan and the job allow when it is decided, unless those who were asked to
   leave hand over in it. Nobody who was asked to leave is added.
-- rank-order: Survivors come first and keep their order, so rank 0 is a survivor if there is one.
+- rank-order: Survivors keep their order, and the first of them is rank 0.
 - alone: A step is made by exactly the members of one round, in that round, all standing on the same state.
 - no-ghosts: A group whose round ended without an agreement, and a worker whose record is gone, make no step any more once one
   of them has had undisturbed contact with etcd for `NOTICE_S`: no two groups go on for longer.
@@ -115,7 +115,7 @@ class Checks:
             if worker_id in self._left_out:
                 raise Violation("members", f"{new}: {worker_id} was left out in round {self._left_out[worker_id]}")
         kept = [w for w in members if w in new.members]
-        if kept != new.members[: len(kept)]:
+        if kept != [w for w in new.members if w in kept] or kept[:1] != new.members[: len(kept[:1])]:
             raise Violation("rank-order", f"{new} follows {old}")
         for worker_id in members:
             if worker_id not in new.members and self.job.workers[worker_id].state is not None:
