@@ -115,7 +115,12 @@ def test_a_token_that_has_run_out_is_renewed_and_watches_go_on(tmp_path: Path, k
                 # Nobody speaks for longer than a token lasts; nothing says when it has run out but etcd's refusal.
                 assert not seen.wait(2.5)
                 other.put(keys.round, str(number).encode())
-                eventually(lambda: mirror.snapshot()[keys.round].value == str(number).encode(), "the write is seen", 20)  # noqa: B023
+                wanted = str(number).encode()
+                eventually(
+                    lambda: (entry := mirror.snapshot().get(keys.round)) is not None and entry.value == wanted,  # noqa: B023
+                    "the write is seen",
+                    20,
+                )
             assert not lease.lost.is_set()
             assert keys.job in mirror.snapshot()
 
