@@ -20,7 +20,7 @@ import logging
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -487,7 +487,7 @@ class LiveTraining:
             loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
         if self._tables is not None:
-            self._settle_tables(formation, standing)
+            self._settle_tables(formation, standing, plan.joining)
             self._pace.went_on(self._batch_number + 1)
             return False
         if not standing and me == formation.round.members[0]:
@@ -502,12 +502,7 @@ class LiveTraining:
                 self._apply(_Update(**transfer.receive(formation.rank_of(source))))
         if len(standing) > 1:
             self._share_results(formation, standing)
-        state = self._message() if any(me == sender for sender, _ in plan.joining) else None
-        for sender, worker in plan.joining:
-            if me == sender:
-                transfer.send(state, formation.rank_of(worker))
-            elif me == worker:
-                self._restore(self._received(formation.rank_of(sender)))
+        self._give_state(formation, plan.joining)
         strategy.wrap_model()
         if formation.rank == 0:
             self._take_over_rank_zero()
@@ -527,11 +522,11 @@ class LiveTraining:
     def _wishes(self) -> list[int]:
         return self._tables.wishes() if self._tables is not None else []
 
-    def _settle_tables(self, formation: Formation, standing: Mapping[str, Position]) -> None:
+    def _settle_tables(
+        self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]
+    ) -> None:
         """Bring everyone in a new round to a common state: the current one if it is whole, else that of a snapshot."""
         assert self._tables is not None
-        self.world.wishes = []  # of the vote on this round: they speak of the former one's snapshots
-        me = self.world.worker_id
         stand = [w for w in formation.round.members if w in standing]
         places = {(p.batch, p.updates, p.tables, p.at_boundary) for p in standing.values()}
         # After a loss there is nobody to hand over the shards of those who are lost.
@@ -541,13 +536,7 @@ class LiveTraining:
             except BaseException:
                 self._tables.broken()
                 raise
-            plan = handover(formation.round.members, {w: p.updates if p else None for w, p in _by_member(formation, standing)})
-            state = self._message() if any(me == sender for sender, _ in plan.joining) else None
-            for sender, worker in plan.joining:
-                if me == sender:
-                    transfer.send(state, formation.rank_of(worker))
-                elif me == worker:
-                    self._restore(self._received(formation.rank_of(sender)))
+            self._give_state(formation, joining)
         else:
             is_back = self._roll_back(formation)
             # Not recovered from in these processes: whoever stands inside the loops cannot be put at their beginning.
@@ -638,6 +627,16 @@ class LiveTraining:
                         break
                     finally:
                         epoch_loop.on_iteration_done()
+
+    def _give_state(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
+        """Let joiners have the state, each from the worker it is paired with."""
+        me = self.world.worker_id
+        state = self._message() if any(me == sender for sender, _ in joining) else None
+        for sender, worker in joining:
+            if me == sender:
+                transfer.send(state, formation.rank_of(worker))
+            elif me == worker:
+                self._restore(self._received(formation.rank_of(sender)))
 
     def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
         """Give results of collectives outside of steps to those who lack them."""
@@ -954,10 +953,6 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return self.world.is_failure(error)
-
-
-def _by_member(formation: Formation, standing: Mapping[str, Position]) -> list[tuple[str, Position | None]]:
-    return [(worker, standing.get(worker)) for worker in formation.round.members]
 
 
 def _adopt_csv_log(logger: CSVLogger) -> None:

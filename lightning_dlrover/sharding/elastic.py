@@ -47,6 +47,7 @@ from lightning_dlrover.sharding.snapshot import (
     SnapshotStore,
     changes_of,
     newest_complete,
+    newest_name,
     part_header,
     put_changes,
     size_of_changes,
@@ -186,16 +187,14 @@ class ElasticTables:
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
         old: list[Block] = []
-        former: Arena | None = None
+        former = Arena()
         if self.tables.is_built:  # else this is a joiner, which has made memory ready
             old, former = self.tables.blocks(), self.tables.detach()
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
-        release = former.release if former is not None else _keep
-        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), release)
+        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), former.release)
         _meet(group)  # nobody closes a connection that another one still reads from
-        if former is not None:
-            former.close()
+        former.close()
         self._tell(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
@@ -247,11 +246,10 @@ class ElasticTables:
             formation, [(p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts]
         )
         held = {worker: [_named(*each) for each in said] for worker, said in zip(members, found, strict=True)}
-        holders = newest_complete(held)
-        if holders is None:
+        name, holders = newest_name(held), newest_complete(held)
+        if name is None or holders is None:
             return None
         self.whole_in = 0
-        name = max(h.name for headers in held.values() for h in headers if _is_complete(h, held))
         reader = _readers(holders, members)
         mine = {p.header.owner: p for p in parts if p.header.name == name and reader[p.header.owner] == self._me}
         first = min(members.index(reader[owner]) for owner in reader)
@@ -474,10 +472,8 @@ class _Snapshots:
         try:
             part = self._take(batch, tables, pack_state)
         except SnapshotError as error:
-            log.warning("worker %s takes no more snapshots in this round: %s", self._world.worker_id, error)
-            self._stopping.set()
             self._work = Future()
-            self._work.set_exception(error)
+            self._work.set_exception(error)  # see `_done`
             return False
         self._work = self._begin(self._replicate, self._number, part, self._group, self._stopping)
         if self._number > 2:  # the first two touch their memory for the first time
@@ -625,9 +621,6 @@ class _Incoming:
 # --- small decisions ----------------------------------------------------------------------------------------------------------
 
 
-def _keep(values: torch.Tensor) -> None: ...
-
-
 def _meet(group: Any) -> None:
     if group is not None:
         group.allreduce([torch.zeros(1)]).wait()
@@ -656,10 +649,6 @@ def _others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
 
 def _named(round_: int, batch: int, owner: str, members: Sequence[str]) -> PartHeader:
     return PartHeader(batch, round_, tuple(members), owner, {}, (), 0, 0)
-
-
-def _is_complete(header: PartHeader, held: Mapping[str, Sequence[PartHeader]]) -> bool:
-    return {h.owner for headers in held.values() for h in headers if h.name == header.name} >= set(header.members)
 
 
 def _readers(holders: Mapping[str, Sequence[str]], members: Sequence[str]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from lightning_dlrover.sharding.arena import touch
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.tables import Block
 
-__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "newest_complete"]
+__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "newest_complete", "newest_name"]
 
 log = logging.getLogger(__name__)
 
@@ -446,6 +446,16 @@ def put_changes(writer: PartWriter, counts: Sequence[int], changes: torch.Tensor
     writer.values[writer.header.state_offset :].copy_(take(writer.header.state_bytes))
 
 
+def newest_name(held: Mapping[str, Iterable[PartHeader]]) -> tuple[int, int] | None:
+    """Of the newest snapshot of which every part is held by somebody; None: there is none."""
+    owners: dict[tuple[int, int], set[str]] = {}
+    members: dict[tuple[int, int], tuple[str, ...]] = {}
+    for header in (header for headers in held.values() for header in headers):
+        owners.setdefault(header.name, set()).add(header.owner)
+        members[header.name] = header.members
+    return max((name for name in owners if owners[name] >= set(members[name])), default=None)
+
+
 def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]] | None:
     """Who has the parts of the newest snapshot of which every part is held by somebody.
 
@@ -453,16 +463,17 @@ def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[
         held: headers of the parts that each worker can read.
 
     Returns:
-        Workers, by the owner of the part that they have; the name of the snapshot is that of their parts. None: there is none.
+        Workers, by the owner of the part that they have; None: there is no such snapshot. See `newest_name` for its name.
     """
-    found: dict[tuple[int, int], dict[str, list[str]]] = {}
-    members: dict[tuple[int, int], tuple[str, ...]] = {}
+    name = newest_name(held)
+    if name is None:
+        return None
+    holders: dict[str, list[str]] = {}
     for worker, headers in held.items():
         for header in headers:
-            found.setdefault(header.name, {}).setdefault(header.owner, []).append(worker)
-            members[header.name] = header.members
-    complete = [name for name, owners in found.items() if set(owners) >= set(members[name])]
-    return found[max(complete)] if complete else None
+            if header.name == name:
+                holders.setdefault(header.owner, []).append(worker)
+    return holders
 
 
 def _short(worker: str) -> str:
