@@ -279,7 +279,7 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) 
 
 
 class _Announcer:
-    """Says what has happened; that nothing changes, and why, once per size."""
+    """Says what has happened; that nothing changes, and why, once per settings."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -288,7 +288,7 @@ class _Announcer:
     def __call__(self) -> None:
         for event in self._log.new():
             if event.kind == "decision":
-                chosen, current = event.data.get("chosen_workers"), event.data.get("current_workers")
+                chosen, current = event.data.get("chosen"), event.data.get("current")
                 if chosen == current == self._stays_at:
                     continue
                 self._stays_at = chosen if chosen == current else None

@@ -240,12 +240,12 @@ def _decision(event: EventRecord) -> Decision:
     return Decision(
         at=event.at,
         decision_id=_whole(data["decision_id"]),
-        current_workers=_whole(data["current_workers"]),
-        chosen_workers=_whole(data["chosen_workers"]),
+        current_workers=_whole(data["current"]["num_workers"]),
+        chosen_workers=_whole(data["chosen"]["num_workers"]),
         reason=str(data.get("reason") or event.text),
         candidates=tuple(
             Candidate(
-                _whole(c["num_workers"]),
+                _whole(c["settings"]["num_workers"]),
                 _amount(c["step_time_s"]),
                 _amount(c.get("low_s", c["step_time_s"])),
                 _amount(c.get("high_s", c["step_time_s"])),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lightning_dlrover.perf.model import StepTimeModel
 from lightning_dlrover.perf.prior import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.plan import Candidate, Decision
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 
 __all__ = ["Limits", "plan_workers"]
 
@@ -93,8 +93,8 @@ def plan_workers(
     return Decision(
         decision_id=decision_id,
         at=at,
-        current_workers=now.num_workers,
-        chosen_workers=chosen.num_workers,
+        current=now.settings,
+        chosen=chosen.settings,
         reason=reason,
         candidates=tuple(candidates),
         observed_step_time_s=current.step_time_s,
@@ -107,7 +107,7 @@ def _candidate_now(model: StepTimeModel, current: StepProfile) -> Candidate:
     """What runs now, judged by all its windows: a single slow one is no reason to leave."""
     prediction = model.predict(configuration_of(current, model.node_cores))
     return Candidate(
-        num_workers=current.num_workers,
+        settings=_settings_now(current),
         step_time_s=prediction.step_time_s,
         low_s=prediction.low_s,
         high_s=prediction.high_s,
@@ -117,6 +117,11 @@ def _candidate_now(model: StepTimeModel, current: StepProfile) -> Candidate:
         feasible=True,
         note="runs now",
     )
+
+
+def _settings_now(current: StepProfile) -> Settings:
+    prefetch_factor = getattr(current, "prefetch_factor", 2 if current.loader_workers else 0)
+    return Settings(current.num_workers, current.loader_workers, current.intra_op_threads, prefetch_factor)
 
 
 def _candidate(
@@ -134,7 +139,7 @@ def _candidate(
     feasible = num_workers <= current.global_batch
     note = "" if feasible else f"a global batch of {current.global_batch} leaves workers without a sample"
     return Candidate(
-        num_workers=num_workers,
+        settings=replace(now.settings, num_workers=num_workers),
         step_time_s=prediction.step_time_s,
         low_s=prediction.low_s,
         high_s=prediction.high_s,

@@ -11,48 +11,77 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-__all__ = ["Candidate", "Decision", "Outcome", "outcome"]
+__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome"]
 
 
 LARGEST = 1e18  # of any quantity; beyond lies a broken record, infinity or a whole number that is no float
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One world size that was considered."""
+@dataclass(frozen=True, order=True)
+class Settings:
+    """What a plan may change while a job runs. The local batch follows: the global batch is kept."""
 
     num_workers: int
+    loader_workers: int  # of each worker; 0: the worker prepares its batches itself
+    intra_op_threads: int  # of each worker; 0: as many as it has cores
+    prefetch_factor: int  # batches that each loader worker keeps ready; 0 without loader workers
+
+    def __post_init__(self) -> None:
+        least = {"num_workers": 1, "loader_workers": 0, "intra_op_threads": 0, "prefetch_factor": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"no job runs with {name}={getattr(self, name)!r}, which must be {low} or more")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that were considered."""
+
+    settings: Settings
     step_time_s: float
     low_s: float
     high_s: float
     samples_per_s: float  # of the whole job
     worth_s: float  # seconds by which the rest of the job ends sooner than without a change; negative if later
-    measured: bool  # this size was tried with this batch
+    measured: bool  # these settings were tried with this batch
     feasible: bool
     note: str = ""  # for people: why not, or why
+
+    @property
+    def num_workers(self) -> int:
+        return self.settings.num_workers
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A world size chosen over others. JSON-safe: `from_data(to_data(d)) == d`, through `json` too."""
+    """Settings chosen over others. JSON-safe: `from_data(to_data(d)) == d`, through `json` too."""
 
     decision_id: int
     at: float  # seconds since the epoch
-    current_workers: int
-    chosen_workers: int
+    current: Settings
+    chosen: Settings
     reason: str  # a sentence for people
-    candidates: tuple[Candidate, ...]  # ascending in workers
+    candidates: tuple[Candidate, ...]  # ascending in settings
     observed_step_time_s: float  # before the change
-    predicted_step_time_s: float  # of the chosen size
+    predicted_step_time_s: float  # of the chosen settings
     explored: bool  # chosen to learn, not because it was known to be better
 
     @property
     def is_change(self) -> bool:
-        return self.chosen_workers != self.current_workers
+        return self.chosen != self.current
 
     @property
-    def chosen(self) -> Candidate:
-        return next(c for c in self.candidates if c.num_workers == self.chosen_workers)
+    def current_workers(self) -> int:
+        return self.current.num_workers
+
+    @property
+    def chosen_workers(self) -> int:
+        return self.chosen.num_workers
+
+    @property
+    def choice(self) -> Candidate:
+        """The candidate that was chosen."""
+        return next(c for c in self.candidates if c.settings == self.chosen)
 
     def to_data(self) -> dict[str, Any]:
         """Plain lists and dicts, for `EventRecord.data`."""
@@ -70,10 +99,10 @@ class Decision:
         raw = data.get("candidates")
         if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
             raise ValueError(f"a decision's candidates must be a list of objects, not {raw!r:.80}")
-        candidates = tuple(_read(Candidate, item) for item in raw)
-        decision = _read(cls, {**data, "candidates": candidates})
-        if decision.chosen_workers not in [c.num_workers for c in candidates]:
-            raise ValueError(f"decision {decision.decision_id} chose {decision.chosen_workers} workers, no candidate")
+        candidates = tuple(_read(Candidate, _with_settings(item, "settings")) for item in raw)
+        decision = _read(cls, {**_with_settings(data, "current", "chosen"), "candidates": candidates})
+        if decision.chosen not in [c.settings for c in candidates]:
+            raise ValueError(f"decision {decision.decision_id} chose {decision.chosen}, which is no candidate")
         return decision
 
 
@@ -96,7 +125,7 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
     """
     if not 0 < observed_step_time_s < math.inf:
         raise ValueError(f"decision {decision.decision_id} cannot be judged by a step time of {observed_step_time_s!r} s")
-    chosen = decision.chosen
+    chosen = decision.choice
     ratio = observed_step_time_s / decision.predicted_step_time_s
     expected = chosen.low_s <= observed_step_time_s <= chosen.high_s
     text = (
@@ -112,6 +141,15 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
 
 T = TypeVar("T")
+
+
+def _with_settings(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """`data` with the objects under `names` read as settings."""
+    found = {name: data[name] for name in names if name in data}
+    for name, raw in found.items():
+        if not isinstance(raw, dict):
+            raise ValueError(f"{name} must be an object of settings, not {raw!r:.80}")
+    return {**data, **{name: _read(Settings, raw) for name, raw in found.items()}}
 
 
 def _read(record_type: type[T], data: Mapping[str, Any]) -> T:

@@ -317,7 +317,7 @@ class Told:
 def test_that_nothing_changes_is_said_once_per_size(capsys: pytest.CaptureFixture[str]) -> None:
     def decision(current: int, chosen: int) -> EventRecord:
         text = f"{current} to {chosen}"
-        return EventRecord("decision", 0.0, text, {"current_workers": current, "chosen_workers": chosen})
+        return EventRecord("decision", 0.0, text, {"current": {"num_workers": current}, "chosen": {"num_workers": chosen}})
 
     made = [decision(1, 1), decision(1, 1), decision(1, 2), decision(2, 2), decision(2, 2), decision(1, 1)]
     cli._Announcer(Told(*made))()  # type: ignore[arg-type]

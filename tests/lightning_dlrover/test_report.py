@@ -63,14 +63,14 @@ def profile_event(at: float, round_number: int, num_workers: int, step_time_s: f
 
 def decision_event(at: float, decision_id: int, reason: str = "2 workers are faster") -> EventRecord:
     candidates = [
-        {"num_workers": 1, "step_time_s": 0.13, "low_s": 0.12, "high_s": 0.14, "samples_per_s": 7877.0},
-        {"num_workers": 2, "step_time_s": 0.08, "low_s": 0.07, "high_s": 0.10, "samples_per_s": 12800.0},
+        {"settings": {"num_workers": 1}, "step_time_s": 0.13, "low_s": 0.12, "high_s": 0.14, "samples_per_s": 7877.0},
+        {"settings": {"num_workers": 2}, "step_time_s": 0.08, "low_s": 0.07, "high_s": 0.10, "samples_per_s": 12800.0},
     ]
     data = {
         "decision_id": decision_id,
         "at": BEGIN + at,
-        "current_workers": 1,
-        "chosen_workers": 2,
+        "current": {"num_workers": 1},
+        "chosen": {"num_workers": 2},
         "reason": reason,
         "candidates": candidates,
         "observed_step_time_s": 0.13,
@@ -219,7 +219,7 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
             "decision",
             BEGIN,
             "",
-            {"decision_id": 1, "current_workers": 1, "chosen_workers": 2, "candidates": [7]},
+            {"decision_id": 1, "current": {"num_workers": 1}, "chosen": {"num_workers": 2}, "candidates": [7]},
         ),
         EventRecord("stall", BEGIN, "", {"round": 1, "seconds": 1e300}),
         EventRecord("finished", BEGIN, "", {}),

@@ -174,7 +174,7 @@ def test_the_chosen_size_is_a_feasible_candidate_within_the_limits(
         at=0.0,
     )
     assert low <= decision.chosen_workers <= low + spread
-    assert decision.chosen.feasible
+    assert decision.choice.feasible
     assert decision.reason
     sizes = [c.num_workers for c in decision.candidates]
     assert sizes == sorted({*range(low, low + spread + 1), now})

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.plan import Candidate, Decision, outcome
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, outcome
 
 seconds = st.floats(1e-6, 1e6)
+some_settings = st.builds(Settings, st.integers(1, 64), st.integers(0, 8), st.integers(0, 16), st.integers(0, 8))
 
 
 @st.composite
 def decisions(draw: st.DrawFn) -> Decision:
-    sizes = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=5)))
+    considered = sorted(draw(st.sets(some_settings, min_size=1, max_size=5)))
     candidates = tuple(
         Candidate(
-            num_workers=size,
+            settings=settings,
             step_time_s=draw(seconds),
             low_s=draw(seconds),
             high_s=draw(seconds),
@@ -29,13 +31,13 @@ def decisions(draw: st.DrawFn) -> Decision:
             feasible=draw(st.booleans()),
             note=draw(st.text(max_size=10)),
         )
-        for size in sizes
+        for settings in considered
     )
     return Decision(
         decision_id=draw(st.integers(0)),
         at=draw(st.floats(0, 4e9)),
-        current_workers=draw(st.integers(1, 64)),
-        chosen_workers=draw(st.sampled_from(sizes)),
+        current=draw(some_settings),
+        chosen=draw(st.sampled_from(considered)),
         reason=draw(st.text()),
         candidates=candidates,
         observed_step_time_s=draw(seconds),
@@ -44,9 +46,10 @@ def decisions(draw: st.DrawFn) -> Decision:
     )
 
 
-ONE = Candidate(1, 0.08, 0.075, 0.085, 800.0, 0.0, measured=True, feasible=True)
-TWO = Candidate(2, 0.04, 0.03, 0.06, 1600.0, 30.0, measured=False, feasible=True)
-GROW = Decision(7, 1000.0, 1, 2, "1 -> 2 workers: twice as fast", (ONE, TWO), 0.08, 0.04, explored=True)
+ONE_WORKER, TWO_WORKERS = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
+ONE = Candidate(ONE_WORKER, 0.08, 0.075, 0.085, 800.0, 0.0, measured=True, feasible=True)
+TWO = Candidate(TWO_WORKERS, 0.04, 0.03, 0.06, 1600.0, 30.0, measured=False, feasible=True)
+GROW = Decision(7, 1000.0, ONE_WORKER, TWO_WORKERS, "1 -> 2 workers: twice as fast", (ONE, TWO), 0.08, 0.04, explored=True)
 
 
 @given(decisions())
@@ -57,9 +60,12 @@ def test_a_decision_comes_back_from_json_as_it_was(decision: Decision) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"chosen_workers": 5},
-        {"chosen_workers": "2"},
-        {"chosen_workers": True},
+        {"chosen": {"num_workers": 5, "loader_workers": 0, "intra_op_threads": 1, "prefetch_factor": 0}},
+        {"chosen": {"num_workers": "2", "loader_workers": 0, "intra_op_threads": 1, "prefetch_factor": 0}},
+        {"chosen": {"num_workers": True, "loader_workers": 0, "intra_op_threads": 1, "prefetch_factor": 0}},
+        {"chosen": {"num_workers": 0, "loader_workers": 0, "intra_op_threads": 1, "prefetch_factor": 0}},
+        {"chosen": {"num_workers": 2}},
+        {"chosen": 2},
         {"reason": None},
         {"reason": ["a", "b"]},
         {"at": math.nan},
@@ -67,7 +73,7 @@ def test_a_decision_comes_back_from_json_as_it_was(decision: Decision) -> None:
         {"explored": 1},
         {"candidates": None},
         {"candidates": [3]},
-        {"candidates": [{"num_workers": 2}]},
+        {"candidates": [{"settings": {"num_workers": 2}}]},
         {"surprise": 1},
     ],
 )
@@ -97,3 +103,9 @@ def test_an_outcome_compares_what_was_measured_with_what_was_predicted() -> None
 def test_a_decision_is_not_judged_by_an_impossible_time(observed_s: float) -> None:
     with pytest.raises(ValueError, match="decision 7"):
         outcome(GROW, observed_s)
+
+
+@pytest.mark.parametrize("name", ["num_workers", "loader_workers", "intra_op_threads", "prefetch_factor"])
+def test_no_job_runs_with_a_negative_number_of_anything(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        replace(ONE_WORKER, **{name: -1})
