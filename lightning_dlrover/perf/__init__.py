@@ -1,5 +1,6 @@
-"""Fits and predicts step time. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
+"""Fits and predicts step time and memory. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
 
+from lightning_dlrover.perf.memory import MemoryModel, MemoryPrediction
 from lightning_dlrover.perf.model import Prediction, StepTimeModel
 from lightning_dlrover.perf.prior import Configuration, PhysicalPrior, configuration_of
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
@@ -7,6 +8,8 @@ from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 __all__ = [
     "STEP_PARTS",
     "Configuration",
+    "MemoryModel",
+    "MemoryPrediction",
     "PhysicalPrior",
     "Prediction",
     "StepProfile",

@@ -39,6 +39,7 @@ NUM_FOLDS = 4
 REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
 
 MAX_SIZES_THAT_REASSURE = 4
+EARLIER_WEIGHT = 0.3  # of a configuration of an earlier job beside one of this job
 
 MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior, nothing beyond
 
@@ -51,6 +52,7 @@ class Prediction:
     low_s: float
     high_s: float
     samples_per_s: float  # of the whole job
+    parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data, communication; they add up to the step
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class StepTimeModel:
     trees: Any = field(default=None, repr=False)  # None: samples do not justify them
 
     @classmethod
-    def fit(cls, samples: Sequence[StepProfile], *, node_cores: float = 0.0) -> StepTimeModel:
+    def fit(
+        cls, samples: Sequence[StepProfile], *, node_cores: float = 0.0, earlier: Sequence[StepProfile] = ()
+    ) -> StepTimeModel:
         """The model of `samples`, which may all come from one world size.
 
         From one world size, the assumption is that forward and backward split over the workers and that
@@ -83,12 +87,13 @@ class StepTimeModel:
         Args:
             samples: windows of one model on one kind of device, oldest first.
             node_cores: cores of one node, all its workers together; 0 if workers never share cores.
+            earlier: windows of earlier jobs of similar models; they shape the prior, and weigh less than this job's own.
         Raises:
             ValueError: there is no sample, or one holds a figure that no training step has.
         """
         if not samples:
             raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
-        for index, sample in enumerate(samples):
+        for index, sample in enumerate((*samples, *earlier)):
             _check(index, sample)
         configurations = [configuration_of(sample, node_cores) for sample in samples]
         groups: dict[Configuration, list[int]] = {}
@@ -96,7 +101,9 @@ class StepTimeModel:
             groups.setdefault(configuration, []).append(index)
         log_s = np.log([sample.step_time_s for sample in samples])
 
-        prior = PhysicalPrior.fit(configurations, samples)
+        earlier_at = [configuration_of(sample, node_cores) for sample in earlier]
+        weights = [1.0] * len(samples) + [EARLIER_WEIGHT] * len(earlier)
+        prior = PhysicalPrior.fit([*configurations, *earlier_at], [*samples, *earlier], weights)
         trees = None
         errors = _cross_validated_errors(configurations, samples, list(groups.values()), with_trees=False)
         if len(samples) >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
@@ -149,7 +156,12 @@ class StepTimeModel:
             low_s=step_time_s * math.exp(-low),
             high_s=step_time_s * math.exp(high),
             samples_per_s=_global_batch(configuration) / step_time_s,
+            parts_s=self.prior.parts_s(configuration, step_time_s),
         )
+
+    def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
+        """`predict` of each."""
+        return [self.predict(configuration) for configuration in configurations]
 
     @property
     def num_workers_seen(self) -> tuple[int, ...]:

@@ -29,6 +29,18 @@ LATENCY_S = 2e-4  # of one more participant in a collective over TCP
 PART_WEIGHT = 0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
 
 
+_COUNTS_FROM_0 = (
+    "loader_workers",
+    "intra_op_threads",
+    "dense_bytes",
+    "prefetch_factor",
+    "dense_flops",
+    "embedding_bytes",
+    "fullest_node",
+    "emptiest_node",
+)
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What a step time depends on; the fullest worker where workers differ.
@@ -44,12 +56,19 @@ class Configuration:
     intra_op_threads: int  # 0: as many as `cores`
     dense_bytes: int  # gradient bytes reduced per step
     node_cores: float = 0.0  # of one node, all its workers together; 0: unknown, workers are taken to share no core
+    device: str = "cpu"  # cpu, or the accelerator's name
+    prefetch_factor: int = 0  # batches that each loader worker prepares ahead
+    dense_flops: int = 0  # per sample, forward and backward; 0: unknown
+    embedding_bytes: int = 0  # of all tables of the job
+    lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
+    fullest_node: int = 0  # workers on the node that has most; 0: spread evenly
+    emptiest_node: int = 0  # workers on the node that has fewest; 0: spread evenly
 
     def __post_init__(self) -> None:
         wrong = (
             [name for name in ("num_workers", "num_nodes", "local_batch") if getattr(self, name) < 1]
-            + [name for name in ("loader_workers", "intra_op_threads", "dense_bytes") if getattr(self, name) < 0]
-            + [name for name in ("cores", "node_cores") if not 0 <= getattr(self, name) < math.inf]
+            + [name for name in _COUNTS_FROM_0 if getattr(self, name) < 0]
+            + [name for name in ("cores", "node_cores", "lookups_per_sample") if not 0 <= getattr(self, name) < math.inf]
             + (["cores"] if self.cores == 0 else [])
         )
         if wrong:
@@ -58,7 +77,7 @@ class Configuration:
     @property
     def workers_on_node(self) -> int:
         """Workers on the fullest node; a synchronous step waits for them."""
-        return math.ceil(self.num_workers / self.num_nodes)
+        return self.fullest_node or math.ceil(self.num_workers / self.num_nodes)
 
     @property
     def threads(self) -> float:
@@ -82,6 +101,13 @@ def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configura
         intra_op_threads=profile.intra_op_threads,
         dense_bytes=profile.dense_bytes,
         node_cores=node_cores,
+        device=profile.device,
+        prefetch_factor=profile.prefetch_factor,
+        dense_flops=profile.dense_flops,
+        embedding_bytes=profile.embedding_bytes,
+        lookups_per_sample=profile.lookups_per_sample,
+        fullest_node=profile.fullest_node,
+        emptiest_node=profile.emptiest_node,
     )
 
 
@@ -187,7 +213,9 @@ class PhysicalPrior:
     coefficients: tuple[float, ...]
 
     @classmethod
-    def fit(cls, configurations: Sequence[Configuration], samples: Sequence[StepProfile]) -> PhysicalPrior:
+    def fit(
+        cls, configurations: Sequence[Configuration], samples: Sequence[StepProfile], weights: Sequence[float] | None = None
+    ) -> PhysicalPrior:
         """The non-negative coefficients with the least squared relative error.
 
         A sample whose parts add up gives one row for each part besides the row of its step time: that tells
@@ -201,7 +229,7 @@ class PhysicalPrior:
         # Every configuration counts alike: a hundred windows of one size say no more about the shape than ten,
         # and the size that runs now must not bend the prediction of the others from decision to decision.
         repeated = Counter(configurations)
-        weight = np.array([repeated[c] ** -0.5 for c in configurations])
+        weight = np.array([repeated[c] ** -0.5 for c in configurations]) * (1.0 if weights is None else np.asarray(weights))
         blocks, targets = [amounts * (weight / step_s)[:, None]], [weight]
         parts = np.array([_parts_s(s) for s in samples])
         has_parts = np.abs(parts.sum(axis=1) - step_s) <= 0.05 * step_s
@@ -228,6 +256,15 @@ class PhysicalPrior:
     def seconds(self, configuration: Configuration) -> dict[str, float]:
         """Seconds of each term, by its name: what a decision is explained with."""
         return {t.name: k * t.amount(configuration) for t, k in zip(TERMS, self.coefficients, strict=True)}
+
+    def parts_s(self, configuration: Configuration, step_time_s: float) -> dict[str, float]:
+        """Seconds of compute, data and communication, scaled to add up to `step_time_s`."""
+        seconds = self.seconds(configuration)
+        scale = step_time_s / max(sum(seconds.values()), 1e-9)
+        parts = dict.fromkeys(("compute", "data", "communication"), 0.0)
+        for term in TERMS:
+            parts[term.part] += scale * seconds[term.name]
+        return parts
 
 
 def _parts_s(sample: StepProfile) -> tuple[float, float, float]:

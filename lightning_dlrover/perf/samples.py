@@ -45,3 +45,11 @@ class StepProfile:
     gpu_memory_bytes: int = 0
     gpu_percent: float = 0.0
     at: float = 0.0  # seconds since the epoch, end of the window
+    prefetch_factor: int = 0  # batches that each loader worker prepares ahead
+    peak_memory_bytes: int = 0  # highest resident set of the worker and its loader workers seen in the window; 0: unknown
+    memory_limit_bytes: int = 0  # that the worker and its loader workers must stay below; 0: none known
+    dense_flops: int = 0  # per sample, forward and backward, outside of tables; 0: unknown
+    embedding_bytes: int = 0  # of all tables of the job
+    lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
+    fullest_node: int = 0  # workers on the node that has most; 0: unknown, taken as spread evenly
+    emptiest_node: int = 0  # workers on the node that has fewest; 0: unknown, taken as spread evenly
