@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,13 @@ __all__ = ["main"]
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_SETTINGS = {
+    "loader_workers": ("loader workers", "of each worker; 0: it prepares its batches itself"),
+    "intra_op_threads": ("threads", "that each worker computes with; 0: as many as it has cores"),
+    "prefetch_factor": ("batches ahead", "that each loader worker prepares"),
+}
+"""Fields of a plan that every worker carries out by itself, and what they count."""
 
 
 class UsageError(Exception):
@@ -98,8 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     run.set_defaults(run=_run)
 
-    scale = job_command("scale", _scale, "set the number of workers by hand")
-    scale.add_argument("num_workers", type=int, metavar="N")
+    scale = job_command("scale", _scale, "set the number of workers, and how each of them works, by hand")
+    scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="workers; default: as many as planned now")
+    for name, texts in _SETTINGS.items():
+        scale.add_argument(f"--{_option(name)}", dest=name, type=_setting, metavar="N", help=" ".join(texts))
     status = job_command("status", _status, "show rounds, workers, rates and the current plan")
     status.add_argument("--json", action="store_true", help="for programs")
     report = job_command("report", _report, "write the job's report")
@@ -124,6 +134,18 @@ def _place_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders (default runs)"
     )
+
+
+def _option(setting: str) -> str:
+    return {"intra_op_threads": "threads", "prefetch_factor": "prefetch"}.get(setting, setting.replace("_", "-"))
+
+
+def _setting(text: str) -> int:
+    from lightning_dlrover.rdzv.records import MAX_SETTING
+
+    if not text.isdecimal() or int(text) > MAX_SETTING:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_SETTING}")
+    return int(text)
 
 
 def _workers(text: str) -> tuple[int, int]:
@@ -423,7 +445,7 @@ def _install_handlers(hurry: threading.Event) -> None:
 def _scale(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import connect_to_job, find_job, read_job
     from lightning_dlrover.rdzv.client import Put, absent, modified
-    from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, encode
+    from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, RecordError, decode, encode
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
     with connect_to_job(place, options.run_dir) as client:
@@ -435,28 +457,33 @@ def _scale(options: argparse.Namespace) -> int:
         if view.job.phase in ("finished", "failed"):
             raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
         low, high = view.job.min_workers, view.job.max_workers
-        if not low <= options.num_workers <= high:
+        if options.num_workers is not None and not low <= options.num_workers <= high:
             raise UsageError(
                 f"job {place.run_id!r} was started for {low} to {high} workers, {options.num_workers} is outside of that"
             )
-        plan = PlanRecord(
-            options.num_workers, "user", f"set to {options.num_workers} by hand", binding=True, created_at=time.time()
-        )
+        settings = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
+        if options.num_workers is None and not settings:
+            asked = ", ".join(f"--{_option(name)}" for name in _SETTINGS)
+            raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
+        wanted = ", ".join(f"{value} {_SETTINGS[name][0]}" for name, value in settings.items())
+        if options.num_workers is not None:
+            wanted = f"{options.num_workers} workers" + (f", {wanted} each" if wanted else "")
+        reason = f"set to {wanted} by hand"
         while True:
             entry = client.get(place.keys.plan)
             unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
+            plan = PlanRecord(len(view.survivors) or low, "user", reason, binding=False)
+            with contextlib.suppress(RecordError):  # what cannot be read is replaced
+                plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
+            if options.num_workers is not None:
+                plan = replace(plan, num_workers=options.num_workers, binding=True)
+            plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
             if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
                 break
-        event = EventRecord(
-            "scale",
-            time.time(),
-            f"set to {options.num_workers} workers by hand",
-            {"num_workers": options.num_workers, "source": "user"},
-        )
+        data = {"num_workers": plan.num_workers, "source": "user", **settings}
+        event = EventRecord("scale", time.time(), reason, data)
         client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))
-    print(
-        f"job {place.run_id}: {options.num_workers} workers wanted; `dlrover status {place.run_id}` shows when they are there"
-    )
+    print(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
     return EXIT_OK
 
 
@@ -516,6 +543,8 @@ def _status_text(status: dict[str, Any]) -> str:
     plan = status["plan"]
     if plan:
         binding = "" if plan["binding"] else " (a recommendation)"
+        each = ", ".join(f"{plan[name]} {counted}" for name, (counted, _) in _SETTINGS.items() if name in plan)
+        binding += f", {each} each" if each else ""
         lines.append(f"plan: {plan['num_workers']} workers{binding}, by {plan['source']}: {plan['reason']}")
     if status["controller"]:
         controller = status["controller"]

@@ -35,6 +35,7 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    PlanRecord,
     RecordError,
     decode,
     encode,
@@ -394,11 +395,20 @@ def show_status(
         ],
         "controller": _show_controller(found),
         "samples_per_s": rates[0] if rates else None,
-        "plan": {"num_workers": plan.num_workers, "source": plan.source, "reason": plan.reason, "binding": plan.binding}
-        if plan
-        else None,
+        "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
+    }
+
+
+def _show_plan(plan: PlanRecord) -> dict[str, Any]:
+    settings = ("loader_workers", "intra_op_threads", "prefetch_factor")
+    return {
+        "num_workers": plan.num_workers,
+        **{name: value for name in settings if (value := getattr(plan, name)) is not None},
+        "source": plan.source,
+        "reason": plan.reason,
+        "binding": plan.binding,
     }
 
 

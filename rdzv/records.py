@@ -45,6 +45,9 @@ _LARGEST_PORT = 65535
 MAX_UNREACHABLE = 64
 """Workers that one worker names as out of its reach: enough to tell two sides apart, and a record stays a few kilobytes."""
 
+MAX_SETTING = 1024
+"""Loader workers or threads of one worker that a plan may ask for: what is larger was never meant."""
+
 DEFAULT_PREFIX = "/dlrover"
 
 HISTORY_TTL_S = 7 * 24 * 3600.0
@@ -272,9 +275,19 @@ class PlanRecord:
     num_workers: int
     source: Literal["planner", "user", "initial"]
     reason: str
-    binding: bool  # False: a recommendation only, nobody is there to carry it out
+    binding: bool  # False: the number of workers is a recommendation only, nobody is there to carry it out
     decision_id: int = 0
     created_at: float = 0.0
+    # What every worker does by itself, whether the plan is binding or not. None: as the worker has it.
+    loader_workers: int | None = None  # of each worker; 0: it prepares its batches itself
+    intra_op_threads: int | None = None  # of each worker; 0: as many as it has cores
+    prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 where there are none
+
+    def __post_init__(self) -> None:
+        for name in ("loader_workers", "intra_op_threads", "prefetch_factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_SETTING:
+                raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {MAX_SETTING}, or be left out")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
     assert [w["rank"] for w in three] == [0, 1, 2]
     status = run.status()
     assert (status["phase"], status["min_workers"], status["max_workers"]) == ("training", 1, 3)
-    assert status["plan"] == {"num_workers": 3, "source": "user", "reason": "set to 3 by hand", "binding": True}
+    assert status["plan"] == {"num_workers": 3, "source": "user", "reason": "set to 3 workers by hand", "binding": True}
     text = dlrover("status", "job").stdout
     assert "job job: training, 1 to 3 workers" in text
     assert all(w["worker_id"] in text for w in three)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -167,6 +168,56 @@ def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdC
     assert (plan.num_workers, plan.source, plan.binding) == (3, "user", True)
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(job.events)[1]]
     assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
+
+
+def test_scale_sets_how_workers_work_and_keeps_what_it_was_not_asked_to_change(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    def plan() -> PlanRecord:
+        entry = client.get(job.plan)
+        assert entry is not None
+        return dataclasses.replace(decode(PlanRecord, entry.value, entry.key), created_at=0.0)
+
+    scale = ("scale", "--endpoint", etcd.endpoint, job.run_id)
+    code, output, _ = dlrover(*scale, "--loader-workers", 0, "--threads", 2)
+    assert (code, "0 loader workers, 2 threads wanted" in output) == (0, True)
+    reason = "set to 0 loader workers, 2 threads by hand"
+    assert plan() == PlanRecord(2, "user", reason, True, loader_workers=0, intra_op_threads=2)
+    assert dlrover(*scale, 3, "--prefetch", 4)[0] == 0
+    reason = "set to 3 workers, 4 batches ahead each by hand"
+    assert plan() == PlanRecord(3, "user", reason, True, loader_workers=0, intra_op_threads=2, prefetch_factor=4)
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "plan: 3 workers, 0 loader workers, 2 threads, 4 batches ahead each, by user" in text
+
+
+def test_a_setting_by_hand_leaves_the_number_of_workers_a_recommendation(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    """Nobody asked for another size, and the workers that are there must not be sent away."""
+    client.put(job.plan, encode(PlanRecord(1, "planner", "1 would do", False)))
+    assert dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, "--threads", 1)[0] == 0
+    entry = client.get(job.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.binding, plan.intra_op_threads) == (1, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--threads", "-1"], "'-1' is not a number from 0 to 1024"),
+        (["--loader-workers", "1025"], "'1025' is not a number from 0 to 1024"),
+        (["--prefetch", "two"], "'two' is not a number from 0 to 1024"),
+        ([], "give a number of workers, or one of --loader-workers, --threads, --prefetch"),
+    ],
+)
+def test_scale_refuses_settings_that_no_worker_can_have(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, asked: list[str], message: str
+) -> None:
+    before = client.get(job.plan)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, *asked)
+    assert (code, message in errors) == (2, True), errors
+    assert client.get(job.plan) == before
 
 
 @pytest.mark.parametrize("num_workers", [0, 4, -1])

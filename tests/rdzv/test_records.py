@@ -58,10 +58,25 @@ ALL_RECORDS: list[Any] = [
     *RECORDS,
     records.RoundRecord(3, ["a", "b"], "2 workers", "grow", True, "10.0.0.1", 29500, "a", 1.5),
     records.PlanRecord(2, "planner", "faster", True, 1, 2.5),
+    records.PlanRecord(2, "planner", "faster", True, 1, 2.5, loader_workers=1, intra_op_threads=2, prefetch_factor=4),
     records.DrainRecord("w", "asked for"),
     records.ControllerRecord("host", 7, "local", {"n0": "app"}, "/runs/job"),
     records.CheckpointRecord("/a/b.ckpt", 7),
 ]
+
+
+@pytest.mark.parametrize("setting", ["loader_workers", "intra_op_threads", "prefetch_factor"])
+@pytest.mark.parametrize("value", [-1, 1025, 1 << 40, 1.5, True, "2"])
+def test_a_plan_that_asks_for_what_no_worker_can_do_is_refused_by_the_settings_name(setting: str, value: Any) -> None:
+    document = json.loads(encode(records.PlanRecord(2, "user", "", True))) | {setting: value}
+    with pytest.raises(RecordError, match=f"^key 'the/key'.*{setting}"):
+        decode(records.PlanRecord, json.dumps(document).encode(), "the/key")
+
+
+def test_a_plan_from_before_there_were_settings_leaves_them_as_they_are() -> None:
+    raw = b'{"v":1,"num_workers":2,"source":"user","reason":"","binding":true}'
+    assert decode(records.PlanRecord, raw, "k") == records.PlanRecord(2, "user", "", True)
+
 
 json_values = st.recursive(
     st.one_of(
