@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.perf.model import StepTimeModel
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.autoscale import Limits, plan_workers
+from lightning_dlrover.planner.autoscale import Situation, plan
+from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Decision
+from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.profiler import COMMUNICATION_SAMPLE_STEPS, Place, StepProfiler
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import Membership
@@ -294,10 +296,10 @@ class _Analyst:
     def _plan(self, profile: StepProfile, remaining_samples: float | None) -> None:
         membership = self._membership
         limits = Limits(1, max(2, int(self._node_cores)))
-        plan: PlanRecord | None = None
+        wish: PlanRecord | None = None
         resize_cost_s = DEFAULT_RESIZE_COST_S
         if membership is not None:
-            job, plan = membership.view.job, membership.view.plan
+            job, wish = membership.view.job, membership.view.plan
             if job is None:
                 return
             limits = Limits(job.min_workers, job.max_workers)
@@ -305,29 +307,27 @@ class _Analyst:
             stalls = [seconds for seconds in past if isinstance(seconds, float) and 0 <= seconds < math.inf]
             resize_cost_s = median(stalls) if stalls else DEFAULT_RESIZE_COST_S
         model = StepTimeModel.fit(self._windows, node_cores=self._node_cores)
-        decision = plan_workers(
-            model,
-            profile,
-            limits,
+        situation = Situation(
+            self._windows,
+            node_cores=self._node_cores,
             remaining_samples=remaining_samples,
             resize_cost_s=resize_cost_s,
-            decision_id=len(self._decisions) + 1,
-            at=time.time(),
             past=self._decisions,
         )
+        decision = plan(situation, model, limits, Objective(), decision_id=len(self._decisions) + 1, at=time.time())
         self._planned_at = time.monotonic()
         self._decisions.append(decision)
         if membership is None:
             return
         followed = membership.has_controller()
-        by_hand = plan is not None and plan.source == "user"
+        by_hand = wish is not None and wish.source == "user"
         data = decision.to_data()
         if by_hand:
             data["reason"] = f"{decision.reason} (a recommendation: the size was set by hand)"
         elif not followed and decision.is_change:
             data["reason"] = f"{decision.reason} (a recommendation: no controller starts or ends nodes)"
         membership.event("decision", data["reason"], data)
-        if by_hand or (plan is not None and plan.num_workers == decision.chosen_workers and plan.binding == followed):
+        if by_hand or (wish is not None and wish.num_workers == decision.chosen_workers and wish.binding == followed):
             return
         proposed = PlanRecord(
             num_workers=decision.chosen_workers,

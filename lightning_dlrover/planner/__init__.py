@@ -1,6 +1,20 @@
 """Turns a model, limits and the work that is left into a decision. Pure: no torch, no clock, no network."""
 
-from lightning_dlrover.planner.autoscale import Limits, plan_workers
+from lightning_dlrover.planner.autoscale import Rules, Situation, plan
+from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
+from lightning_dlrover.planner.space import Limits
 
-__all__ = ["Candidate", "Decision", "Limits", "Outcome", "Settings", "outcome", "plan_workers"]
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Limits",
+    "Objective",
+    "Outcome",
+    "Prices",
+    "Rules",
+    "Settings",
+    "Situation",
+    "outcome",
+    "plan",
+]

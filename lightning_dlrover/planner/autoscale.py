@@ -1,337 +1,527 @@
-"""Choose how many workers a running job should have.
+"""Choose the settings that a running job should have.
 
-Reads a fitted model, what runs now, limits and the work that is left; returns a `Decision`. Whoever calls
-this decides when, and carries it out. The memory of what was tried lives in the model's samples and in the
-past decisions that are handed in.
+Reads what was measured, a model, limits, the user's objective and the work that is left; returns a `Decision`. Whoever
+calls this decides when, and carries it out. The memory of what was tried lives in the windows and in the past decisions
+that are handed in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from lightning_dlrover.perf.model import StepTimeModel
-from lightning_dlrover.perf.prior import Configuration, configuration_of
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlrover.perf.memory import MemoryModel
+from lightning_dlrover.perf.model import Prediction
+from lightning_dlrover.perf.prior import Configuration
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
+from lightning_dlrover.planner.warm_start import Suggestion
 
-__all__ = ["Limits", "plan_workers"]
+__all__ = ["Model", "Rules", "Situation", "plan"]
 
-MAX_STRETCH = 2  # an untried size is at most twice, and at least half, a size that was tried
+Floats = NDArray[np.float64]
+
+INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
+NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
+MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
+MAX_KEPT_CANDIDATES = 16  # of a decision's record, which lies in etcd
+
+
+class Model(Protocol):
+    """What predicts step times: `StepTimeModel`, or another one it is compared with."""
+
+    def predict_many(self, configurations: Sequence[Configuration]) -> Sequence[Prediction]: ...
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the planner may do, and for how much it moves."""
-
-    min_workers: int
-    max_workers: int
-    workers_per_node: int = 0  # that a new node starts; 0: all workers stay on the nodes there are
-    min_gain: float = 0.05  # of the time left, or a change is not worth the trouble; doubles with every return to a size
-    min_marginal: float = 0.2  # an added worker brings at least this share of what a worker brings now; 0: speed only
-    min_explore_gain: float = 0.1  # of the time left, that an untried size has to promise at its best
-    max_explore_cost: float = 0.05  # of the time left, that going there and back may cost
-    trial_steps: int = 50  # steps until an untried size is judged
-    horizon_s: float = 3600.0  # time left that is assumed when nobody knows when the job ends
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_workers <= self.max_workers:
-            raise ValueError(
-                f"cannot plan between {self.min_workers} and {self.max_workers} workers: "
-                "min_workers must be at least 1 and at most max_workers"
-            )
-        if self.workers_per_node < 0 or self.trial_steps < 0 or not self.horizon_s > 0:
-            raise ValueError(f"cannot plan with a negative number of workers, steps or seconds: {self}")
-        for name in ("min_gain", "min_marginal", "min_explore_gain", "max_explore_cost"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is a share from 0 to below 1, not {getattr(self, name)!r}")
-
-
-def plan_workers(
-    model: StepTimeModel,
-    current: StepProfile,
-    limits: Limits,
-    *,
-    remaining_samples: float | None,
-    resize_cost_s: float,
-    decision_id: int,
-    at: float,
-    past: Sequence[Decision] = (),
-) -> Decision:
-    """The world size that ends the job soonest without wasting workers, the global batch kept constant.
-
-    A size that was measured is judged by its prediction, which follows its windows. A size that was not is
-    tried once, if its optimistic bound promises enough and going there and back costs little; measured, it is
-    either better or left for good.
+class Situation:
+    """What is known about a running job.
 
     Args:
-        model: fitted to all windows of this job so far, those of `current` included.
-        current: a recent window.
+        windows: of rank 0, oldest first; the last one is of what runs now.
+        node_cores: cores of one node, all its workers together; 0: unknown.
         remaining_samples: that the whole job has still to train on; None if nobody knows.
-        resize_cost_s: seconds the whole job stands still, as measured by its last resize.
-        at: seconds since the epoch, recorded only.
+        resize_cost_s: seconds the whole job stands still when workers change, as measured.
+        retune_cost_s: seconds it stands still when the other settings change, as measured.
+        age_s: seconds since the job's start.
+        spent: money until now; None: unknown.
         past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
-    Raises:
-        ValueError: a cost or an amount of work is negative or not finite.
+        suggestion: where jobs like this one have ended; None: there were none.
     """
-    if remaining_samples is not None and not 0 <= remaining_samples < math.inf:
-        raise ValueError(f"remaining_samples is {remaining_samples!r}; pass None if nobody knows how many are left")
-    if not 0 <= resize_cost_s < math.inf:
-        raise ValueError(f"resize_cost_s is {resize_cost_s!r}, not a finite time of 0 s or more")
-    now = _candidate_now(model, current)
-    left_s = limits.horizon_s
-    if remaining_samples is not None:
-        left_s = remaining_samples / current.global_batch * now.step_time_s
-    sizes = sorted({*range(limits.min_workers, limits.max_workers + 1), current.num_workers})
-    candidates = [
-        now if size == current.num_workers else _candidate(model, current, limits, size, now, left_s, resize_cost_s)
-        for size in sizes
-    ]
-    search = _Search(limits, now, candidates, left_s, resize_cost_s, tuple(d for d in past if d.is_change))
-    chosen, explored, reason = search.choose()
+
+    windows: Sequence[StepProfile]
+    node_cores: float = 0.0
+    remaining_samples: float | None = None
+    resize_cost_s: float = 0.5
+    retune_cost_s: float = 0.1
+    age_s: float = 0.0
+    spent: float | None = None
+    past: Sequence[Decision] = ()
+    suggestion: Suggestion | None = None
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            raise ValueError("cannot plan without a window of the job; wait for its first profile")
+        left = self.remaining_samples
+        if left is not None and not 0 <= left < math.inf:
+            raise ValueError(f"remaining_samples is {left!r}; pass None if nobody knows how many are left")
+        for name in ("resize_cost_s", "retune_cost_s", "age_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a finite time of 0 s or more")
+
+    @property
+    def current(self) -> StepProfile:
+        return self.windows[-1]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """For how much the planner moves. Shares are of the time, or cost, that is left."""
+
+    min_gain: float = 0.02  # that a change has to bring; doubles with every return to the same settings
+    min_explore_gain: float = 0.01  # expected improvement that untried settings have to promise
+    max_explore_cost: float = 0.05  # that a trial may cost
+    max_trials: int = 5
+    max_stretch: float = 4.0  # untried workers are at most so many times what was tried, and at least that part of it
+    trial_s: float = 10.0  # until untried settings are judged
+    horizon_s: float = 3600.0  # time left that is assumed when nobody knows when the job ends
+
+
+def plan(
+    situation: Situation,
+    model: Model,
+    limits: Limits,
+    objective: Objective,
+    *,
+    decision_id: int,
+    at: float,
+    memory: MemoryModel | None = None,
+    rules: Rules = Rules(),
+) -> Decision:
+    """The settings that serve `objective` best, the global batch kept constant.
+
+    What was measured is judged by its windows. Of what was not, the settings with the largest expected improvement over
+    the best that was measured (Jones, Schonlau and Welch, J. Global Optimization 13, 1998) are tried, while that is worth
+    more over the remaining work than the trial costs; measured, they are either better or left for good. The first trial
+    of a job goes where similar jobs have ended, if there were any.
+
+    Args:
+        model: fitted to all windows of this job so far.
+        at: seconds since the epoch, recorded only.
+        memory: where it is given, settings whose upper bound exceeds the worker's limit are not considered.
+    Raises:
+        ImportError: the space is too large to enumerate, and pymoo is not installed.
+    """
+    field = _Field.of(situation, model, limits, objective, memory, rules)
+    index, explored, reason = _Search(situation, limits, objective, rules, field).choose()
     return Decision(
         decision_id=decision_id,
         at=at,
-        current=now.settings,
-        chosen=chosen.settings,
+        current=field.settings[field.now],
+        chosen=field.settings[index],
         reason=reason,
-        candidates=tuple(candidates),
-        observed_step_time_s=current.step_time_s,
-        predicted_step_time_s=chosen.step_time_s,
+        candidates=field.candidates(keep=(field.now, index)),
+        observed_step_time_s=situation.current.step_time_s,
+        predicted_step_time_s=float(field.step_s[index]),
         explored=explored,
+        objective=objective.describe(),
+        num_considered=len(field.settings),
+        num_windows=len(situation.windows),
+        left_s=None if situation.remaining_samples is None else field.left_s,
+        change_cost_s=field.change_cost_s(field.now, index),
+        spent=situation.spent,
     )
 
 
-def _candidate_now(model: StepTimeModel, current: StepProfile) -> Candidate:
-    """What runs now, judged by all its windows: a single slow one is no reason to leave."""
-    prediction = model.predict(configuration_of(current, model.node_cores))
-    return Candidate(
-        settings=_settings_now(current),
-        step_time_s=prediction.step_time_s,
-        low_s=prediction.low_s,
-        high_s=prediction.high_s,
-        samples_per_s=current.global_batch / prediction.step_time_s,
-        worth_s=0.0,
-        measured=True,
-        feasible=True,
-        note="runs now",
-    )
+@dataclass(frozen=True)
+class _Field:
+    """All settings that are considered, with what they would bring and cost; arrays of shape ``(num_settings,)``."""
+
+    settings: Sequence[Settings]
+    now: int  # index of what runs
+    step_s: Floats
+    low_s: Floats
+    high_s: Floats
+    sigma: Floats  # of the log of step_s
+    loss: Floats  # what is minimised: step time, dearer settings made longer; `step_s` of what runs now
+    bound_s: Floats  # step times above it miss the deadline, or spend more than the budget
+    measured: NDArray[np.bool_]
+    notes: Sequence[str]  # why not; empty where feasible
+    cores: Floats
+    gpus: Floats
+    cost_per_hour: Sequence[float | None]
+    left_s: float  # of work, at the current settings
+    steps_left: float
+    global_batch: int
+    situation: Situation
+
+    @classmethod
+    def of(
+        cls,
+        situation: Situation,
+        model: Model,
+        limits: Limits,
+        objective: Objective,
+        memory: MemoryModel | None,
+        rules: Rules,
+    ) -> _Field:
+        current = situation.current
+        runs = settings_of(current)
+        measured = _measured_log_s(situation.windows, current.global_batch)
+        noise = _noise(measured)
+
+        def at(settings: Settings) -> Configuration:
+            return configuration(settings, current, limits, situation.node_cores)
+
+        def front_of(some: Sequence[Settings]) -> tuple[Floats, Floats]:
+            where = [at(s) for s in some]
+            gain = np.array([p.samples_per_s for p in model.predict_many(where)])
+            cost = np.array([resources_of(c).scalar for c in where])
+            wrong = [bool(why_not(s, at(runs), c, current.global_batch, limits)) for s, c in zip(some, where, strict=True)]
+            gain[wrong], cost[wrong] = -np.inf, np.inf
+            return gain, cost
+
+        settings = search(limits, runs, front_of)
+        settings = sorted({*settings, *measured})
+        now = settings.index(runs)
+        where = [at(s) for s in settings]
+        predictions = model.predict_many(where)
+        step_s, low_s, high_s = (np.array([getattr(p, n) for p in predictions]) for n in ("step_time_s", "low_s", "high_s"))
+        for index, each in enumerate(settings):
+            if (windows := measured.get(each)) is not None:
+                # What was measured needs no model; the interval is of the next window.
+                spread = INTERVAL_SIGMAS * noise * math.sqrt(1 + 1 / len(windows))
+                step_s[index] = math.exp(windows.mean())
+                low_s[index], high_s[index] = step_s[index] * math.exp(-spread), step_s[index] * math.exp(spread)
+        peaks = [memory.predict(c) for c in where] if memory is not None else []
+        used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
+        notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
+        for index, peak in enumerate(peaks):
+            limit = current.memory_limit_bytes
+            if limit and peak.high_bytes > limit and settings[index] not in measured and not notes[index]:
+                notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {limit / 2**20:,.0f} MiB of memory"
+
+        steps_left = rules.horizon_s / step_s[now]
+        if situation.remaining_samples is not None:
+            steps_left = situation.remaining_samples / current.global_batch
+        prices = [objective.prices.per_hour(u) for u in used]
+        rate = np.array([u.scalar if prices[now] is None else price or 0.0 for u, price in zip(used, prices, strict=True)])
+        rate = np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
+        bound_s = np.full(len(settings), math.inf)
+        if objective.deadline_s is not None and steps_left > 0:
+            bound_s = np.minimum(bound_s, max(1e-9, objective.deadline_s - situation.age_s) / steps_left)
+        if objective.budget is not None and steps_left > 0 and prices[now] is not None:
+            money = max(1e-9, objective.budget - (situation.spent or 0.0))
+            bound_s = np.minimum(bound_s, money / (rate / 3600) / steps_left)
+        return cls(
+            settings=settings,
+            now=now,
+            step_s=step_s,
+            low_s=low_s,
+            high_s=high_s,
+            sigma=np.maximum(np.log(high_s / low_s) / (2 * INTERVAL_SIGMAS), 1e-6),
+            loss=step_s * (rate / rate[now]) ** objective.elasticity,
+            bound_s=bound_s,
+            measured=np.array([s in measured for s in settings]),
+            notes=notes,
+            cores=np.array([u.cores for u in used]),
+            gpus=np.array([u.gpus for u in used]),
+            cost_per_hour=prices,
+            left_s=float(steps_left * step_s[now]),
+            steps_left=float(steps_left),
+            global_batch=current.global_batch,
+            situation=situation,
+        )
+
+    def change_cost_s(self, here: int, there: int) -> float:
+        if here == there:
+            return 0.0
+        resized = self.settings[here].num_workers != self.settings[there].num_workers
+        return self.situation.resize_cost_s if resized else self.situation.retune_cost_s
+
+    def worth_s(self, index: int) -> float:
+        faster = 1 - float(self.step_s[index] / self.step_s[self.now])
+        return self.left_s * faster - self.change_cost_s(self.now, index)
+
+    def cost_to_end(self, index: int) -> float | None:
+        """Money for the rest of the job; None: unknown, as nobody knows how much is left, or what it costs."""
+        price = self.cost_per_hour[index]
+        if price is None or self.situation.remaining_samples is None:
+            return None
+        return price * (self.steps_left * float(self.step_s[index]) + self.change_cost_s(self.now, index)) / 3600
+
+    @property
+    def front(self) -> list[int]:
+        """The exact Pareto front of throughput and cost among what is feasible, ascending in cost."""
+        able = [i for i, note in enumerate(self.notes) if not note]
+        cost = self.cores + 1e6 * self.gpus
+        if all(self.cost_per_hour[i] is not None for i in able):
+            cost = np.array([price or 0.0 for price in self.cost_per_hour])
+        return [able[i] for i in pareto_front(1 / self.step_s[able], cost[able])]
+
+    def candidates(self, keep: Sequence[int]) -> tuple[Candidate, ...]:
+        """What a record of the decision holds: what runs, what was chosen, the front, what was measured, the next best."""
+        front = self.front
+        chosen = dict.fromkeys(keep)
+        by_loss = sorted(range(len(self.settings)), key=lambda i: (bool(self.notes[i]), self.loss[i]))
+        measured = [i for i in by_loss if self.measured[i]]
+        spread = [front[round(k * (len(front) - 1) / 5)] for k in range(6)] if len(front) > 6 else front
+        for index in (*measured[:6], *spread, *by_loss):
+            if len(chosen) < MAX_KEPT_CANDIDATES:
+                chosen[index] = None
+        return tuple(self._candidate(i, i in front) for i in sorted(chosen))
+
+    def _candidate(self, index: int, on_front: bool) -> Candidate:
+        note = self.notes[index]
+        if index == self.now:
+            note = f"runs now{'; ' if note else ''}{note}"
+        return Candidate(
+            settings=self.settings[index],
+            step_time_s=float(self.step_s[index]),
+            low_s=float(self.low_s[index]),
+            high_s=float(self.high_s[index]),
+            samples_per_s=self.global_batch / float(self.step_s[index]),
+            worth_s=self.worth_s(index),
+            measured=bool(self.measured[index]),
+            feasible=not self.notes[index],
+            note=note,
+            on_front=on_front,
+            cores=float(self.cores[index]),
+            gpus=int(self.gpus[index]),
+            cost_per_hour=self.cost_per_hour[index],
+            cost_to_end=self.cost_to_end(index),
+        )
 
 
-def _settings_now(current: StepProfile) -> Settings:
-    prefetch_factor = getattr(current, "prefetch_factor", 2 if current.loader_workers else 0)
-    return Settings(current.num_workers, current.loader_workers, current.intra_op_threads, prefetch_factor)
+def _measured_log_s(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settings, Floats]:
+    """Log step times of the newest windows of each settings that ran with this batch."""
+    found: dict[Settings, list[float]] = {}
+    for window in windows:
+        if window.global_batch == global_batch:
+            found.setdefault(settings_of(window), []).append(math.log(window.step_time_s))
+    return {settings: np.array(log_s[-NUM_NEWEST_WINDOWS:]) for settings, log_s in found.items()}
 
 
-def _candidate(
-    model: StepTimeModel,
-    current: StepProfile,
-    limits: Limits,
-    num_workers: int,
-    now: Candidate,
-    left_s: float,
-    resize_cost_s: float,
-) -> Candidate:
-    local_batch = math.ceil(current.global_batch / num_workers)
-    tried = model.measured(num_workers, local_batch)
-    prediction = model.predict(tried or _placed(model, current, limits, num_workers, local_batch))
-    feasible = num_workers <= current.global_batch
-    note = "" if feasible else f"a global batch of {current.global_batch} leaves workers without a sample"
-    return Candidate(
-        settings=replace(now.settings, num_workers=num_workers),
-        step_time_s=prediction.step_time_s,
-        low_s=prediction.low_s,
-        high_s=prediction.high_s,
-        samples_per_s=current.global_batch / prediction.step_time_s,
-        worth_s=left_s * (1 - prediction.step_time_s / now.step_time_s) - resize_cost_s,
-        measured=tried is not None,
-        feasible=feasible,
-        note=note,
-    )
-
-
-def _placed(model: StepTimeModel, current: StepProfile, limits: Limits, num_workers: int, local_batch: int) -> Configuration:
-    """The current configuration with another number of workers."""
-    num_nodes = min(current.num_nodes, num_workers)
-    if limits.workers_per_node:
-        num_nodes = math.ceil(num_workers / limits.workers_per_node)
-    return replace(
-        configuration_of(current, model.node_cores),
-        num_workers=num_workers,
-        num_nodes=num_nodes,
-        local_batch=local_batch,
-    )
+def _noise(measured: Mapping[Settings, Floats]) -> float:
+    """Standard deviation of the log of a window's step time, from window to window."""
+    squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in measured.values())
+    degrees = sum(len(log_s) - 1 for log_s in measured.values())
+    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
+    return max(MIN_NOISE, math.sqrt((squares + 0.05**2) / (degrees + 1)))
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The choice among candidates; every rule is one method."""
+    """The choice among all settings; every rule is one method, which deals in indices."""
 
+    situation: Situation
     limits: Limits
-    now: Candidate
-    candidates: Sequence[Candidate]
-    left_s: float  # at the current size
-    resize_cost_s: float
-    past: Sequence[Decision]
+    objective: Objective
+    rules: Rules
+    field: _Field
 
-    def choose(self) -> tuple[Candidate, bool, str]:
-        """The candidate, whether it is an experiment, and why."""
-        allowed = [c for c in self.candidates if c.feasible and self._within_limits(c)]
+    def choose(self) -> tuple[int, bool, str]:
+        """The settings, whether they are an experiment, and why."""
+        field, now = self.field, self.field.now
+        allowed = [i for i, s in enumerate(field.settings) if not field.notes[i] and self.limits.allows(s)]
         if not allowed:
-            return (
-                self.now,
-                False,
-                f"stay at {self.now.num_workers}: no allowed number of workers has enough samples",
-            )
-        if not self._within_limits(self.now):
-            nearest = min(allowed, key=lambda c: abs(c.num_workers - self.now.num_workers))
-            reason = (
-                f"{self._move(nearest)}: {self.now.num_workers} is outside the limits of "
-                f"{self.limits.min_workers} to {self.limits.max_workers} workers"
-            )
-            return nearest, False, reason
-        if self.left_s <= self.resize_cost_s:
-            reason = (
-                f"stay at {self.now.num_workers}: {_seconds(self.left_s)} of work are left, a resize costs "
-                f"{_seconds(self.resize_cost_s)}"
-            )
-            return self.now, False, reason
-        best = self._best_measured(allowed)
-        trial = self._trial(allowed, best)
+            return now, False, f"{self._stay}: no settings within the limits can be run ({field.notes[now] or 'see the notes'})"
+        if not self.limits.allows(field.settings[now]):
+            workers = field.settings[now].num_workers
+            nearest = min(allowed, key=lambda i: (abs(field.settings[i].num_workers - workers), field.loss[i]))
+            limits = f"{self.limits.min_workers} to {self.limits.max_workers} workers"
+            return nearest, False, f"{self._move(nearest)}: {workers} is outside the limits of {limits}"
+        if field.left_s <= self.situation.retune_cost_s:
+            reason = f"{_seconds(field.left_s)} of work are left, a change costs {_seconds(self.situation.retune_cost_s)}"
+            return now, False, f"{self._stay}: {reason}"
+        if (warm := self._suggested(allowed)) is not None:
+            return warm, True, self._reason_to_follow(warm)
+        loss, promise = self._scale()
+        best = self._best_measured(allowed, loss)
+        trial, worth_s = self._trial(allowed, best, loss, promise)
         if trial is not None:
-            return trial, True, self._reason_to_try(trial, best)
-        if best is not self.now and self._is_worth_moving(best):
+            return trial, True, self._reason_to_try(trial, best, worth_s)
+        if best != now and self._is_worth_moving(best, loss):
             return best, False, self._reason_to_move(best)
-        return self.now, False, self._reason_to_stay(allowed, best)
+        return now, False, self._reason_to_stay(allowed, best)
 
-    def _within_limits(self, candidate: Candidate) -> bool:
-        return self.limits.min_workers <= candidate.num_workers <= self.limits.max_workers
+    # --- rules -----------------------------------------------------------------------------------------------------------
 
-    def _best_measured(self, allowed: Sequence[Candidate]) -> Candidate:
-        """The largest measured size whose workers all earn their keep, seen from the smaller ones."""
-        measured = [c for c in allowed if c.measured]
-        best = measured[0]
-        for candidate in measured[1:]:
-            marginal = _marginal(best, candidate, candidate.step_time_s)
-            if marginal > 0 and marginal >= self._needed_marginal(candidate):
-                best = candidate
-        return best
+    def _suggested(self, allowed: Sequence[int]) -> int | None:
+        """Where similar jobs have ended, unless this job has made experiments of its own or it is not worth the change."""
+        suggestion, field = self.situation.suggestion, self.field
+        if suggestion is None or any(d.explored for d in self.situation.past):
+            return None
+        fits = [i for i in allowed if field.settings[i] == suggestion.settings]
+        if not fits or field.measured[fits[0]]:
+            return None
+        gain_s = field.left_s * (1 - 1 / suggestion.speedup)
+        return fits[0] if gain_s > field.change_cost_s(field.now, fits[0]) + self.rules.min_gain * field.left_s else None
 
-    def _needed_marginal(self, candidate: Candidate) -> float:
-        """Half as much for what runs now: what is kept at 15 % was added at 20 %, and does not flap."""
-        needed = self.limits.min_marginal
-        return needed / 2 if candidate is self.now else needed
+    def _scale(self) -> tuple[Floats, Floats]:
+        """What is minimised, and the step time above which settings do not count.
 
-    def _trial(self, allowed: Sequence[Candidate], best: Candidate) -> Candidate | None:
-        """The untried size with the best chance to beat what was measured, None if nothing can be learnt."""
-        tried = [c.num_workers for c in allowed if c.measured]
-        explored = {d.chosen_workers for d in self.past if d.explored}
-        promising = [
-            c
-            for c in allowed
-            if not c.measured
-            and c.num_workers not in explored
-            and any(1 / MAX_STRETCH <= c.num_workers / size <= MAX_STRETCH for size in tried)
-            and self._promises_enough(c, best, tried)
-            and self._trial_cost_s(c) <= self.limits.max_explore_cost * self.left_s
+        While nothing that was measured keeps the deadline or budget, it is by how much they are missed.
+        """
+        field = self.field
+        able = field.measured & np.array([not note for note in field.notes])
+        if np.isinf(field.bound_s).all() or (field.step_s[able] <= field.bound_s[able]).any():
+            return np.where(field.step_s <= field.bound_s, field.loss, math.inf), field.bound_s
+        missed = field.step_s / field.bound_s
+        return missed * field.loss[field.now] / missed[field.now], np.full(len(missed), math.inf)
+
+    def _best_measured(self, allowed: Sequence[int], loss: Floats) -> int:
+        measured = [i for i in allowed if self.field.measured[i]]
+        return min(measured, key=lambda i: (loss[i], i != self.field.now), default=self.field.now)
+
+    def _trial(self, allowed: Sequence[int], best: int, loss: Floats, bound_s: Floats) -> tuple[int | None, float]:
+        """The untried settings that are worth most, and how much, in seconds; None if no trial pays."""
+        field, rules = self.field, self.rules
+        explored = [d.chosen for d in self.situation.past if d.explored]
+        if len(explored) >= rules.max_trials or not math.isfinite(loss[best]):
+            return None, 0.0
+        workers = {s.num_workers for s, known in zip(field.settings, field.measured, strict=True) if known}
+        able = [
+            i
+            for i in allowed
+            if not field.measured[i]
+            and field.settings[i] not in explored
+            and any(1 / rules.max_stretch <= field.settings[i].num_workers / w <= rules.max_stretch for w in workers)
         ]
-        return min(promising, key=lambda c: (c.step_time_s, c.num_workers), default=None)
+        if not able:
+            return None, 0.0
+        at = np.array(able)
+        factor = self._factor(at, loss)
+        gain = expected_improvement(field.step_s[at], field.sigma[at], factor, float(loss[best]), bound_s[at])
+        gain_s = field.left_s * gain / loss[field.now]
+        cost_s = np.array([self._trial_cost_s(i, best) for i in able])
+        promising = gain >= rules.min_explore_gain * loss[best]
+        promising &= cost_s <= rules.max_explore_cost * field.left_s
+        worth_s = np.where(promising, gain_s - cost_s, -math.inf)
+        top = int(np.argmax(worth_s))
+        return (able[top], float(worth_s[top])) if worth_s[top] > 0 else (None, 0.0)
 
-    def _promises_enough(self, untried: Candidate, best: Candidate, tried: Sequence[int]) -> bool:
-        hoped_s = _hoped_step_time_s(untried, best, tried)
-        faster = 1 - hoped_s / best.step_time_s >= self.limits.min_explore_gain
-        if untried.num_workers > best.num_workers:
-            return faster and _marginal(best, untried, hoped_s) >= self.limits.min_marginal
-        # Far fewer workers that are expected to do with hardly any loss are worth a trial, too.
-        spare = _marginal(untried, best, best.step_time_s) < self.limits.min_marginal / 2
-        return faster or (spare and untried.num_workers <= best.num_workers * 3 / 4)
+    def _factor(self, at: NDArray[np.int_], loss: Floats) -> Floats:
+        """What a step time is multiplied by to give the loss."""
+        field = self.field
+        by_cost = field.loss[at] / field.step_s[at]
+        return np.where(np.isfinite(loss[at]), loss[at] / field.step_s[at], by_cost)
 
-    def _trial_cost_s(self, untried: Candidate) -> float:
-        """Seconds lost if the size is as bad as its interval allows, and is left again."""
-        slower_s = max(0.0, untried.high_s - self.now.step_time_s)
-        return 2 * self.resize_cost_s + self.limits.trial_steps * slower_s
+    def _trial_cost_s(self, index: int, best: int) -> float:
+        """Seconds lost if the settings are as bad as their interval allows, and are left again."""
+        field = self.field
+        slower = max(0.0, 1 - float(field.step_s[field.now] / field.high_s[index]))
+        return field.change_cost_s(field.now, index) + field.change_cost_s(index, best) + self.rules.trial_s * slower
 
-    def _is_worth_moving(self, best: Candidate) -> bool:
-        returns = sum(d.chosen_workers == best.num_workers for d in self.past if not d.explored)
-        if best.worth_s >= self.limits.min_gain * 2**returns * self.left_s:
-            return True
-        # Slower by little with fewer workers: gives back workers that bring next to nothing.
-        gives_back = (
-            best.num_workers < self.now.num_workers
-            and _marginal(best, self.now, self.now.step_time_s) < self.limits.min_marginal / 2
-        )
-        return gives_back and returns == 0 and self.resize_cost_s <= self.limits.max_explore_cost * self.left_s
+    def _is_worth_moving(self, best: int, loss: Floats) -> bool:
+        field = self.field
+        returns = sum(d.chosen == field.settings[best] and not d.explored for d in self.situation.past)
+        gain = 1 - float(loss[best] / loss[field.now]) if math.isfinite(loss[field.now]) else 1.0
+        enough = gain >= self.rules.min_gain * 2**returns
+        return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
 
-    def _move(self, to: Candidate) -> str:
-        return f"{self.now.num_workers} -> {to.num_workers} workers"
+    # --- words -----------------------------------------------------------------------------------------------------------
 
-    def _reason_to_try(self, trial: Candidate, best: Candidate) -> str:
+    @property
+    def _stay(self) -> str:
+        return f"stay at {_workers(self.field.settings[self.field.now].num_workers)}"
+
+    def _move(self, to: int) -> str:
+        return describe_change(self.field.settings[self.field.now], self.field.settings[to])
+
+    def _times(self, to: int) -> str:
+        return f"{_ms(self.field.step_s[to])} instead of {_ms(self.field.step_s[self.field.now])} a step"
+
+    def _left(self) -> str:
+        known = self.situation.remaining_samples is not None
+        return f"{_seconds(self.field.left_s)} left" if known else f"{_seconds(self.field.left_s)} assumed to be left"
+
+    def _reason_to_follow(self, warm: int) -> str:
+        suggestion = self.situation.suggestion
+        assert suggestion is not None
+        return f"{self._move(warm)}: {suggestion.reason}; {self._times(warm)} predicted"
+
+    def _reason_to_try(self, trial: int, best: int, worth_s: float) -> str:
+        field = self.field
+        beside = "" if best == field.now else f", best so far {_ms(field.step_s[best])}"
         return (
-            f"{self._move(trial)}: never tried; {_ms(trial.step_time_s)} instead of "
-            f"{_ms(self.now.step_time_s)} a step predicted ({_ms(trial.low_s)} to {_ms(trial.high_s)}, "
-            f"best so far {_ms(best.step_time_s)} with {best.num_workers}); "
-            f"trying costs at most {_seconds(self._trial_cost_s(trial))} of the {_seconds(self.left_s)} left"
-            f"{self._repaid(trial)}"
+            f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({_ms(field.low_s[trial])} to "
+            f"{_ms(field.high_s[trial])}{beside}); trying costs at most {_seconds(self._trial_cost_s(trial, best))} of the "
+            f"{self._left()} and is expected to save {_seconds(worth_s)}"
         )
 
-    def _reason_to_move(self, best: Candidate) -> str:
-        if best.step_time_s >= self.now.step_time_s or best.worth_s <= 0:
-            return (
-                f"{self._move(best)}: {self.now.num_workers - best.num_workers} workers fewer cost little, "
-                f"{_ms(best.step_time_s)} instead of {_ms(self.now.step_time_s)} a step"
-            )
-        return (
-            f"{self._move(best)}: {_ms(best.step_time_s)} instead of {_ms(self.now.step_time_s)} a step, "
-            f"both measured; ends {_seconds(best.worth_s)} sooner of {_seconds(self.left_s)} left"
-            f"{self._repaid(best)}"
-        )
-
-    def _repaid(self, to: Candidate) -> str:
-        saved_s = self.now.step_time_s - to.step_time_s
+    def _reason_to_move(self, best: int) -> str:
+        field = self.field
+        saved_s = float(field.step_s[field.now] - field.step_s[best])
         if saved_s <= 0:
-            return ""
-        steps = math.ceil(self.resize_cost_s / saved_s)
-        return f"; a resize of {_seconds(self.resize_cost_s)} is repaid after {steps} steps"
+            cheaper = f"{field.cores[field.now]:g} -> {field.cores[best]:g} cores"
+            return f"{self._move(best)}: {self._times(best)}, {cheaper}; {self.objective.describe()}"
+        steps = math.ceil(field.change_cost_s(field.now, best) / saved_s)
+        return (
+            f"{self._move(best)}: {self._times(best)}, both measured; ends {_seconds(field.worth_s(best))} sooner of "
+            f"{self._left()}; the change is repaid after {steps} steps"
+        )
 
-    def _reason_to_stay(self, allowed: Sequence[Candidate], best: Candidate) -> str:
-        stay = f"stay at {self.now.num_workers}: "
+    def _reason_to_stay(self, allowed: Sequence[int], best: int) -> str:
+        field = self.field
         if len(allowed) == 1:
-            return stay + "no other number of workers is allowed"
-        if best is not self.now:
-            return stay + (
-                f"{best.num_workers} workers would gain {_seconds(best.worth_s)} of {_seconds(self.left_s)} "
-                "left, too little for a resize"
+            return f"{self._stay}: no other settings are allowed"
+        if best != field.now:
+            return (
+                f"{self._stay}: {self._move(best)} would gain {_seconds(field.worth_s(best))} of {self._left()}, "
+                "too little for a change"
             )
-        others = [c for c in allowed if c is not self.now]
-        fastest = min(others, key=lambda c: (c.step_time_s, c.num_workers))
-        known = "measured" if fastest.measured else "predicted"
-        return stay + (
-            f"{_ms(self.now.step_time_s)} a step; the next best, {fastest.num_workers} workers, takes "
-            f"{_ms(fastest.step_time_s)} ({known}, {_ms(fastest.low_s)} to {_ms(fastest.high_s)}), "
-            "which is not worth its workers, its trial or its resize"
+        others = [i for i in allowed if i != field.now]
+        next_best = min(others, key=lambda i: float(field.loss[i]))
+        known = "measured" if field.measured[next_best] else "predicted"
+        return (
+            f"{self._stay}: {_ms(field.step_s[field.now])} a step; the next best ({self._move(next_best)}) takes "
+            f"{_ms(field.step_s[next_best])} ({known}, {_ms(field.low_s[next_best])} to {_ms(field.high_s[next_best])}), "
+            "which is not worth a trial or a change"
         )
 
 
-def _marginal(small: Candidate, large: Candidate, large_step_time_s: float) -> float:
-    """Throughput that each added worker brings, as a share of what a worker of `small` brings."""
-    added = large.num_workers - small.num_workers
-    return (small.step_time_s / large_step_time_s - 1) * small.num_workers / added
+def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: float, bound_s: Floats) -> Floats:
+    """Mean of max(0, best - factor * s) for log-normal step times s, of which only those up to ``bound_s`` count.
 
-
-def _hoped_step_time_s(untried: Candidate, best: Candidate, tried: Sequence[int]) -> float:
-    """What an untried size may be credited with.
-
-    Compute shrinks and communication grows with the workers, so throughput rarely has two peaks: past a size that
-    was worse than the best, only the prediction counts; between two that were measured, half of the hope; beyond
-    the best, all of it.
+    Args:
+        step_s: medians, shape ``(n,)``; sigma: standard deviations of the log.
+        best: the least loss that was measured.
     """
-    low, high = sorted((untried.num_workers, best.num_workers))
-    if any(low < size < high for size in tried):
-        return untried.step_time_s
-    if min(tried) < untried.num_workers < max(tried):
-        return math.sqrt(untried.low_s * untried.step_time_s)
-    return untried.low_s
+    from scipy.special import ndtr  # type: ignore[import-untyped]
+
+    mean_s = step_s * np.exp(sigma**2 / 2)
+    top = np.minimum(best / factor, bound_s)
+    z = (np.log(top) - np.log(step_s)) / sigma
+    gain: Floats = best * ndtr(z) - factor * mean_s * ndtr(z - sigma)
+    return np.maximum(gain, 0.0)
+
+
+def describe_change(now: Settings, then: Settings) -> str:
+    """What changes, in words: `1 -> 2 workers, 0 -> 1 loader workers each`."""
+    names = {
+        "num_workers": "workers",
+        "loader_workers": "loader workers each",
+        "intra_op_threads": "threads each",
+        "prefetch_factor": "batches prefetched",
+    }
+    changed = [
+        f"{getattr(now, name)} -> {getattr(then, name)} {words}"
+        for name, words in names.items()
+        if getattr(now, name) != getattr(then, name)
+    ]
+    return ", ".join(changed) or f"{_workers(now.num_workers)} as now"
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' if number != 1 else ''}"
 
 
 def _ms(seconds: float) -> str:

@@ -46,6 +46,11 @@ class Candidate:
     measured: bool  # these settings were tried with this batch
     feasible: bool
     note: str = ""  # for people: why not, or why
+    on_front: bool = False  # nothing else is both faster and cheaper
+    cores: float = 0.0  # to ask a scheduler for, all workers together; 0: unknown
+    gpus: int = 0
+    cost_per_hour: float | None = None  # in the currency of the user's prices; None: unknown
+    cost_to_end: float | None = None  # of the rest of the job; None: unknown
 
     @property
     def num_workers(self) -> int:
@@ -65,6 +70,12 @@ class Decision:
     observed_step_time_s: float  # before the change
     predicted_step_time_s: float  # of the chosen settings
     explored: bool  # chosen to learn, not because it was known to be better
+    objective: str = ""  # what was aimed at, in words
+    num_considered: int = 0  # settings, of which `candidates` holds those that matter
+    num_windows: int = 0  # of this job's steps that the prediction rests on
+    left_s: float | None = None  # work that was left, at the step time observed; None: nobody knew
+    change_cost_s: float = 0.0  # the job stands still for so long, as measured by earlier changes
+    spent: float | None = None  # money until now; None: unknown
 
     @property
     def is_change(self) -> bool:
@@ -164,8 +175,11 @@ def _read(record_type: type[T], data: Mapping[str, Any]) -> T:
     values = {}
     for name, value in data.items():
         hint = hints[name]
-        if hint is float and type(value) in (int, float) and -LARGEST <= value <= LARGEST:
+        is_number = type(value) in (int, float) and -LARGEST <= value <= LARGEST
+        if hint in (float, float | None) and is_number:
             value = float(value)
+        elif hint == float | None and value is None:
+            pass
         elif type(value) is not (get_origin(hint) or hint) or hint is float:
             raise ValueError(f"{name} of a {record_type.__name__} is {value!r:.80}, not {hint}")
         values[name] = value
