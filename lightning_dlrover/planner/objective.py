@@ -1,0 +1,129 @@
+"""What a user wants of a job, and what it costs to run it in some settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from lightning_dlrover.perf.prior import Configuration
+
+__all__ = ["Aim", "Objective", "Prices", "Resources", "parse_prices", "resources_of"]
+
+Aim = Literal["fastest", "cheapest", "efficient"]
+
+FASTEST_ELASTICITY = 0.05
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a resource costs for an hour, in the user's own currency. None: unknown, and never guessed."""
+
+    core_hour: float | None = None
+    gpu_hour: float | None = None
+    gib_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            price = getattr(self, name)
+            if price is not None and not 0 <= price < math.inf:
+                raise ValueError(f"the price {name} is {price!r}; give a finite figure of 0 or more, or leave it out")
+
+    @property
+    def are_known(self) -> bool:
+        return any(getattr(self, f.name) is not None for f in fields(self))
+
+    def per_hour(self, used: Resources) -> float | None:
+        """Money for an hour of `used`; what has no price while others have is free. None where a GPU's price is needed
+        and missing, or nothing has a price."""
+        if not self.are_known or (used.gpus and self.gpu_hour is None):
+            return None
+        amounts = ((used.cores, self.core_hour), (used.gpus, self.gpu_hour), (used.memory_gib, self.gib_hour))
+        return sum(amount * (price or 0.0) for amount, price in amounts)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one has to ask a scheduler for, all workers together."""
+
+    cores: float
+    gpus: int
+    memory_gib: float  # 0: unknown
+
+    @property
+    def scalar(self) -> float:
+        """The dearest kind alone, where nothing has a price."""
+        return float(self.gpus or self.cores)
+
+
+def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -> Resources:
+    """A core for each thread and each loader worker, but never more than the nodes have."""
+    each = max(1.0, configuration.threads) + configuration.loader_workers
+    cores = configuration.num_workers * each
+    if configuration.node_cores:
+        cores = min(cores, configuration.num_nodes * configuration.node_cores)
+    gpus = 0 if configuration.device == "cpu" else configuration.num_workers
+    return Resources(cores, gpus, configuration.num_workers * peak_memory_bytes / 2**30)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a plan is chosen by.
+
+    fastest: ends soonest; with `budget`, among what the money lasts for. Twice the resources have to bring at least
+    2 ** 0.05 = 1.035 times the throughput, or they are left to others.
+    cheapest: costs least; with `deadline_s`, among what ends in time. In core hours (GPU hours on GPUs) without prices.
+    efficient: the best throughput per cost.
+
+    Args:
+        deadline_s: seconds since the job's start by which it should end.
+        budget: money for the whole job; needs prices.
+    """
+
+    aim: Aim = "fastest"
+    deadline_s: float | None = None
+    budget: float | None = None
+    prices: Prices = Prices()
+
+    def __post_init__(self) -> None:
+        if self.aim not in get_args(Aim):
+            raise ValueError(f"the objective {self.aim!r} is none of {', '.join(get_args(Aim))}")
+        for name, value in (("deadline_s", self.deadline_s), ("budget", self.budget)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; give a finite figure above 0, or leave it out")
+        if self.budget is not None and not self.prices.are_known:
+            raise ValueError(
+                f"a budget of {self.budget:g} needs prices to be kept; give at least one of core_hour, gpu_hour and gib_hour"
+            )
+
+    @property
+    def elasticity(self) -> float:
+        """Least relative gain of throughput for a relative gain of cost (Cobb and Douglas' exponent)."""
+        return FASTEST_ELASTICITY if self.aim == "fastest" else 1.0
+
+    def describe(self) -> str:
+        said = {"fastest": "fastest", "cheapest": "cheapest", "efficient": "best throughput per cost"}[self.aim]
+        if self.budget is not None:
+            said += f" within a budget of {self.budget:g}"
+        if self.deadline_s is not None:
+            said += f" that ends within {self.deadline_s:g} s of the start"
+        return said
+
+
+def parse_prices(text: str) -> Prices:
+    """Prices from `core_hour=0.04,gpu_hour=2.5`.
+
+    Raises:
+        ValueError: a name is unknown, or a figure is none.
+    """
+    names = [f.name for f in fields(Prices)]
+    found: dict[str, float] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, figure = item.partition("=")
+        try:
+            found[name.strip()] = float(figure)
+        except ValueError as error:
+            raise ValueError(f"price {item!r} is not NAME=FIGURE, such as core_hour=0.04") from error
+        if name.strip() not in names:
+            raise ValueError(f"price {item!r}: there is no {name.strip()!r}; known are {', '.join(names)}")
+    return Prices(**found)

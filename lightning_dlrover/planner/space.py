@@ -1,0 +1,213 @@
+"""Which settings a plan may choose from, and which of them are worth a look.
+
+Spaces of up to `MAX_ENUMERATED` settings are enumerated, so that the Pareto front is exact. Larger ones are searched
+with NSGA-II of pymoo, an optional dependency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlrover.perf.prior import Configuration, configuration_of
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.plan import Settings
+
+__all__ = ["Limits", "pareto_front", "search", "settings_of", "tunable_axes"]
+
+Floats = NDArray[np.float64]
+
+MAX_ENUMERATED = 50_000  # 100,000 predictions take half a second
+NUM_GENERATIONS = 60
+POPULATION = 100
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may choose from. An empty tuple: stays as it is."""
+
+    min_workers: int
+    max_workers: int
+    loader_workers: tuple[int, ...] = ()  # of each worker
+    intra_op_threads: tuple[int, ...] = ()  # of each worker
+    prefetch_factors: tuple[int, ...] = ()  # where there are loader workers
+    workers_per_node: int = 0  # that a new node starts, all of them or none; 0: workers stay on the nodes there are
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"cannot plan between {self.min_workers} and {self.max_workers} workers: "
+                "min_workers must be at least 1 and at most max_workers"
+            )
+        least = {"loader_workers": 0, "intra_op_threads": 1, "prefetch_factors": 1}
+        for name, low in least.items():
+            if wrong := [value for value in getattr(self, name) if value < low]:
+                raise ValueError(f"cannot plan with {name} of {wrong[0]}: each must be {low} or more")
+        if self.workers_per_node < 0:
+            raise ValueError(f"cannot plan with {self.workers_per_node} workers per node; 0 leaves them where they are")
+
+    def allows(self, settings: Settings) -> bool:
+        """Whether workers are within their limits. The other settings may stay where the user has put them."""
+        return self.min_workers <= settings.num_workers <= self.max_workers
+
+    @property
+    def num_settings(self) -> int:
+        """An upper bound of the size of the space."""
+        others = (self.loader_workers, self.intra_op_threads, self.prefetch_factors)
+        return (self.max_workers - self.min_workers + 1) * math.prod(max(1, len(values)) for values in others)
+
+
+def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
+    """Values of the tunable settings worth a look on nodes with so many cores, for `Limits`.
+
+    Powers of two: within a factor of two of the best number the rest of it is small.
+    Args:
+        cores: that one worker may use.
+    """
+    powers = tuple(2**k for k in range(11))
+    most_loaders = max(1.0, min(16.0, node_cores or cores))
+    return {
+        "loader_workers": (0, *(n for n in powers if n <= most_loaders)),
+        "intra_op_threads": tuple(sorted({*(n for n in powers if n <= cores), max(1, int(cores))})),
+        "prefetch_factors": (2, 4),
+    }
+
+
+def settings_of(profile: StepProfile) -> Settings:
+    """The settings in which `profile` was measured."""
+    prefetch_factor = profile.prefetch_factor if profile.loader_workers else 0
+    return Settings(profile.num_workers, profile.loader_workers, profile.intra_op_threads, prefetch_factor)
+
+
+def all_settings(limits: Limits, now: Settings) -> list[Settings]:
+    """All that `limits` allow, and what runs now, ascending."""
+    prefetch = limits.prefetch_factors or (now.prefetch_factor or 2,)
+    found = {now}
+    for workers, loaders, threads in product(
+        range(limits.min_workers, limits.max_workers + 1),
+        limits.loader_workers or (now.loader_workers,),
+        limits.intra_op_threads or (now.intra_op_threads,),
+    ):
+        found.update(Settings(workers, loaders, threads, factor) for factor in (prefetch if loaders else (0,)))
+    return sorted(found)
+
+
+def configuration(settings: Settings, current: StepProfile, limits: Limits, node_cores: float) -> Configuration:
+    """The current configuration with other settings, the global batch kept."""
+    num_nodes = min(current.num_nodes, settings.num_workers)
+    spread = {"fullest_node": current.fullest_node, "emptiest_node": current.emptiest_node}
+    if limits.workers_per_node:
+        num_nodes = math.ceil(settings.num_workers / limits.workers_per_node)
+    if settings.num_workers != current.num_workers:
+        spread = {"fullest_node": 0, "emptiest_node": 0}
+    return replace(
+        configuration_of(current, node_cores),
+        num_workers=settings.num_workers,
+        num_nodes=num_nodes,
+        local_batch=math.ceil(current.global_batch / settings.num_workers),
+        loader_workers=settings.loader_workers,
+        intra_op_threads=settings.intra_op_threads,
+        prefetch_factor=settings.prefetch_factor,
+        **spread,
+    )
+
+
+def why_not(settings: Settings, now: Configuration, asked: Configuration, global_batch: int, limits: Limits) -> str:
+    """Why `settings` cannot or should not be run, before any prediction; empty if they can.
+
+    Threads beyond a node's cores only get in each other's way, so they are not considered, unless they run already.
+    """
+    if settings.num_workers > global_batch:
+        return f"a global batch of {global_batch} leaves workers without a sample"
+    if limits.workers_per_node and settings.num_workers % limits.workers_per_node:
+        return f"nodes start {limits.workers_per_node} workers each"
+    if asked == now or not asked.node_cores:
+        return ""
+    threads = asked.workers_on_node * asked.threads
+    if asked.threads > 1 and threads > asked.node_cores:
+        return f"{threads:g} threads on {asked.node_cores:g} cores of a node"
+    loaders = asked.workers_on_node * asked.loader_workers
+    if asked.loader_workers > 1 and loaders > 2 * asked.node_cores:
+        return f"{loaders} loader workers on {asked.node_cores:g} cores of a node"
+    return ""
+
+
+def pareto_front(gain: Floats, cost: Floats) -> list[int]:
+    """Indices of what nothing else beats in both `gain` and `cost`, ascending in cost; of equals, the first.
+
+    Args:
+        gain: more is better, shape ``(num_candidates,)``.
+        cost: less is better, same shape.
+    """
+    front: list[int] = []
+    best = -math.inf
+    for index in np.lexsort((-gain, cost)):
+        if gain[index] > best:
+            best = float(gain[index])
+            front.append(int(index))
+    return front
+
+
+def search(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]], tuple[Floats, Floats]]) -> list[Settings]:
+    """The settings to consider: all of a small space; of a large one what NSGA-II finds on its Pareto front.
+
+    Args:
+        evaluate: gain and cost of settings; both infinitely bad where they cannot be run.
+    Raises:
+        ImportError: the space is large, and pymoo is not installed.
+    """
+    if limits.num_settings <= MAX_ENUMERATED:
+        return all_settings(limits, now)
+    return sorted({now, *_nsga2(limits, now, evaluate)})
+
+
+def _nsga2(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]], tuple[Floats, Floats]]) -> set[Settings]:
+    """Non-dominated settings of the last generation (Deb et al., IEEE Trans. Evol. Comp. 6(2), 2002)."""
+    try:
+        from pymoo.algorithms.moo.nsga2 import NSGA2
+        from pymoo.core.problem import Problem
+        from pymoo.operators.crossover.sbx import SBX
+        from pymoo.operators.mutation.pm import PM
+        from pymoo.operators.repair.rounding import RoundingRepair
+        from pymoo.operators.sampling.rnd import IntegerRandomSampling
+        from pymoo.optimize import minimize
+    except ImportError as error:
+        raise ImportError(
+            f"a space of {limits.num_settings} settings is too large to enumerate (more than {MAX_ENUMERATED}), and pymoo, "
+            "which would search it, is not installed: pip install 'lightning-dlrover[search]', or allow fewer values"
+        ) from error
+    axes = (
+        tuple(range(limits.min_workers, limits.max_workers + 1)),
+        limits.loader_workers or (now.loader_workers,),
+        limits.intra_op_threads or (now.intra_op_threads,),
+        limits.prefetch_factors or (now.prefetch_factor or 2,),
+    )
+
+    def settings(row: Sequence[float]) -> Settings:
+        workers, loaders, threads, factor = (axis[int(at)] for axis, at in zip(axes, row, strict=True))
+        return Settings(workers, loaders, threads, factor if loaders else 0)
+
+    class Space(Problem):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(n_var=4, n_obj=2, xl=0, xu=np.array([len(axis) - 1 for axis in axes]), vtype=int)
+
+        def _evaluate(self, x: Any, out: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            gain, cost = evaluate([settings(row) for row in x])
+            worst = 1e12
+            out["F"] = np.column_stack([np.clip(-gain, -worst, worst), np.clip(cost, -worst, worst)])
+
+    algorithm = NSGA2(
+        pop_size=POPULATION,
+        sampling=IntegerRandomSampling(),
+        crossover=SBX(prob=0.9, eta=3.0, vtype=float, repair=RoundingRepair()),
+        mutation=PM(eta=3.0, vtype=float, repair=RoundingRepair()),
+        eliminate_duplicates=True,
+    )
+    found = minimize(Space(), algorithm, ("n_gen", NUM_GENERATIONS), seed=1, verbose=False)
+    return {settings(row) for row in np.atleast_2d(found.X)}

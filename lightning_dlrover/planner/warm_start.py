@@ -1,0 +1,153 @@
+"""Where to start: what jobs like this one have ended with.
+
+DLRover-RM's warm start (Wang et al., VLDB 17(12), 2024, algorithm 1): of the k most similar jobs, the settings they ended
+with are smoothed exponentially, the newest last. Pure: the jobs come from `history.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.space import settings_of
+
+__all__ = ["Descriptor", "PastJob", "Suggestion", "descriptor_of", "distance", "nearest", "suggest"]
+
+NUM_NEIGHBOURS = 5
+MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size tells us nothing
+SMOOTHING = 0.5  # of the newest of the nearest jobs; the older ones share the rest
+HALF_LIFE_S = 30 * 86400.0  # a job's weight halves with each month: code and machines change
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """What a job is, whatever it runs on; figures that nobody knows are 0."""
+
+    dense_flops: float  # per sample
+    dense_bytes: float
+    embedding_bytes: float
+    lookups_per_sample: float
+    global_batch: float
+    device: str
+    node_cores: float
+
+
+@dataclass(frozen=True)
+class PastJob:
+    """A job of the history, with its windows; those of the best settings are among them."""
+
+    job: str
+    at: float  # its end, seconds since the epoch
+    descriptor: Descriptor
+    windows: tuple[StepProfile, ...]
+
+    @property
+    def best(self) -> Settings:
+        """Of what was measured with its last global batch, the settings with the least median step time."""
+        times = self.step_times_s()
+        return min(times, key=lambda settings: (times[settings], settings))
+
+    def step_times_s(self) -> dict[Settings, float]:
+        """Median step time of each settings."""
+        batch = self.windows[-1].global_batch
+        found: dict[Settings, list[float]] = {}
+        for window in self.windows:
+            if window.global_batch == batch:
+                found.setdefault(settings_of(window), []).append(window.step_time_s)
+        return {settings: sorted(times)[len(times) // 2] for settings, times in found.items()}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings to start with."""
+
+    settings: Settings
+    speedup: float  # over what runs now, as it was in those jobs; 1 where they cannot tell
+    jobs: tuple[str, ...]
+    reason: str
+
+
+def descriptor_of(profile: StepProfile, node_cores: float) -> Descriptor:
+    return Descriptor(
+        dense_flops=float(profile.dense_flops),
+        dense_bytes=float(profile.dense_bytes),
+        embedding_bytes=float(profile.embedding_bytes),
+        lookups_per_sample=profile.lookups_per_sample,
+        global_batch=float(profile.global_batch),
+        device=profile.device,
+        node_cores=node_cores,
+    )
+
+
+def distance(one: Descriptor, other: Descriptor) -> float:
+    """Mean of the absolute log ratios of what both know; infinite between kinds of devices.
+
+    What only one of them has (tables, say) counts as a factor of a hundred.
+    """
+    if one.device != other.device:
+        return math.inf
+    total, count = 0.0, 0
+    for name in (f.name for f in fields(Descriptor) if f.name != "device"):
+        a, b = getattr(one, name), getattr(other, name)
+        if a > 0 and b > 0:
+            total += abs(math.log(a / b))
+        elif a > 0 or b > 0:
+            total += math.log(100.0)
+        else:
+            continue
+        count += 1
+    return total / count if count else math.inf
+
+
+def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
+    """At most five jobs that are similar enough to learn from, the most similar first."""
+    near = [(d, -job.at, job) for job in jobs if (d := distance(descriptor, job.descriptor)) <= MAX_DISTANCE]
+    return [job for *_, job in sorted(near, key=lambda item: item[:2])[:NUM_NEIGHBOURS]]
+
+
+def suggest(current: StepProfile, neighbours: Sequence[PastJob], *, node_cores: float, at: float) -> Suggestion | None:
+    """The settings that similar jobs found best, smoothed by age and likeness; None without such jobs.
+
+    The smoothed figures are those of no job, so the nearest settings among those that a neighbour ended with are taken.
+    Args:
+        neighbours: as `nearest` returns them.
+        at: now, seconds since the epoch.
+    """
+    if not neighbours:
+        return None
+    here = descriptor_of(current, node_cores)
+    smoothed: list[float] = []
+    for job in sorted(neighbours, key=lambda job: job.at):
+        share = SMOOTHING * 0.5 ** (max(0.0, at - job.at) / HALF_LIFE_S) * math.exp(-distance(here, job.descriptor))
+        figures = [math.log(1 + figure) for figure in _figures(job.best)]
+        smoothed = figures if not smoothed else [(1 - share) * s + share * f for s, f in zip(smoothed, figures, strict=True)]
+    ended = [job.best for job in neighbours]
+    settings = min(
+        ended,
+        key=lambda s: sum((math.log(1 + f) - m) ** 2 for f, m in zip(_figures(s), smoothed, strict=True)),
+    )
+    followed = [job for job in neighbours if job.best == settings]
+    speedups = [speedup for job in followed if (speedup := _speedup(job, settings_of(current), settings)) is not None]
+    names = ", ".join(job.job for job in followed[:3])
+    reason = f"{len(followed)} of the {len(neighbours)} most similar past jobs ({names}) ran best with these settings"
+    speedup = math.exp(sum(math.log(s) for s in speedups) / len(speedups)) if speedups else 1.0
+    if speedups:
+        reason += f", {speedup:.2f} times as fast as with what runs now"
+    return Suggestion(settings, speedup, tuple(job.job for job in neighbours), reason)
+
+
+def _figures(settings: Settings) -> tuple[int, ...]:
+    return settings.num_workers, settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor
+
+
+def _speedup(job: PastJob, now: Settings, then: Settings) -> float | None:
+    """How much faster `then` was than the settings nearest to `now` that the job measured."""
+    times = job.step_times_s()
+    near = min(
+        times,
+        key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True)),
+    )
+    return times[near] / times[then] if near != then else None

@@ -1,0 +1,216 @@
+"""Jobs whose truth is known, for the planner to drive: what a step takes in any settings, and windows of it with noise.
+
+The truth is not the model's: it has a maximum where the model has sums, spinning threads, loader workers that take cores
+from training only while they are busy, and a memory bus that all workers of a node share.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.autoscale import Situation
+from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.space import Limits, tunable_axes
+
+Planner = Callable[[Situation, Limits, int], Decision]
+
+WINDOW_S = 2.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    data_s: float
+    compute_s: float
+    communication_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.data_s + self.compute_s + self.communication_s
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One kind of job on one node."""
+
+    name: str
+    node_cores: int
+    global_batch: int
+    sample_s: float  # core seconds of forward and backward for one sample
+    parallel_share: float  # of it that threads speed up
+    overhead_s: float  # of each step
+    load_s: float  # core seconds to prepare one sample
+    bus_s: float = 0.0  # for a sample's table rows; the memory bus is shared by all workers of the node
+    dense_bytes: int = 4_000_000
+    link_bytes_per_s: float = 1.5e9
+    latency_s: float = 3e-4
+    embedding_bytes: int = 0
+    lookups_per_sample: float = 0.0
+
+    def parts(self, settings: Settings) -> Parts:
+        workers, loaders, threads = settings.num_workers, settings.loader_workers, max(1, settings.intra_op_threads)
+        local = math.ceil(self.global_batch / workers)
+        work_s, load_s = local * self.sample_s, local * self.load_s
+        # Threads that wait at a barrier spin, and are switched where there are more of them than cores.
+        spin = 1 + 0.02 * (threads - 1) + 0.25 * max(0.0, workers * threads / self.node_cores - 1)
+        alone_s = (work_s * ((1 - self.parallel_share) + self.parallel_share / threads) + self.overhead_s) * spin
+        # All workers of the node draw rows over one memory bus, which three threads fill.
+        bus_s = workers * local * self.bus_s / min(3.0, workers * threads) ** 0.8
+        in_loaders_s = 1.1 * load_s if loaders else 0.0
+        node_s = workers * ((work_s + self.overhead_s) * spin + in_loaders_s) / self.node_cores
+        compute_s = (alone_s**6 + node_s**6) ** (1 / 6) + bus_s
+        communication_s = 0.0
+        if workers > 1:
+            communication_s = 2 * (workers - 1) / workers * self.dense_bytes / self.link_bytes_per_s + workers * self.latency_s
+        if loaders == 0:
+            return Parts(load_s * max(1.0, workers / self.node_cores), compute_s, communication_s)
+        # With few batches ready, a slow one is waited for now and then.
+        feed_s = 1.1 * load_s * (1 + 0.08 / max(1, settings.prefetch_factor)) / loaders
+        feed_s *= max(1.0, workers * loaders / self.node_cores)
+        step_s = compute_s + communication_s
+        return Parts((step_s**6 + feed_s**6) ** (1 / 6) - step_s + 2e-4, compute_s, communication_s)
+
+
+def dense_heavy(node_cores: int) -> Truth:
+    return Truth("dense", node_cores, 512, 4e-4, 0.92, 2e-3, 2e-5, dense_bytes=20_000_000)
+
+
+def embedding_heavy(node_cores: int) -> Truth:
+    return Truth(
+        "embedding",
+        node_cores,
+        2048,
+        3e-5,
+        0.6,
+        3e-3,
+        8e-6,
+        bus_s=2.5e-5,
+        dense_bytes=3_000_000,
+        embedding_bytes=2_000_000_000,
+        lookups_per_sample=26.0,
+    )
+
+
+def input_bound(node_cores: int) -> Truth:
+    return Truth("input", node_cores, 256, 1.5e-4, 0.85, 2e-3, 6e-4)
+
+
+KINDS = (dense_heavy, embedding_heavy, input_bound)
+
+
+def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, at: float = 0.0) -> StepProfile:
+    """What the profiler would publish."""
+    parts = truth.parts(settings)
+    factor = rng.lognormvariate(0, noise)
+    data_s, compute_s, communication_s = (
+        part * factor for part in (parts.data_s, parts.compute_s, parts.communication_s)
+    )
+    step_s = data_s + compute_s + communication_s
+    return StepProfile(
+        worker_id="w0",
+        round_number=1,
+        global_rank=0,
+        num_workers=settings.num_workers,
+        num_nodes=1,
+        first_step=0,
+        num_steps=max(1, round(WINDOW_S / step_s)),
+        global_batch=truth.global_batch,
+        local_batch=math.ceil(truth.global_batch / settings.num_workers),
+        loader_workers=settings.loader_workers,
+        intra_op_threads=settings.intra_op_threads,
+        cores=float(truth.node_cores),
+        device="cpu",
+        step_time_s=step_s,
+        data_wait_s=data_s,
+        forward_s=compute_s / 3,
+        backward_s=compute_s / 2,
+        communication_s=communication_s,
+        optimizer_s=compute_s / 12,
+        other_s=compute_s / 12,
+        samples_per_s=truth.global_batch / step_s,
+        memory_bytes=1 << 29,
+        cpu_percent=100.0,
+        dense_bytes=truth.dense_bytes,
+        at=at,
+        prefetch_factor=settings.prefetch_factor,
+        peak_memory_bytes=1 << 29,
+        dense_flops=round(truth.sample_s * 2e9),
+        embedding_bytes=truth.embedding_bytes,
+        lookups_per_sample=truth.lookups_per_sample,
+    )
+
+
+@dataclass
+class SimulatedJob:
+    """A job that carries out what the planner decides, after a few windows each."""
+
+    truth: Truth
+    planner: Planner
+    limits: Limits
+    settings: Settings
+    noise: float = 0.05
+    seed: int = 0
+    remaining_s: float = 4 * 3600.0  # at the settings it starts with
+    windows_per_decision: int = 3
+    samples: list[StepProfile] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def run(self, num_decisions: int = 12) -> Settings:
+        """The settings after so many decisions."""
+        rng = random.Random(self.seed)
+        remaining = self.remaining_s / self.truth.parts(self.settings).step_s * self.truth.global_batch
+        for number in range(num_decisions):
+            for _ in range(self.windows_per_decision):
+                sample = window(self.truth, self.settings, rng, self.noise, at=float(len(self.samples)))
+                self.samples.append(sample)
+                remaining -= sample.num_steps * sample.global_batch
+            situation = Situation(
+                self.samples,
+                node_cores=float(self.truth.node_cores),
+                remaining_samples=max(0.0, remaining),
+                resize_cost_s=0.5,
+                retune_cost_s=0.2,
+                past=self.decisions,
+            )
+            self.decisions.append(self.planner(situation, self.limits, number))
+            self.settings = self.decisions[-1].chosen
+        return self.settings
+
+    @property
+    def visited(self) -> list[Settings]:
+        """Settings in the order in which they were first run."""
+        ran = [Settings(s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor) for s in self.samples]
+        return list(dict.fromkeys([*ran, self.settings]))
+
+    @property
+    def num_changes(self) -> int:
+        return sum(d.is_change for d in self.decisions)
+
+
+def limits_of(truth: Truth, max_workers: int) -> Limits:
+    return Limits(1, max_workers, **tunable_axes(float(truth.node_cores), float(truth.node_cores)))
+
+
+def throughput_share(truth: Truth, settings: Settings, space: Sequence[Settings]) -> float:
+    """Throughput of `settings` as a share of the best in `space`."""
+    return min(truth.parts(s).step_s for s in space) / truth.parts(settings).step_s
+
+
+def traced_steps(file: Path) -> dict[tuple[int, int, int], float]:
+    """Mean step time by (nodes, workers, local batch) of a `MODEL-placements.csv` or `MODEL-scalability.csv`."""
+    found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    with file.open(newline="") as rows:
+        for row in csv.DictReader(rows):
+            if "placement" in row:
+                digits = [int(d) for d in row["placement"]]
+                place = len(digits), sum(digits)
+            else:
+                place = int(row["num_nodes"]), int(row["num_replicas"])
+            found[*place, int(row["local_bsz"])].append(float(row["step_time"]))
+    return {key: sum(times) / len(times) for key, times in found.items()}
