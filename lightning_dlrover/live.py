@@ -34,6 +34,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
+from lightning_dlrover.profiler import available_cores
+from lightning_dlrover.pulse import OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
@@ -153,6 +155,8 @@ class LiveTraining:
         self._strategy = strategy
         self._trainer = trainer
         self._pace = Pace(world, check_interval_s, self._wishes)
+        self.pulse = Pulse()
+        self._was_at_boundary = strategy.clock.read()
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -191,6 +195,7 @@ class LiveTraining:
         if loader.cursor < len(loader):
             self._batch = self._batch_number + 1
             self._collective = 0
+        self._was_at_boundary = self._strategy.clock.read()
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
 
     def _enter(self, loader: ElasticLoader) -> None:
@@ -249,6 +254,10 @@ class LiveTraining:
             sums = transfer.all_gather(self._epoch_sums())
         by_worker = dict(zip(self.formation.round.members, sums, strict=True))
         try:
+        if self.world.wishes:
+            wishes, size = self.world.wishes, self._size
+            self.world.wishes = wishes[: -3 * size]
+            self.pulse.hear(wishes[-3 * size :], self._pace.step_time_s)
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
             if self._tables is not None:
@@ -342,6 +351,11 @@ class LiveTraining:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
+    def batch_done(self, started: OwnTime) -> None:
+        """This worker has computed its share of a batch, since then."""
+        if self._entered:
+            self.pulse.step_ended(self._strategy.clock.read().since(started), data=started.since(self._was_at_boundary))
+
         # With sharded tables a loss leads back to a snapshot.
         if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
@@ -520,7 +534,9 @@ class LiveTraining:
         return self._strategy.elastic_tables
 
     def _wishes(self) -> list[int]:
-        return self._tables.wishes() if self._tables is not None else []
+        assert self.formation is not None
+        said = self.pulse.say(self.formation.round.number, self._rank, self._size)
+        return [*(self._tables.wishes() if self._tables is not None else []), *said]
 
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
@@ -129,6 +130,7 @@ class DLRoverStrategy(DDPStrategy):
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection = _ForwardRedirection()
         self.times = StepTimes()
+        self.clock = OwnClock()
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
         self._world: World | None = None
@@ -224,6 +226,7 @@ class DLRoverStrategy(DDPStrategy):
         DLRoverStrategy._in_job = self
         atexit.register(self._close_world)
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
+        self.clock.stop_in_waits()
         if formation is not None:
             self.enter_round(formation.rank, formation.size)
         else:
@@ -241,6 +244,7 @@ class DLRoverStrategy(DDPStrategy):
         atexit.register(self._close_world)
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self.clock.stop_in_waits()
         self.enter_round(formation.rank, formation.size)
 
     def _take_loaders_as_they_are(self) -> None:
@@ -311,6 +315,11 @@ class DLRoverStrategy(DDPStrategy):
             return self._setup_model(module)
         finally:
             self._ddp_kwargs = kwargs
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        wrapped = super()._setup_model(model)
+        self.clock.stop_in_forward(wrapped)
+        return wrapped
 
     def _dense_to_device(self) -> None:
         if self.root_device.type == "cpu":
@@ -538,8 +547,10 @@ class DLRoverStrategy(DDPStrategy):
             weight = self._live.loss_weight() if self._live is not None else 1.0
             if weight != 1.0:
                 closure_loss = closure_loss * weight
+            self.clock.backward_begins(closure_loss)
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
+            self.clock.backward_ended()
             self.times.backward_s += time.perf_counter() - started
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
@@ -577,15 +588,17 @@ class DLRoverStrategy(DDPStrategy):
         """Stand around the places of Lightning's loops that a change of the world must not break."""
         trainer = self._lightning_trainer
         epoch_loop = trainer.fit_loop.epoch_loop
-        times = self.times
+        times, clock, live = self.times, self.clock, self._live
 
         def timed(run: Callable[..., Any]) -> Callable[..., Any]:
             def run_timed(*args: Any) -> Any:
-                started = time.perf_counter()
+                started, own = time.perf_counter(), clock.read()
                 try:
                     return run(*args)
                 finally:
                     times.run_s += time.perf_counter() - started
+                    if live is not None:
+                        live.batch_done(own)
 
             return run_timed
 
@@ -593,7 +606,6 @@ class DLRoverStrategy(DDPStrategy):
         automatic.__dict__.pop("run", None)
         manual.__dict__.pop("run", None)
         run_automatic, run_manual = automatic.run, manual.run
-        live = self._live
         if live is None:
             automatic.run, manual.run = timed(run_automatic), timed(run_manual)
             return

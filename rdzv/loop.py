@@ -53,7 +53,7 @@ class Pace:
         self._world = world
         self._wishes = wishes
         self._check_interval_s = check_interval_s
-        self._step_time_s = 0.0
+        self.step_time_s = 0.0  # of late; 0 while none is known
         self._step_end = 0.0
         self._was_held_up = False  # the step being made holds a change of the world
         self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, workers then
@@ -64,7 +64,7 @@ class Pace:
         now = time.perf_counter()
         if self._step_end and not self._was_held_up:
             took = now - self._step_end
-            self._step_time_s = took if not self._step_time_s else 0.8 * self._step_time_s + 0.2 * took
+            self.step_time_s = took if not self.step_time_s else 0.8 * self.step_time_s + 0.2 * took
         self._was_held_up = False
         self._step_end = now
 
@@ -114,7 +114,7 @@ class Pace:
             )
 
     def _check_every(self) -> int:
-        return min(1000, max(1, round(self._check_interval_s / self._step_time_s))) if self._step_time_s else 1
+        return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
 # --- who has the state --------------------------------------------------------------------------------------------------------
