@@ -42,6 +42,7 @@ from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.sampler import ElasticLoader, LoaderState
+from lightning_dlrover.settings import SettingsInForce
 
 if TYPE_CHECKING:
     import lightning as L
@@ -154,9 +155,10 @@ class LiveTraining:
         self.left = False
         self._strategy = strategy
         self._trainer = trainer
-        self._pace = Pace(world, check_interval_s, self._wishes)
         self.pulse = Pulse()
         self._was_at_boundary = strategy.clock.read()
+        self._pace = Pace(world, check_interval_s, self._wishes)
+        self._settings = SettingsInForce(available_cores())
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -182,6 +184,7 @@ class LiveTraining:
             return
         self._pace.step_ended()
         self._at_boundary = True
+        self._follow_plan()
         if not self._entered:
             self._enter(loader)
         elif loader.cursor < len(loader):
@@ -192,11 +195,23 @@ class LiveTraining:
                     self._recover()
                     self._redo_window()
         self._at_boundary = False
+        self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < len(loader):
             self._batch = self._batch_number + 1
             self._collective = 0
-        self._was_at_boundary = self._strategy.clock.read()
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
+
+    def _follow_plan(self) -> None:
+        """Work as the plan says each worker should; it may do so a few steps earlier or later than others."""
+        done = self._settings.follow(self.world.membership.view.plan, self._loaders)
+        if done is not None and self._rank == 0 and not self.is_standby:
+            self.world.event("settings", done.text, done.data)
+
+    @property
+    def untunable(self) -> dict[str, str]:
+        """Settings of a plan that this worker cannot carry out, and why."""
+        refusal = next((loader.refusal for loader in self._loaders if loader.refusal), "")
+        return {"loader_workers": refusal} if refusal else {}
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
@@ -239,6 +254,10 @@ class LiveTraining:
         if self._in_window and not self.world.broken:
             return  # gradients of earlier micro-batches belong to the current split
         number = self._pace.round_to_switch_to(self._batch_number)
+        if self.world.wishes:
+            wishes, size = self.world.wishes, self._size
+            self.world.wishes = wishes[: -3 * size]
+            self.pulse.hear(wishes[-3 * size :], self._pace.step_time_s)
         if number is not None:
             self._switch(number)
         elif self._tables is not None and self.world.wishes:
@@ -254,10 +273,6 @@ class LiveTraining:
             sums = transfer.all_gather(self._epoch_sums())
         by_worker = dict(zip(self.formation.round.members, sums, strict=True))
         try:
-        if self.world.wishes:
-            wishes, size = self.world.wishes, self._size
-            self.world.wishes = wishes[: -3 * size]
-            self.pulse.hear(wishes[-3 * size :], self._pace.step_time_s)
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
             if self._tables is not None:
@@ -336,6 +351,11 @@ class LiveTraining:
         self._undo = None
         return result
 
+    def batch_done(self, started: OwnTime) -> None:
+        """This worker has computed its share of a batch, since then."""
+        if self._entered:
+            self.pulse.step_ended(self._strategy.clock.read().since(started), data=started.since(self._was_at_boundary))
+
     def _begin_manual_batch(self) -> None:
         self._in_step = True
         self._manual_steps, self._undo = 0, None
@@ -351,11 +371,6 @@ class LiveTraining:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
-    def batch_done(self, started: OwnTime) -> None:
-        """This worker has computed its share of a batch, since then."""
-        if self._entered:
-            self.pulse.step_ended(self._strategy.clock.read().since(started), data=started.since(self._was_at_boundary))
-
         # With sharded tables a loss leads back to a snapshot.
         if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())

@@ -9,19 +9,37 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import signal
+import socket
+import sqlite3
 import time
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["ElasticLoader", "LoaderState", "UnsupportedLoaderError", "epoch_order", "share"]
+
+
+DEFAULT_PREFETCH_FACTOR = 2
+"""As a DataLoader's."""
+
+BATCHES_TO_START_IN = 2
+"""At least so many are still delivered in the old way while new loader workers start."""
+
+MAX_PROBED_OBJECTS = 50_000
+DATA_AND_CODE = (torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, type, types.FunctionType, types.ModuleType)
+HANDLES = (io.IOBase, socket.socket, sqlite3.Connection)
+LIBRARIES_OF_HANDLES = ("h5py", "lmdb", "netCDF4")
 
 
 class UnsupportedLoaderError(TypeError):
@@ -55,18 +73,63 @@ class LoaderState:
     order: torch.Tensor | None  # only when it comes from a sampler of the user's, else it follows from seed and epoch
 
 
-class _Schedule(Sampler[list[int]]):
-    """Batch sampler of one worker: its share of every global batch from the cursor on."""
+class _Feed(Sampler[list[int]]):
+    """The processes that prepare this worker's share of the batches from `first` on, and the batch sampler that says which.
 
-    def __init__(self, owner: ElasticLoader) -> None:
+    Args:
+        loader: the user's, of which everything but processes and batches is kept.
+    """
+
+    def __init__(self, owner: ElasticLoader, loader: DataLoader[Any], num_workers: int, prefetch_factor: int) -> None:
         super().__init__()
+        self.first = 0
+        self.stop: int | None = None  # batch that another feed begins with
+        self.asked_for = 0  # the batch after the last one that is being prepared
+        self.batches: Iterator[Any] | None = None
         self._owner = owner
+        loader = copy.copy(loader)
+        loader._iterator = None
+        loader.num_workers = num_workers
+        loader.prefetch_factor = prefetch_factor if num_workers else None
+        if num_workers == 0:
+            loader.timeout = 0.0
+        object.__setattr__(loader, "batch_sampler", self)
+        # Loader workers survive a switch: starting them anew would be the longest part of it.
+        object.__setattr__(loader, "persistent_workers", num_workers > 0)
+        self.loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._owner._remaining_shares()
+        return self._shares(self.first)
 
     def __len__(self) -> int:
         return len(self._owner)
+
+    def _shares(self, first: int) -> Iterator[list[int]]:
+        self.asked_for = first
+        for indices in self._owner._remaining_shares(first):
+            if self.asked_for == self.stop:
+                return
+            self.asked_for += 1
+            yield indices
+
+    def dismiss(self) -> None:
+        """Let the loader workers end by themselves, which nobody waits for; `end` once they have."""
+        self.batches = None
+        running: Any = self.loader._iterator  # DataLoader has no public way to let its processes end without waiting for them
+        if running is not None:
+            running._workers_done_event.set()
+            for worker in range(self.loader.num_workers):
+                running._mark_worker_as_unavailable(worker, shutdown=True)
+
+    @property
+    def is_over(self) -> bool:
+        running: Any = self.loader._iterator
+        return running is None or not any(worker.is_alive() for worker in running._workers)
+
+    def end(self) -> None:
+        # Dropping the iterator ends its processes, and waits for them.
+        self.batches = None
+        self.loader._iterator = None
 
 
 class _LoaderWorkerInit:
@@ -130,7 +193,6 @@ class ElasticLoader:
         materialise: Callable[[list[int]], list[int]] = lambda order: order,
     ) -> None:
         check_supported(loader)
-        loader = copy.copy(loader)  # its batch sampler becomes ours
         self.dataset = loader.dataset
         self.batch_sampler = self  # Lightning calls `set_epoch` on `batch_sampler.sampler`
         self.sampler = self
@@ -140,6 +202,8 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # time the last `next` spent waiting for data
+        self.refusal = ""  # why there can be no loader workers, once they were asked for
+        self.handover_s = 0.0  # what the last change of loader workers has cost this thread
         self._loader = loader
         self._training = training
         self._before_next = before_next
@@ -162,12 +226,13 @@ class ElasticLoader:
             self._shuffle, self._user_sampler = False, sampler
         self._order: torch.Tensor | None = None
         self._order_epoch = -1
-        self._batches: Iterator[Any] | None = None
         self._idle = False
-        object.__setattr__(loader, "batch_sampler", _Schedule(self))
-        if loader.num_workers > 0:
-            # Loader workers survive a switch: starting them anew would be the longest part of it.
-            object.__setattr__(loader, "persistent_workers", True)
+        self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
+        self._feed = _Feed(self, loader, loader.num_workers, self._prefetch_factor)
+        self._next_feed: _Feed | None = None  # takes over at its first batch
+        self._dismissed: list[_Feed] = []
+        self._num_starts = 0
+        self._draws_seed = True  # the next start is one that the user's own loader would make, too
 
     # --- what Lightning sees ---------------------------------------------------------------------------------------
 
@@ -177,7 +242,17 @@ class ElasticLoader:
 
     @property
     def num_workers(self) -> int:
+        return self._feed.loader.num_workers
+
+    @property
+    def users_num_workers(self) -> int:
+        """Loader workers that the user's own loader asks for."""
         return self._loader.num_workers
+
+    @property
+    def prefetch_factor(self) -> int:
+        """Batches that each loader worker prepares ahead; 0 if there is none."""
+        return self._feed.loader.prefetch_factor or 0
 
     def __len__(self) -> int:
         """Batches of an epoch; at most, when it is for validation."""
@@ -204,17 +279,20 @@ class ElasticLoader:
     def __iter__(self) -> ElasticLoader:
         # Lightning asks for an iterator before it has set the epoch, so nothing is fetched or started here.
         self.cursor = 0
-        self._batches = None
+        self._restart()
         self.global_rank, self.world_size = self._place()
         if not self._training:
             self._order_epoch = -1  # a joiner must take part in materialising a user's sampler
         if not self._keeps_workers:
-            self._stop_workers()
+            self._feed.end()
+            self._draws_seed = True
         return self
 
     def __next__(self) -> Any:
         if self._before_next is not None:
             self._before_next(self)
+        if self._dismissed:
+            self._see_off()
         started = time.perf_counter()
         try:
             return self._fetch()
@@ -243,14 +321,52 @@ class ElasticLoader:
         """
         self.global_rank, self.world_size = global_rank, world_size
         self.cursor -= rewind
-        self._batches = None
+        self._restart()
+
+    def retune(self, num_workers: int | None = None, prefetch_factor: int | None = None) -> bool:
+        """Go over to other loader workers; None: as many as now. Call between two batches, until all is done.
+
+        The new ones start on the batches after those that the old ones are preparing, so none is lost or prepared twice, and
+        there is something to deliver meanwhile. Processes are forked on this thread; nothing else of it takes long.
+
+        Returns:
+            Whether the loader is as it was asked to be, or cannot be (see `refusal`); False while the change is under way.
+        """
+        if self._next_feed is not None:
+            return False
+        self._prefetch_factor = prefetch_factor or self._prefetch_factor
+        wanted = self.num_workers if num_workers is None else num_workers
+        if wanted == self.num_workers and (wanted == 0 or self._prefetch_factor == self.prefetch_factor):
+            return True
+        if wanted and not self._loader.num_workers and (self.refusal or self._cannot_be_shared()):
+            return True
+        began = time.perf_counter()
+        feed = _Feed(self, self._loader, wanted, self._prefetch_factor)
+        if self._feed.batches is None:
+            # Nothing is being prepared, so it begins with the next batch; at an epoch's start all workers are to do so at once.
+            self._feed.dismiss()
+            self._dismissed.append(self._feed)
+            self._feed = feed
+            self.handover_s = time.perf_counter() - began
+            return True
+        feed.first = max(self._feed.asked_for, self.cursor + BATCHES_TO_START_IN)
+        if wanted:
+            try:
+                self._start(feed)
+            except OSError as error:
+                feed.end()
+                self.refusal = f"they cannot be started: {error}"
+                return True
+        self._feed.stop, self._next_feed = feed.first, feed
+        self.handover_s = time.perf_counter() - began
+        return False
 
     def warm_up(self) -> None:
         """Start the loader workers before there is anything to fetch."""
         if self.num_workers > 0:
             self._idle = True
-            self._start()
-            self._batches = None
+            self._start(self._feed)
+            self._feed.batches = None
             self._idle = False
 
     def refetch(self) -> Any:
@@ -266,36 +382,76 @@ class ElasticLoader:
         self.global_batch_size = state.global_batch_size
         if state.order is not None:
             self._order, self._order_epoch = state.order, state.epoch
-        self._batches = None
+        self._restart()
 
     def close(self) -> None:
-        self._batches = None
-        self._stop_workers()
+        self._restart()
+        for feed in (self._feed, *self._dismissed):
+            feed.end()
+        self._dismissed = []
 
     # --- fetching -------------------------------------------------------------------------------------------------------
 
     def _fetch(self) -> Any:
         if self.cursor >= self._num_batches:
             raise StopIteration
-        if self._batches is None:
-            self._start()
-        assert self._batches is not None
-        batch = next(self._batches)
+        began = time.perf_counter()
+        is_first = self._next_feed is not None and self.cursor == self._next_feed.first
+        if is_first:
+            self._take_over()
+        if self._feed.batches is None:
+            self._feed.first = self.cursor
+            self._start(self._feed)
+        assert self._feed.batches is not None
+        batch = next(self._feed.batches)
+        if is_first:
+            self.handover_s += time.perf_counter() - began
         self.cursor += 1
         if self.cursor == self._num_batches and not self._keeps_workers:
             self.close()
         return batch
 
-    def _start(self) -> None:
-        method = (self._loader.multiprocessing_context or multiprocessing).get_start_method()
-        self._loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
+    def _restart(self) -> None:
+        """Throw away what was prepared; the next fetch begins at the cursor."""
+        if self._next_feed is not None:
+            self._take_over()
+        self._feed.batches = None
+
+    def _take_over(self) -> None:
+        assert self._next_feed is not None
+        self._feed.dismiss()
+        self._dismissed.append(self._feed)
+        self._feed, self._next_feed = self._next_feed, None
+
+    def _see_off(self) -> None:
+        for feed in [feed for feed in self._dismissed if feed.is_over]:
+            feed.end()
+            self._dismissed.remove(feed)
+
+    def _start(self, feed: _Feed) -> None:
+        loader = feed.loader
+        method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+        loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
+        loader.generator = self._loader.generator
+        if not self._draws_seed:
+            # An iterator draws the seed of its workers. The model must draw the same numbers whether or not it was made.
+            seed = hash((torch.initial_seed(), self.epoch, self.global_rank, self._num_starts))
+            loader.generator = torch.Generator().manual_seed(seed % 2**63)
+        self._draws_seed = False
+        self._num_starts += 1
         was_enabled = gc.isenabled()
         gc.disable()  # in loader workers, until they are initialised
         try:
-            self._batches = iter(self._loader)
+            feed.batches = iter(loader)
         finally:
             if was_enabled:
                 gc.enable()
+
+    def _cannot_be_shared(self) -> bool:
+        """Whether processes that are forked would disturb each other; `refusal` then says why."""
+        if handle := open_handle(self.dataset):
+            self.refusal = f"the dataset holds {handle}, which processes cannot share; open it in worker_init_fn"
+        return bool(self.refusal)
 
     def _seeded_init(self) -> Callable[[int], None] | None:
         if self._user_init is not None or not int(os.environ.get("PL_SEED_WORKERS", "0")):
@@ -305,10 +461,6 @@ class ElasticLoader:
         from lightning.fabric.utilities.seed import pl_worker_init_function
 
         return partial(pl_worker_init_function, rank=self.global_rank)
-
-    def _stop_workers(self) -> None:
-        # Dropping the iterator ends its processes (DataLoader has no public way to do so).
-        self._loader._iterator = None
 
     def _order_now(self) -> torch.Tensor:
         if self._order is None or self._order_epoch != self.epoch:
@@ -327,11 +479,11 @@ class ElasticLoader:
         is_last = batch == self._num_batches - 1
         return left if is_last and not self._drop_last else min(size, left)
 
-    def _remaining_shares(self) -> Iterator[list[int]]:
+    def _remaining_shares(self, first_batch: int) -> Iterator[list[int]]:
         if self._idle:
             return
         order = self._order_now()
-        for batch in range(self.cursor, self._num_batches):
+        for batch in range(first_batch, self._num_batches):
             first = batch * self._samples_per_batch
             start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
             if start < stop:
@@ -340,6 +492,26 @@ class ElasticLoader:
                 yield order[first : first + 1].tolist()  # its loss gets weight 0
             else:
                 return
+
+
+def open_handle(dataset: object) -> str:
+    """What a dataset holds that processes must not share, such as an open file, whose place in the file would be everybody's.
+
+    Looks at no more objects than can be looked at between two steps. Empty if nothing was found.
+    """
+    seen: set[int] = set()
+    found: deque[object] = deque([dataset])
+    while found and len(seen) < MAX_PROBED_OBJECTS:
+        each = found.popleft()
+        if id(each) in seen or isinstance(each, DATA_AND_CODE):
+            continue
+        seen.add(id(each))
+        kind = type(each)
+        in_memory = isinstance(each, io.BytesIO | io.StringIO)
+        if (isinstance(each, HANDLES) and not in_memory) or kind.__module__.partition(".")[0] in LIBRARIES_OF_HANDLES:
+            return f"{kind.__module__}.{kind.__qualname__} {getattr(each, 'name', '')}".rstrip()
+        found.extend(gc.get_referents(each))
+    return ""
 
 
 def check_supported(loader: DataLoader[Any]) -> None:

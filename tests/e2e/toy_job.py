@@ -224,6 +224,8 @@ class ToyModel(L.LightningModule):
             step=self.trainer.global_step,
             loss=self._loss,
             weight=self._weight,
+            threads=torch.get_num_threads(),
+            loader_workers=[loader.num_workers for loader in self.trainer.fit_loop._combined_loader.flattened],  # type: ignore[union-attr]
             lr=[group["lr"] for o in self.trainer.optimizers for group in o.param_groups],
             parameters=fingerprint(list(self.parameters())),
             optimizer=fingerprint(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import socket
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dlrover.sampler import ElasticLoader, UnsupportedLoaderError, epoch_order, share
+from lightning_dlrover.sampler import ElasticLoader, UnsupportedLoaderError, epoch_order, open_handle, share
 
 
 class Numbers(Dataset[int]):
@@ -268,10 +274,10 @@ def test_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(40, 8, num_workers=1)
     try:
         next(loader)
-        before = loader._loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
         loader.reshard(0, 2)
         next(loader)
-        assert loader._loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
     finally:
         loader.close()
 
@@ -298,8 +304,201 @@ def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None
     for persistent in (False, True):
         loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
         next(loader)
-        assert (loader._loader._iterator is not None) == persistent
+        assert (loader._feed.loader._iterator is not None) == persistent
         loader.close()
+
+
+# --- other loader workers while the loader is used ----------------------------------------------------------------------------
+
+
+class Prepared(Dataset[int]):
+    """Numbers that write down which process has prepared them."""
+
+    def __init__(self, length: int, folder: Path, item_s: float = 0.0) -> None:
+        self.length = length
+        self.file = str(folder / "prepared")
+        self.item_s = item_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.item_s)
+        with open(self.file, "a") as file:
+            file.write(f"{index} {os.getpid()}\n")
+        return index
+
+    def by_process(self) -> list[tuple[int, int]]:
+        return [(int(a), int(b)) for a, b in (line.split() for line in Path(self.file).read_text().splitlines())]
+
+
+actions = st.lists(
+    st.one_of(
+        st.just("next"),
+        st.just("next"),
+        st.just("epoch"),
+        st.tuples(st.sampled_from([0, 1, 2, None]), st.sampled_from([1, 3, None])),
+        st.tuples(st.just("reshard"), st.integers(1, 3), st.booleans()),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(actions, st.sampled_from([0, 1, 2]), st.booleans(), st.booleans())
+def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_change(
+    todo: list[Any], num_workers: int, persistent: bool, shuffle: bool
+) -> None:
+    loader = elastic(23, 4, shuffle=shuffle, num_workers=num_workers, persistent_workers=persistent and num_workers > 0)
+    epoch, cursor, world = 0, 0, 1
+    try:
+        for each in [*todo, *["next"] * 6]:
+            order = epoch_order(23, shuffle, loader._seed, epoch).tolist()
+            if each == "epoch" or cursor == 6:
+                if cursor == 6:
+                    with pytest.raises(StopIteration):
+                        next(loader)
+                epoch, cursor = epoch + 1, 0
+                loader.set_epoch(epoch)
+                iter(loader)
+                loader.reshard(0, world)
+            elif each == "next":
+                batch = order[4 * cursor : 4 * cursor + 4]
+                start, stop = share(len(batch), 0, world)
+                assert indices(next(loader)) == batch[start:stop]
+                cursor += 1
+            elif each[0] == "reshard":
+                world, rewind = each[1], int(each[2] and cursor > 0)
+                cursor -= rewind
+                loader.reshard(0, world, rewind)
+            else:
+                loader.retune(*each)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (1, 0), (0, 2)])
+def test_what_old_loader_workers_have_begun_they_deliver_and_nobody_prepares_it_again(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    data = Prepared(40, tmp_path)
+    users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
+    loader = ElasticLoader(users, 1, training=True)
+    iter(loader)
+    try:
+        seen = [indices(next(loader)) for _ in range(5)]
+        old = {pid for _, pid in data.by_process()}
+        assert not loader.retune(after, 2)
+        assert loader.num_workers == before
+        seen += rest_of(loader)
+        assert loader.num_workers == after
+        assert loader.retune(after, 2)
+    finally:
+        loader.close()
+    assert seen == [[i] for i in range(40)]
+    prepared = data.by_process()
+    assert sorted(i for i, _ in prepared) == list(range(40))
+    by_old = sorted(i for i, pid in prepared if pid in old)
+    in_flight = max(3 * before, 2)
+    assert by_old == list(range(5 + in_flight))
+    assert len({pid for _, pid in prepared} - old) == (after or 1)
+
+
+def test_nobody_waits_for_new_loader_workers_while_old_ones_deliver(tmp_path: Path) -> None:
+    item_s, step_s = 0.25, 0.35
+    loader = ElasticLoader(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1, training=True)
+    iter(loader)
+    waited = []
+    try:
+        for batch in range(14):
+            if batch == 5:
+                assert not loader.retune(2, 2)
+            indices(next(loader))
+            waited.append(loader.wait_s)
+            time.sleep(step_s)
+        assert loader.num_workers == 2
+    finally:
+        loader.close()
+    assert max(waited[2:]) < item_s / 2
+    assert loader.handover_s < item_s
+
+
+def test_old_loader_workers_end_without_being_waited_for() -> None:
+    loader = elastic(400, 1, num_workers=2)
+    try:
+        next(loader)
+        old = list(loader._feed.loader._iterator._workers)  # type: ignore[union-attr]
+        loader.retune(1)
+        while any(worker.is_alive() for worker in old):
+            time.sleep(0.01)
+            next(loader)
+        next(loader)
+        assert loader._dismissed == []
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers, persistent", [(0, False), (2, False), (2, True)])
+def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(num_workers: int, persistent: bool) -> None:
+    def drawn(changes: dict[int, int]) -> list[float]:
+        torch.manual_seed(5)
+        loader = elastic(12, 1, num_workers=num_workers, persistent_workers=persistent)
+        numbers = []
+        try:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                iter(loader)
+                for batch in range(12):
+                    loader.retune(changes.get(12 * epoch + batch))
+                    next(loader)
+                    numbers.append(float(torch.rand(())))
+        finally:
+            loader.close()
+        return numbers
+
+    assert drawn({3: 1, 17: 0, 29: 2}) == drawn({}) == drawn({0: 1, 24: 0})
+
+
+def test_loader_workers_that_came_later_stay_for_the_next_epoch_if_they_were_to_persist() -> None:
+    for persistent in (False, True):
+        loader = elastic(16, 1, num_workers=1, persistent_workers=persistent)
+        loader.retune(2)
+        rest_of(loader)
+        before = loader._feed.loader._iterator
+        assert (before is not None) == persistent
+        iter(loader)
+        assert len(rest_of(loader)) == 16
+        assert loader._feed.loader._iterator is before
+        loader.close()
+
+
+class Reader(Numbers):
+    """Holds something beside its numbers, deep inside."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__(64)
+        self.parts = [{"rows": torch.zeros(3)}, {"inner": (held,)}]
+
+
+def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> None:
+    """They would share its place in the file with the worker, and read each other's bytes."""
+    with open(tmp_path / "rows.bin", "wb") as file:
+        loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
+        iter(loader)
+        next(loader)
+        assert loader.retune(1)
+        assert "rows.bin" in loader.refusal
+        assert len(rest_of(loader)) == 63
+        assert loader.num_workers == 0
+
+
+def test_only_what_is_open_keeps_loader_workers_away() -> None:
+    assert open_handle(Reader(io.BytesIO(b"in memory"))) == ""
+    assert open_handle(Reader(lambda row: row)) == ""
+    assert open_handle(Reader(list(range(10**6)))) == ""
+    assert "Connection" in open_handle(Reader(sqlite3.connect(":memory:")))
+    with socket.socket() as opened:
+        assert "socket" in open_handle(Reader(opened))
 
 
 # --- what cannot be split ----------------------------------------------------------------------------------------------------
