@@ -292,9 +292,11 @@ class Controller:
             )
             for name, app in self._apps.items()
         ]
+        # Those to be replaced train on until others have started.
+        replacements = len(view.replacements.intersection(view.survivors))
         return JobView(
             phase=view.job.phase if view.job is not None else "none",
-            wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)),
+            wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)) + replacements,
             nodes=nodes,
             may_act=may_act,
             etcd_away_s=now - self._etcd_away_since if self._etcd_away_since is not None else 0.0,

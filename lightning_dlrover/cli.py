@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/JOB/report.html")
     drain = job_command("drain", _drain, "ask one worker to hand over and leave")
     drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
+    drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
     listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
     _place_options(listing)
     listing.set_defaults(run=_list)
@@ -497,13 +498,21 @@ def _drain(options: argparse.Namespace) -> int:
         if options.worker not in view.workers:
             known = ", ".join(view.workers) or "none"
             raise UsageError(f"job {place.run_id!r} has no worker {options.worker!r}; its workers are: {known}")
-        if options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}:
+        if options.replace and client.get(place.keys.controller) is None:
+            raise UsageError(
+                f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
+                f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
+            )
+        is_last = options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}
+        if is_last and not options.replace:
             raise UsageError(
                 f"{options.worker!r} is the only worker of job {place.run_id!r} that stays: without it the job would stop; "
                 f"`dlrover scale {place.run_id} 2` first"
             )
-        client.put(place.keys.drains + options.worker, encode(DrainRecord(options.worker, "asked for by `dlrover drain`")))
-    print(f"job {place.run_id}: {options.worker} will hand over and leave")
+        request = DrainRecord(options.worker, "asked for by `dlrover drain`", once_replaced=options.replace)
+        client.put(place.keys.drains + options.worker, encode(request))
+    when = " when another worker is ready" if options.replace else ""
+    print(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
     return EXIT_OK
 
 

@@ -368,7 +368,7 @@ def show_status(
             {
                 "worker_id": worker,
                 "rank": members.index(worker) if worker in members else None,
-                "state": "leaving" if worker in view.drains else record.state,
+                "state": "leaving" if worker in view.drains or worker in view.replacements else record.state,
                 "host": record.host,
                 "pid": record.pid,
                 "step_time_s": profiles[worker].step_time_s if worker in profiles else None,

@@ -142,13 +142,15 @@ def read_view(
         loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
         return {name: record for name, record in loaded.items() if record is not None}
 
+    drains = folder(keys.drains, DrainRecord)
     return View(
         job=load(keys.job, JobRecord),
         round=load(keys.round, RoundRecord),
         plan=load(keys.plan, PlanRecord),
         workers=folder(keys.workers, WorkerRecord),
         agents=folder(keys.agents, AgentRecord),
-        drains=frozenset(folder(keys.drains, DrainRecord)),
+        drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
+        replacements=frozenset(worker for worker, record in drains.items() if record.once_replaced),
     )
 
 

@@ -296,6 +296,7 @@ class DrainRecord:
 
     worker_id: str
     reason: str
+    once_replaced: bool = False  # only when another worker can take its place, which the controller starts for that
 
 
 @dataclass(frozen=True)

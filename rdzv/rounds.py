@@ -37,6 +37,7 @@ class View:
     workers: Mapping[str, WorkerRecord] = field(default_factory=dict)  # the living, oldest first
     agents: Mapping[str, AgentRecord] = field(default_factory=dict)
     drains: Set[str] = frozenset()  # worker ids asked to leave
+    replacements: Set[str] = frozenset()  # worker ids asked to leave once another worker can take their place
 
     @property
     def survivors(self) -> list[str]:
@@ -132,8 +133,8 @@ def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
         "joined": [w for w in successor.members if w not in before],
         "lost": [w for w in gone if w not in view.workers],
         "left_out": [w for w in gone if w in view.workers],  # they live, but did not answer or cannot be reached
-        "drained": [w for w in left if w in view.drains],
-        "not_in_plan": [w for w in left if w not in view.drains],
+        "drained": [w for w in left if w in view.drains or w in view.replacements],
+        "not_in_plan": [w for w in left if w not in view.drains and w not in view.replacements],
     }
 
 
@@ -176,7 +177,9 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     if is_member and forming:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if is_member:
-        return "asked to leave: goes at one of the next steps" if worker in view.drains else ""
+        if worker in view.drains:
+            return "asked to leave: goes at one of the next steps"
+        return "to be replaced: goes when another worker is ready" if worker in view.replacements else ""
     if worker in view.drains:
         return "asked to leave"
     if forming:
@@ -307,8 +310,9 @@ def _planned(view: View) -> RoundRecord | None:
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
     members = view.round.members
-    staying = [w for w in members if w not in view.drains]
     joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
+    leaving = _leaving(view, len(joiners))
+    staying = [w for w in members if w not in leaving]
     if not staying and not joiners:
         if any(w not in view.drains for w in view.in_state("standby")):
             return None  # a replacement is starting; those who leave train until they can hand over
@@ -324,6 +328,17 @@ def _planned(view: View) -> RoundRecord | None:
         text for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "") if text
     )
     return _round(view, chosen, kind, planned=True, reason=reason + plan)
+
+
+def _leaving(view: View, num_joiners: int) -> set[str]:
+    """Members that go now: those asked to, and of those to be replaced as many as others can take the place of."""
+    assert view.round is not None
+    assert view.job is not None
+    others = [w for w in view.round.members if w not in view.drains]
+    too_many = len(others) - view.cap  # such as the replacement of the only worker, which had to be given the state
+    can_go = len(others) + num_joiners - view.job.min_workers
+    replaced = [w for w in others if w in view.replacements]
+    return {*view.drains, *replaced[: max(0, min(can_go, max(num_joiners, too_many)))]}
 
 
 def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: int) -> list[str]:

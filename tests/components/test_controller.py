@@ -15,6 +15,7 @@ from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     ControllerRecord,
+    DrainRecord,
     JobRecord,
     Keys,
     PlanRecord,
@@ -188,6 +189,23 @@ def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJ
     job.run_until("a node", lambda: job.target.living)
     job.plan(3, binding=False)
     job.stays(lambda: len(job.target.living) == 1)
+
+
+def test_another_node_is_started_for_a_worker_to_be_replaced_above_the_limit_too(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=3, high=3)
+    job.run_until("three nodes", lambda: len(job.target.living) == 3)
+    job.train_with("node1", "node2", "node3")
+    client.put(f"{keys.drains}worker-node2", encode(DrainRecord("worker-node2", "slow", once_replaced=True)))
+    job.run_until("a fourth node", lambda: len(job.target.living) == 4)
+    job.register("node4")
+    job.stays(lambda: len(job.target.living) == 4)
+    job.round(2, "node1", "node3", "node4")
+    job.leave("node2")
+    client.delete(f"{keys.drains}worker-node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.stays(lambda: job.target.living == ["node1", "node3", "node4"])
 
 
 def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:

@@ -19,6 +19,7 @@ from lightning_dlrover import cli
 from lightning_dlrover.job_view import EventLog, JobPlace, list_jobs, read_event_file
 from lightning_dlrover.rdzv.client import EtcdClient, Mirror
 from lightning_dlrover.rdzv.records import (
+    ControllerRecord,
     DrainRecord,
     EventRecord,
     JobRecord,
@@ -248,6 +249,22 @@ def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etc
     assert decode(DrainRecord, entry.value, entry.key).worker_id == "w-b"
     code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
     assert (code, "w-a, w-b, w-c" in errors) == (2, True)
+
+
+def test_drain_has_a_worker_replaced_where_a_controller_starts_another_one(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b", "--replace")
+    client.delete(job.controller)
+    code, _, errors = dlrover(*drain)
+    assert (code, "no controller" in errors, client.get(f"{job.drains}w-b")) == (2, True, None)
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    code, output, _ = dlrover(*drain)
+    assert (code, "when another worker is ready" in output) == (0, True)
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert decode(DrainRecord, entry.value, entry.key).once_replaced
+    assert "w-b" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
 
 
 def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:

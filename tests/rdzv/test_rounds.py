@@ -42,8 +42,9 @@ def views(draw: st.DrawFn) -> View:
             workers[name] = worker(name, state, draw(st.sampled_from([0, number - 1, number])))
     plan = PlanRecord(draw(st.integers(1, 6)), "planner", "", binding=draw(st.booleans())) if draw(st.booleans()) else None
     drains = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
+    replacements = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
-    return View(job, round_, plan, workers, agents, drains)
+    return View(job, round_, plan, workers, agents, drains, replacements - drains)
 
 
 @settings(max_examples=500, deadline=None)
@@ -84,7 +85,7 @@ def test_whatever_the_view_joiners_never_take_a_round_above_the_cap(seen: View, 
     if proposal is None or seen.round is None or not proposal.planned:
         return
     added = [w for w in proposal.members if w not in seen.round.members]
-    leaving_later = bool(set(proposal.members) & seen.drains)
+    leaving_later = bool(set(proposal.members) & (seen.drains | seen.replacements))
     assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
 
 
@@ -143,6 +144,44 @@ def test_a_drained_worker_is_replaced_by_a_spare_in_one_round() -> None:
     proposal = next_round(seen, 0.0)
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w1", "w2"], "replace")
+
+
+def test_a_worker_to_be_replaced_stays_until_another_one_is_ready() -> None:
+    plan = PlanRecord(2, "user", "", binding=True)
+    assert next_round(view("01", replacements=frozenset({"w1"}), plan=plan), 1e9) is None
+    proposal = next_round(view("01", others="2", replacements=frozenset({"w1"}), plan=plan), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w2"], "replace")
+
+
+def test_one_new_worker_replaces_one() -> None:
+    proposal = next_round(view("012", others="3", replacements=frozenset({"w1", "w2"})), 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w0", "w3", "w2"]
+
+
+def test_a_worker_that_was_missing_comes_before_a_replacement() -> None:
+    seen = view("01", others="2", replacements=frozenset({"w0", "w1"}), job=replace(JOB, min_workers=3))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w2", "w1"], "grow")
+
+
+def test_the_only_worker_is_replaced_in_two_rounds() -> None:
+    plan = PlanRecord(1, "planner", "", binding=True)
+    first = next_round(view("0", others="1", replacements=frozenset({"w0"}), plan=plan), 0.0)
+    assert first is not None
+    assert first.members == ["w0", "w1"]
+    second = next_round(view("01", replacements=frozenset({"w0"}), plan=plan), 0.0)
+    assert second is not None
+    assert second.members == ["w1"]
+
+
+def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
+    seen = view("012", replacements=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w1", "w2"]
 
 
 def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:

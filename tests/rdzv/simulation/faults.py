@@ -203,8 +203,9 @@ def _plan(job: Job) -> None:
 
 def _drain(job: Job) -> None:
     if worker := _any(job):
-        job.kernel.log(worker.id, "is asked to leave")
-        job.etcd.txn([], [Put(job.keys.drains + worker.id, encode(DrainRecord(worker.id, "because")))])
+        request = DrainRecord(worker.id, "because", once_replaced=job.kernel.rng.random() < 0.3)
+        job.kernel.log(worker.id, "is to be replaced" if request.once_replaced else "is asked to leave")
+        job.etcd.txn([], [Put(job.keys.drains + worker.id, encode(request))])
 
 
 def _join(job: Job) -> None:

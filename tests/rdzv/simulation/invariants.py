@@ -136,7 +136,7 @@ class Checks:
                 raise Violation("members", f"{new} takes in {worker_id}, which is {seen.workers.get(worker_id)}")
             if worker_id in seen.drains:
                 raise Violation("cap", f"{new} takes in {worker_id}, which was asked to leave")
-        if new.planned and len(new.members) > seen.cap and not set(new.members) & seen.drains:
+        if new.planned and len(new.members) > seen.cap and not set(new.members) & (seen.drains | seen.replacements):
             raise Violation("cap", f"{new} has more than {seen.cap} members")
 
         if not new.planned and seen.survivors:
