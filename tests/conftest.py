@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ import pytest
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import Keys
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+# No job of a test is warm-started by, or seen in, the history of whoever runs the tests.
+os.environ["DLROVER_HISTORY"] = "off"
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,9 @@ Floats = NDArray[np.float64]
 INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
 NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
 MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
+MIN_MODEL_SIGMA = 0.08  # of a log step time that was never measured, however sure the model is
+LENGTH = 0.4  # in log settings, over which errors of the model stay alike: about a factor of two in one of them
+PREFETCH_WEIGHT = 0.3  # batches in stock smooth, and seldom decide
 MAX_KEPT_CANDIDATES = 16  # of a decision's record, which lies in etcd
 
 
@@ -86,7 +89,7 @@ class Rules:
     """For how much the planner moves. Shares are of the time, or cost, that is left."""
 
     min_gain: float = 0.02  # that a change has to bring; doubles with every return to the same settings
-    min_explore_gain: float = 0.01  # expected improvement that untried settings have to promise
+    min_explore_gain: float = 0.005  # expected improvement that untried settings have to promise
     max_explore_cost: float = 0.05  # that a trial may cost
     max_trials: int = 5
     max_stretch: float = 4.0  # untried workers are at most so many times what was tried, and at least that part of it
@@ -226,7 +229,7 @@ class _Field:
             step_s=step_s,
             low_s=low_s,
             high_s=high_s,
-            sigma=np.maximum(np.log(high_s / low_s) / (2 * INTERVAL_SIGMAS), 1e-6),
+            sigma=_sigma(np.log(high_s / low_s) / (2 * INTERVAL_SIGMAS), noise, settings, list(measured)),
             loss=step_s * (rate / rate[now]) ** objective.elasticity,
             bound_s=bound_s,
             measured=np.array([s in measured for s in settings]),
@@ -307,6 +310,21 @@ def _measured_log_s(windows: Sequence[StepProfile], global_batch: int) -> Mappin
         if window.global_batch == global_batch:
             found.setdefault(settings_of(window), []).append(math.log(window.step_time_s))
     return {settings: np.array(log_s[-NUM_NEWEST_WINDOWS:]) for settings, log_s in found.items()}
+
+
+def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
+    """Standard deviation of the log of each settings' true step time, of which a trial can teach something.
+
+    A window's noise is not part of it. Settings near measured ones share their error: what is left is that of a Gaussian
+    process given its nearest neighbour, so that trials are spread (Rasmussen and Williams, 2006, equation 2.24).
+    """
+    figures = np.log1p(np.array([[s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor] for s in settings]))
+    figures[:, 3] *= PREFETCH_WEIGHT
+    known = [settings.index(s) for s in measured]
+    squares = ((figures[:, None, :] - figures[None, known, :]) ** 2).sum(axis=2).min(axis=1)
+    own = np.sqrt(np.maximum(of_window**2 - noise**2, MIN_MODEL_SIGMA**2))
+    result: Floats = np.maximum(own * np.sqrt(1 - np.exp(-squares / LENGTH**2)), 1e-3)
+    return result
 
 
 def _noise(measured: Mapping[Settings, Floats]) -> float:

@@ -101,11 +101,9 @@ def all_settings(limits: Limits, now: Settings) -> list[Settings]:
 def configuration(settings: Settings, current: StepProfile, limits: Limits, node_cores: float) -> Configuration:
     """The current configuration with other settings, the global batch kept."""
     num_nodes = min(current.num_nodes, settings.num_workers)
-    spread = {"fullest_node": current.fullest_node, "emptiest_node": current.emptiest_node}
     if limits.workers_per_node:
         num_nodes = math.ceil(settings.num_workers / limits.workers_per_node)
-    if settings.num_workers != current.num_workers:
-        spread = {"fullest_node": 0, "emptiest_node": 0}
+    is_same = settings.num_workers == current.num_workers
     return replace(
         configuration_of(current, node_cores),
         num_workers=settings.num_workers,
@@ -114,7 +112,8 @@ def configuration(settings: Settings, current: StepProfile, limits: Limits, node
         loader_workers=settings.loader_workers,
         intra_op_threads=settings.intra_op_threads,
         prefetch_factor=settings.prefetch_factor,
-        **spread,
+        fullest_node=current.fullest_node if is_same else 0,
+        emptiest_node=current.emptiest_node if is_same else 0,
     )
 
 

@@ -105,7 +105,7 @@ def distance(one: Descriptor, other: Descriptor) -> float:
 def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
     """At most five jobs that are similar enough to learn from, the most similar first."""
     near = [(d, -job.at, job) for job in jobs if (d := distance(descriptor, job.descriptor)) <= MAX_DISTANCE]
-    return [job for *_, job in sorted(near, key=lambda item: item[:2])[:NUM_NEIGHBOURS]]
+    return [job for *_, job in sorted(near, key=lambda item: item[:2])][:NUM_NEIGHBOURS]
 
 
 def suggest(current: StepProfile, neighbours: Sequence[PastJob], *, node_cores: float, at: float) -> Suggestion | None:

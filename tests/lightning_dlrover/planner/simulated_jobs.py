@@ -108,9 +108,7 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
     """What the profiler would publish."""
     parts = truth.parts(settings)
     factor = rng.lognormvariate(0, noise)
-    data_s, compute_s, communication_s = (
-        part * factor for part in (parts.data_s, parts.compute_s, parts.communication_s)
-    )
+    data_s, compute_s, communication_s = (part * factor for part in (parts.data_s, parts.compute_s, parts.communication_s))
     step_s = data_s + compute_s + communication_s
     return StepProfile(
         worker_id="w0",
