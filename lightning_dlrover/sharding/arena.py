@@ -1,91 +1,213 @@
-"""Memory for tables that can be given back page by page, and that comes in huge pages where the kernel has them.
+"""Memory for tables in which every row of every table has an address of its own, whether this worker holds it or not.
 
-What a change of the workers costs is largely page faults: 4 KiB at a time they take several times as long as the bytes do on
-the wire. And the memory of a shard that was sent away must be free at once, not when its module happens to be collected.
+What a change of the workers costs is largely memory: pages that are touched for the first time, and rows that stay with their
+worker but are copied into its new shard. Addresses cost nothing, though. Where a shard lies is given by its rows, so rows that
+a worker keeps stay where they are, and only what comes from others needs pages.
+
+Pages come in huge ones where the kernel has them: 4 KiB at a time, page faults take several times as long as the bytes do on
+the wire. What was sent away is given back page by page, at once, not when its module happens to be collected.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-from bisect import bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 
 __all__ = ["Arena", "touch", "warm"]
 
+PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
+PIECE = 8 << 20
+
+# mman(2)
+MAP_NORESERVE = 0x4000
+MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 23
+FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Addresses:
+    """A stretch of addresses, from a border of huge pages on, that is given back with its last user."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._length = num_bytes + HUGE_PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        address = _libc.mmap(None, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if address == FAILED:
+            raise MemoryError(
+                f"{num_bytes >> 20} MiB of addresses for embedding tables cannot be had, though next to none of it is memory: "
+                "allow more with `ulimit -v unlimited`, and set vm.overcommit_memory to 0 or 1"
+            )
+        self._mapped = address
+        self.start = -(-address // HUGE_PAGE) * HUGE_PAGE
+        self.num_bytes = num_bytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mapped"):
+            _libc.munmap(self._mapped, self._length)
+
+
+@dataclass
+class _Range:
+    """Where the rows of one table, or of one of its states, lie: offsets in the arena, in bytes."""
+
+    start: int
+    size: int  # of all rows of the table
+    first: int = 0  # those that are in use now, and their end
+    end: int = 0
+
 
 class Arena:
-    """Hands out zeroed tensors and frees parts of them before the tensors themselves go."""
+    """Places shards by their rows.
 
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # addresses, ascending
-        self._places: list[tuple[int, mmap.mmap, int]] = []  # size in bytes, mapping, offset in it; in the order of `_starts`
-        self._reserve: tuple[mmap.mmap, int] | None = None  # touched already; and how much of it is taken
+    Args:
+        num_bytes: of addresses, not of memory: for all rows of all tables at least, and again for what replaces them. As many
+            twice again behind them are for those who choose a place themselves.
+    """
 
-    def reserve(self, num_bytes: int) -> None:
-        """Touch so much memory now, for what is asked for later."""
-        if num_bytes:
-            self._reserve = (_touched(num_bytes), 0)
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+        self._addresses = _Addresses(3 * self.num_bytes)
+        self._former: dict[Hashable, _Range] = {}
+        self._present: dict[Hashable, _Range] = {}
+        self._next = 0  # nothing was placed here or later
+        self._reserve: _Addresses | None = None  # touched already
+        self._reserve_taken = 0
 
-    def empty(self, num_values: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape ``(num_values,)``, of zeros; its memory is not touched yet, unless there is some in reserve."""
-        nbytes = num_values * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
-        mapping, offset = self._take(nbytes)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=num_values, offset=offset)
-        start = tensor.data_ptr()
-        place = bisect_right(self._starts, start)
-        self._starts.insert(place, start)
-        self._places.insert(place, (nbytes, mapping, offset))
-        return tensor
+    def values(self, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """All of it from a byte on, of one dimension; what was never written reads as zeros."""
+        length = self._addresses.num_bytes - start
+        buffer = (ctypes.c_char * length).from_address(self._addresses.start + start)
+        buffer.owner = self._addresses  # type: ignore[attr-defined]  # tensors keep the buffer
+        return torch.frombuffer(buffer, dtype=dtype, count=length // dtype.itemsize)
 
-    def _take(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        if self._reserve is not None:
-            mapping, taken = self._reserve
-            if taken + nbytes <= len(mapping):
-                self._reserve = (mapping, -(-(taken + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
-                return mapping, taken
-        return _mapped(nbytes), 0
+    # --- one layout after another ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From here on a new layout is placed, beside the former one."""
+        self.finish()
+        self._former, self._present = self._present, {}
+
+    def place(self, key: Hashable, size: int, first: int, length: int, at: int | None = None) -> int:
+        """Where bytes `first` to `first + length` of the rows that `key` names are: an offset in bytes.
+
+        The same key has the same rows at the same place in the next layout, with the values that were left there.
+
+        Args:
+            size: bytes of all rows of the table, the same each time.
+            at: where they begin, from `num_bytes` on, the same each time; None: where there is room.
+        """
+        if not size:
+            return 0
+        known = self._former.get(key)
+        if known is not None and known.size != size:
+            raise ValueError(f"{key!r} had {known.size} bytes, and is to have {size}")
+        start = known.start if known is not None else self._gap(size) if at is None else at
+        placed = _Range(start, size, start + first, start + first + length)
+        self._present[key] = placed
+        huge_start, huge_end = _inside(placed.first, placed.end, HUGE_PAGE)
+        if huge_end > huge_start:
+            _libc.madvise(self._addresses.start + huge_start, huge_end - huge_start, MADV_HUGEPAGE)
+        missing = [(placed.first, placed.end)]
+        if known is not None and known.end > known.first:
+            missing = [(placed.first, min(placed.end, known.first)), (max(placed.first, known.end), placed.end)]
+        for part in missing:
+            self._take_reserve(*part)
+        return start + first
+
+    def _gap(self, size: int) -> int:
+        """A free place of that size: behind all others while there is room, else the first that is large enough."""
+        align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
+        start = -(-self._next // align) * align
+        if start + size <= self.num_bytes:
+            self._next = start + size
+            return start
+        taken = sorted({(r.start, r.start + r.size) for r in (*self._former.values(), *self._present.values())})
+        start = 0  # those who have chosen their place are behind all others
+        for begins, ends in taken:
+            if begins - start >= size:
+                break
+            start = max(start, -(-ends // align) * align)
+        if start + size > self.num_bytes:
+            raise MemoryError(f"{size} bytes of rows do not fit into {self.num_bytes} bytes of addresses")
+        return start
+
+    def finish(self) -> None:
+        """Give back all that the present layout does not use. What was there before it is forgotten."""
+        present = {r.start: r for r in self._present.values()}
+        for former in (*self._former.values(), *self._present.values()):
+            end = -(-(former.start + former.size) // PAGE) * PAGE  # nothing else is in its last page
+            used = present.get(former.start)
+            if used is None or used.first == used.end:
+                self._drop(former.start, end)
+            else:
+                self._drop(former.start, used.first)
+                self._drop(used.end, end)
+        self._former = {}
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give the pages that lie wholly inside a contiguous tensor back to the system: its values are lost.
 
         Does nothing for memory that is not of this arena.
         """
-        if tensor.numel() == 0 or not tensor.is_contiguous():
-            return
-        place = bisect_right(self._starts, tensor.data_ptr()) - 1
-        if place < 0:
-            return
-        size, mapping, offset = self._places[place]
-        first = tensor.data_ptr() - self._starts[place]
-        if first >= size:
-            return
-        start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = first + tensor.nbytes
-        # Nothing else is in a tensor's last page.
-        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if end == size else end // mmap.PAGESIZE * mmap.PAGESIZE
-        end = min(end, len(mapping) - offset)
-        if end > start:
-            mapping.madvise(mmap.MADV_DONTNEED, offset + start, end - start)
-
-    def drop_reserve(self) -> None:
-        """Give back what is still in reserve."""
-        if self._reserve is not None:
-            mapping, taken = self._reserve
-            self._reserve = None
-            if taken < len(mapping):
-                mapping.madvise(mmap.MADV_DONTNEED, taken, len(mapping) - taken)
+        start = tensor.data_ptr() - self._addresses.start
+        if tensor.is_contiguous() and start >= 0 and start + tensor.nbytes <= self._addresses.num_bytes:
+            self._drop(start, start + tensor.nbytes)
 
     def close(self) -> None:
         """Give all memory back; tensors that are still there read as zeros."""
         self.drop_reserve()
-        for size, mapping, offset in self._places:
-            mapping.madvise(mmap.MADV_DONTNEED, offset, size)
-        self._starts, self._places = [], []
+        self.begin()
+        self.finish()
+
+    def _drop(self, start: int, end: int) -> None:
+        start, end = _inside(start, end, PAGE)
+        if end > start:
+            _libc.madvise(self._addresses.start + start, end - start, MADV_DONTNEED)
+
+    # --- memory ahead of time ---------------------------------------------------------------------------------------------
+
+    def reserve(self, num_bytes: int) -> None:
+        """Touch so much memory now, for what is placed later."""
+        self.drop_reserve()
+        if num_bytes:
+            self._reserve, self._reserve_taken = _touched(num_bytes), 0
+
+    def drop_reserve(self) -> None:
+        """Give back what is still in reserve."""
+        self._reserve = None
+
+    def _take_reserve(self, first: int, end: int) -> None:
+        """Let huge pages of the reserve be those of bytes that have none yet."""
+        first, end = _inside(first, end, HUGE_PAGE)
+        if self._reserve is None or end <= first:
+            return
+        length = min(end - first, self._reserve.num_bytes // HUGE_PAGE * HUGE_PAGE - self._reserve_taken)
+        if length <= 0:
+            return
+        source = self._reserve.start + self._reserve_taken
+        # The source's addresses stay ours: somebody else's memory might move in before they are given back. Since Linux 5.7.
+        flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+        if _libc.mremap(source, length, length, flags, self._addresses.start + first) == FAILED:
+            return  # these pages are then touched when they are written
+        self._reserve_taken += length
+
+    def touch(self, tensor_address: int, num_bytes: int) -> None:
+        """Let the pages of some addresses be there before they are written; does nothing where they are not of this arena."""
+        start = tensor_address - self._addresses.start
+        if num_bytes and start >= 0 and start + num_bytes <= self._addresses.num_bytes:
+            _populate(tensor_address, num_bytes)
 
 
 def warm(num_bytes: int) -> None:
@@ -94,26 +216,29 @@ def warm(num_bytes: int) -> None:
     Where the system is a guest, a page that it has never used costs its host many times what it costs later on.
     """
     if num_bytes:
-        _touched(num_bytes).close()
+        _touched(num_bytes)
 
 
 def touch(mapping: mmap.mmap) -> None:
     """Let a mapping's pages be there before they are used; does nothing where the kernel cannot."""
-    # Not `mapping.madvise`: it would keep Python's lock, and all other threads from running, for the seconds that this takes.
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.madvise(address, len(mapping), 23)  # MADV_POPULATE_WRITE, since Linux 5.14
+    _populate(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))
 
 
-def _touched(num_bytes: int) -> mmap.mmap:
-    mapping = _mapped(num_bytes)
-    touch(mapping)
-    return mapping
+def _populate(address: int, num_bytes: int) -> None:
+    # Not `mmap.madvise`: it would keep Python's lock, and all other threads from running, for the seconds that this takes.
+    # Piece by piece, as no other thread can get memory meanwhile.
+    start, end = address // PAGE * PAGE, -(-(address + num_bytes) // PAGE) * PAGE
+    for at in range(start, end, PIECE):
+        _libc.madvise(at, min(PIECE, end - at), MADV_POPULATE_WRITE)  # since Linux 5.14
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+def _touched(num_bytes: int) -> _Addresses:
+    addresses = _Addresses(num_bytes)
+    _libc.madvise(addresses.start, num_bytes, MADV_HUGEPAGE)
+    _populate(addresses.start, num_bytes)
+    return addresses
+
+
+def _inside(start: int, end: int, border: int) -> tuple[int, int]:
+    """The part of a range that begins and ends at borders of pages."""
+    return -(-start // border) * border, end // border * border

@@ -33,7 +33,7 @@ from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
-from lightning_dlrover.sharding.arena import Arena, warm
+from lightning_dlrover.sharding.arena import warm
 from lightning_dlrover.sharding.exchange import CHUNK_BYTES, ExchangeStats, exchange
 from lightning_dlrover.sharding.layout import Move, Shard, plan_moves
 from lightning_dlrover.sharding.persist import Persister
@@ -66,6 +66,9 @@ KEPT_S = 86400.0
 
 MAX_CHANGED = 0.3
 """Part of a table's rows: of more, all are copied, which is faster than picking them."""
+
+PLANNED = ("grow", "shrink", "replace")
+"""Kinds of rounds that are agreed on while training goes on."""
 
 SWAP_S = 300.0
 """For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
@@ -141,6 +144,7 @@ class ElasticTables:
         self._wrap_dense = wrap_dense
         self._snapshots: _Snapshots | None = None
         self._is_warm = world.config.max_workers == 1  # there will be no change
+        self._foreseen = 0  # the newest round
         if config.interval_s:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
@@ -186,15 +190,12 @@ class ElasticTables:
         new_plan = replan(old_plan, members)
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
-        old: list[Block] = []
-        former = Arena()
-        if self.tables.is_built:  # else this is a joiner, which has made memory ready
-            old, former = self.tables.blocks(), self.tables.detach()
+        old = self.tables.blocks() if self.tables.is_built else []
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
-        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), former.release)
+        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), self.tables.release)
         _meet(group)  # nobody closes a connection that another one still reads from
-        former.close()
+        self.tables.drop_former()
         self._tell(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
@@ -260,13 +261,12 @@ class ElasticTables:
             for table, plan in old_plan.items()
         }
         new_plan = replan(read_plan, members)
-        if self.tables.is_built:
-            self.tables.detach().close()
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(read_plan), layout_of(new_plan))
         blocks = [block for part in mine.values() for block in part.blocks()]
         group = dist.group.WORLD
         self.last_exchange = exchange(group, members, self._me, moves, blocks, self.tables.blocks())
+        self.tables.drop_former()
         restored = self._states(formation, mine, reader, name[1])
         assert self._snapshots is not None
         self._snapshots.rolled_back_to(name)
@@ -324,11 +324,22 @@ class ElasticTables:
         if self._snapshots is not None:
             self._snapshots.make_room(self.tables, self.tables.num_bytes // workers)
 
+    def _foresee(self) -> None:
+        """Once a change is planned: touch the memory that it takes, while the others agree on it and training goes on."""
+        formation, target = self._world.formation, self._world.membership.view.round
+        if formation is None or target is None or target.number <= max(self._foreseen, formation.round.number):
+            return
+        self._foreseen = target.number
+        if target.kind in PLANNED and self._me in target.members and self.tables.plan is not None:
+            touch = self.tables.foresee(replan(self.tables.plan, target.members), self._me)
+            threading.Thread(target=touch, name="dlrover-foresee", daemon=True).start()
+
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def wishes(self) -> list[int]:
         """What this worker says in each vote: the newest snapshot of which it has all it should have, whether it is ready for
         another one, and whether that should be copied to disk."""
+        self._foresee()
         return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:

@@ -1,8 +1,8 @@
 """Carry parts of tables from the workers that have them to those that need them, in place and in bounded pieces.
 
-Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it: rows that stay are copied
-in memory while others are on the wire. What a source has given away is freed at once, so that a worker hardly needs more memory
-than the larger of its old and new shards.
+Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it: rows that stay are left
+where they are, or copied while others are on the wire if their columns are cut anew. What a source has given away is freed at
+once, so that a worker hardly needs more memory than the larger of its old and new shards.
 
 Values of a row-wise optimizer state belong to a row and the columns of one shard. Where columns are cut anew, a row's value is
 the mean, weighted by width, of those of the shards it is made of: exact when shards are merged (the state is a mean over
@@ -43,7 +43,7 @@ class ExchangeStats:
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    kept_bytes: int = 0  # copied in memory
+    copied_bytes: int = 0  # in memory
     began_s: float = 0.0  # monotonic clock
     seconds: float = 0.0
 
@@ -65,7 +65,7 @@ def exchange(
     new: Sequence[Block],
     release: Callable[[torch.Tensor], None] = lambda values: None,
 ) -> ExchangeStats:
-    """Fill the blocks of `new`, which hold zeros, from the workers' blocks of `old`.
+    """Fill the blocks of `new` from the workers' blocks of `old`. Rows that have the same place in both stay there.
 
     Args:
         group: whose ranks are `members`: all that give or take. None if nothing travels.
@@ -110,9 +110,11 @@ def exchange(
     def keeps() -> Iterator[None]:
         for move in (m for m in mine if m.source == me == m.target):
             for source, target in zip(_source(sources, move), _target(targets, move), strict=True):
+                if part_of(source, move.region).data_ptr() == part_of(target, move.region).data_ptr():
+                    continue
                 for chunk in _chunks(target, move.region):
                     values = part_of(source, chunk)
-                    stats.kept_bytes += values.nbytes
+                    stats.copied_bytes += values.nbytes
                     _put(part_of(target, chunk), values, _share(target, move))
                     give_away(move, values)
                     yield
@@ -130,6 +132,10 @@ def exchange(
             peer, direction = lane
             queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
 
+    for move in (m for m in mine if m.target == me):
+        for block in _target(targets, move):
+            if _share(block, move) != 1.0:
+                part_of(block, move.region).zero_()  # what comes is added up there
     if group is not None:
         gloo: Any = group  # its stubs name few of its methods
         gloo.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one

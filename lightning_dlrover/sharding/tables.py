@@ -12,6 +12,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import types
@@ -109,7 +110,6 @@ class ShardedTables:
         self.plan: dict[str, TablePlan] | None = None
         self._constraints = dict(constraints or {})
         self._sharders = list(sharders) if sharders is not None else _default_sharders()
-        self._arena = Arena()
         module_types = {sharder.module_type for sharder in self._sharders}
         self._templates: dict[str, nn.Module] = {}
         for path, part in module.named_modules():
@@ -122,6 +122,7 @@ class ShardedTables:
                 self._templates[path] = _on_meta(part)
         if not self._templates:
             raise PlanError("the module has no embedding collection that one of the sharders can shard")
+        self._arena = Arena(self._num_addresses)
         for path, template in self._templates.items():
             _set_submodule(module, path, _with_parameters(template))
             if not any(hasattr(p, "_optimizer_classes") for p in template.parameters()) and not self._has_fused_params:
@@ -209,8 +210,9 @@ class ShardedTables:
     ) -> nn.Module:
         """Shard the module for the current default process group, whose ranks are `members`.
 
-        Tables hold zeros afterwards: the caller fills them, see `initialise` and `exchange`. What was built before for another
-        world is replaced; its memory stays until `Arena.close` of the arena that `detach` gave.
+        Rows that this worker held before are where they were. All others are for the caller to fill, see `initialise` and
+        `exchange`: zeros, or what was left there. What was built before for another world is replaced; its memory stays until
+        `drop_former`.
 
         Args:
             plan: where every table goes.
@@ -232,7 +234,8 @@ class ShardedTables:
             _set_submodule(self.module, path, _with_parameters(template))
         _forget_groups()
         _gather_uneven_batches()
-        with _quiet(), _one_worker_per_node(), _fast_build(self._arena):
+        self._arena.begin()
+        with _quiet(), _one_worker_per_node(), _fast_build(_Placer(self._arena, self._path_of), self._sharders):
             parallel = DistributedModelParallel(
                 module=self.module,
                 env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -241,7 +244,7 @@ class ShardedTables:
                 sharders=self._sharders,
                 data_parallel_wrapper=Wrapper(),
             )
-        self._arena.drop_reserve()
+        self._arena.drop_reserve()  # what was too much
         for path, template in self._templates.items():
             _keep_order(self.module.get_submodule(path), template)
         self.plan = dict(plan)
@@ -267,16 +270,52 @@ class ShardedTables:
                 total += parameter.nbytes + 4 * states
         return total
 
-    def detach(self) -> Arena:
-        """Let go of the memory of what is built: it is the caller's to close, and the next `build` makes its own."""
-        arena, self._arena = self._arena, Arena()
-        return arena
+    @property
+    def _num_addresses(self) -> int:
+        """For weights and row-wise states of all tables; twice, as they may be cut anew by columns; half of it for gaps."""
+        parameters = [p for template in self._templates.values() for p in template.parameters()]
+        return sum(3 * (p.nbytes + 4 * p.shape[0]) + (16 << 20) for p in parameters)
+
+    def _path_of(self, module: nn.Module) -> str:
+        return next(path for path in self._templates if self.module.get_submodule(path) is module)
+
+    def foresee(self, plan: Plan, worker: str) -> Callable[[], None]:
+        """What touches the memory of rows that `worker`, which is this one, will have to take from others; for any thread."""
+        blocks = self.blocks()
+        missing: list[tuple[int, int]] = []  # address and bytes
+        growth = -sum(block.values.nbytes for block in blocks)
+        for block in blocks:
+            if not block.region.num_rows:
+                continue
+            row_bytes = block.values.nbytes // block.region.num_rows
+            for region in (s.region for s in plan[block.table].shards if s.owner == worker):
+                if (region.col0, region.col1) == (block.region.col0, block.region.col1):
+                    growth += region.num_rows * row_bytes
+                    for part in region.without(block.region):
+                        address = block.values.data_ptr() + (part.row0 - block.region.row0) * row_bytes
+                        missing.append((address, part.num_rows * row_bytes))
+
+        def touch_missing() -> None:
+            left = growth  # what takes the place of rows that are given away is touched when those are gone
+            for address, num_bytes in missing:
+                self._arena.touch(address, min(num_bytes, max(0, left)))
+                left -= num_bytes
+
+        return touch_missing
+
+    def drop_former(self) -> None:
+        """Give back the memory of rows that only a former build held."""
+        self._arena.finish()
+
+    def release(self, values: torch.Tensor) -> None:
+        """Give back the memory of rows of a former build that nobody needs any more."""
+        self._arena.release(values)
 
     def reset(self) -> None:
         """Give the tables back; the module holds none, on `meta`, until the next `build`."""
         for path, template in self._templates.items():
             _set_submodule(self.module, path, _with_parameters(template))
-        self.detach().close()
+        self._arena.close()
         self.plan = None
 
     def initialise(self, seed: int) -> None:
@@ -309,9 +348,7 @@ class ShardedTables:
                 weights = kernel.emb_module.split_embedding_weights()
                 states = _optimizer_states(kernel.emb_module, len(tables))
                 for config, weight, of_table in zip(tables, weights, states, strict=True):
-                    region = _region(config.local_metadata) if config.local_metadata else None
-                    region = region or Region(0, config.num_embeddings, 0, config.embedding_dim)
-                    name = _key(path, config.name)
+                    region, name = _held(config), _key(path, config.name)
                     found.append(Block(name, "weight", region, weight.detach()))
                     found += [Block(name, f"state{i}", region, state) for i, state in enumerate(of_table)]
         return found
@@ -487,6 +524,13 @@ def _region(metadata: Any) -> Region:
     return Region(row0, row0 + rows, col0, col0 + cols)
 
 
+def _held(config: Any) -> Region:
+    """Of a sharded table, what this worker has."""
+    return (
+        _region(config.local_metadata) if config.local_metadata else Region(0, config.num_embeddings, 0, config.embedding_dim)
+    )
+
+
 def _on_meta(collection: nn.Module) -> nn.Module:
     """A copy without values; what was applied to the parameters is remembered on those of the copy."""
     memo: dict[int, Any] = {}
@@ -598,43 +642,128 @@ def _one_worker_per_node() -> Iterator[None]:
         yield
 
 
+class _Placer:
+    """Says where the shards of tables lie that are about to be built."""
+
+    def __init__(self, arena: Arena, path_of: Callable[[nn.Module], str]) -> None:
+        self.path_of = path_of
+        self.path = ""  # of the collection that is being built
+        self.configs: Sequence[Any] = ()  # of the tables that are held together
+        self._arena = arena
+
+    def weights(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._arena.values(dtype)
+
+    def weight_offsets(self, dtype: torch.dtype) -> list[int]:
+        """Of every table in `weights`, in values."""
+        return self._offsets("weight", dtype, is_row_wise=False)
+
+    def row_wise_states(self) -> torch.Tensor:
+        return self._arena.values(torch.float32)
+
+    def row_wise_state_offsets(self) -> list[int]:
+        return self._offsets("state0", torch.float32, is_row_wise=True)
+
+    def full_states(self) -> torch.Tensor:
+        return self._arena.values(torch.float32, self._arena.num_bytes)
+
+    def full_state_offsets(self, weight_offsets: Sequence[int]) -> list[int]:
+        """Those of the weights: fbgemm takes a weight's number for that of its state, whatever it is told."""
+        self._offsets("state0", torch.float32, is_row_wise=False, beside=weight_offsets)
+        return list(weight_offsets)
+
+    def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, beside: Sequence[int] | None = None) -> list[int]:
+        found: list[Any] = []
+        for name, group in itertools.groupby(self.configs, lambda config: config.name):
+            configs = list(group)
+            regions = [_held(config) for config in configs]
+            row_bytes = [dtype.itemsize * (1 if is_row_wise else region.num_cols) for region in regions]
+            sizes = [region.num_rows * of_row for region, of_row in zip(regions, row_bytes, strict=True)]
+            if len(configs) == 1:
+                region, of_row = regions[0], row_bytes[0]
+                key: Any = (self.path, name, what, dtype, region.col0, region.col1)
+                size, first = configs[0].num_embeddings * of_row, region.row0 * of_row
+            else:  # torchrec takes several shards of one table to lie side by side
+                key, size, first = (self.path, name, what, dtype, *regions), sum(sizes), 0
+            at = self._arena.num_bytes + beside[len(found)] * dtype.itemsize - first if beside is not None and size else None
+            start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
+            places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
+            found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
+        # A shard without rows lies where the next one does, as with torchrec, whose kernels conclude from it how to add up.
+        for i in reversed(range(len(found))):
+            if found[i] is None:
+                found[i] = found[i + 1] if i + 1 < len(found) else 0
+        return found
+
+
 @contextlib.contextmanager
-def _fast_build(arena: Arena) -> Iterator[None]:
-    """Let fbgemm take memory from `arena`, and nobody initialise it: that would touch all of it, three times."""
+def _fast_build(placer: _Placer, sharders: Sequence[Any]) -> Iterator[None]:
+    """Let fbgemm take memory where `placer` says, and nobody initialise it: that would touch all of it, three times."""
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from torchrec.distributed import batched_embedding_kernel as kernels
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-    stock = kernels.SplitTableBatchedEmbeddingBagsCodegen
+    stock, split_state = kernels.SplitTableBatchedEmbeddingBagsCodegen, training.construct_split_state
 
     class InArena(stock):  # type: ignore[misc, valid-type]
         def __init__(self, embedding_specs: Sequence[tuple[int, int, Any, Any]], *args: Any, **kwargs: Any) -> None:
-            rows = sum(spec[0] for spec in embedding_specs)
-            values = sum(spec[0] * spec[1] for spec in embedding_specs)
             precision = kwargs.get("weights_precision", SparseType.FP32)
             optimizer = kwargs.get("optimizer", EmbOptimType.EXACT_SGD)
-            if all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs) and values:
-                buffers = {}
-                if precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16):
-                    buffers["weights"] = arena.empty(values, precision.as_dtype())
+            buffers: dict[str, torch.Tensor] = {}
+            offsets: list[list[int]] = []  # in the order in which fbgemm asks for them
+            is_on_host = all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs)
+            is_float = precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16)
+            if is_on_host and is_float and any(spec[0] * spec[1] for spec in embedding_specs):
+                buffers["weights"] = placer.weights(precision.as_dtype())
+                offsets.append(placer.weight_offsets(precision.as_dtype()))
                 if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-                    buffers["momentum1"] = arena.empty(rows, torch.float32)
+                    buffers["momentum1"] = placer.row_wise_states()
+                    offsets.append(placer.row_wise_state_offsets())
                 elif optimizer == EmbOptimType.EXACT_ADAGRAD:
-                    buffers["momentum1"] = arena.empty(values, torch.float32)
+                    buffers["momentum1"] = placer.full_states()
+                    offsets.append(placer.full_state_offsets(offsets[0]))
                 kwargs["preallocated_host_buffers"] = buffers
-            super().__init__(embedding_specs, *args, **kwargs)
+            asked = zip(offsets, buffers.values(), strict=True)
+
+            def placed(*of_tables: Any, **how: Any) -> Any:
+                state = split_state(*of_tables, **how)
+                found = next(asked, None)
+                return state if found is None else state._replace(offsets=found[0], host_size=found[1].numel())
+
+            with mock.patch.object(training, "construct_split_state", placed):
+                super().__init__(embedding_specs, *args, **kwargs)
+            if "weights" in buffers:
+                # All addresses, of which this worker's rows are few: nothing that an optimizer or a summary should count.
+                object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))
+
+    def noting_tables(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def noted(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            placer.configs = config.embedding_tables
+            init(self, config, *args, **kwargs)
+
+        return noted
+
+    def noting_path(shard: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(shard)
+        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            placer.path = placer.path_of(module)
+            return shard(module, *args, **kwargs)
+
+        return noted
 
     def nothing(self: Any) -> None: ...
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(kernels, "SplitTableBatchedEmbeddingBagsCodegen", InArena))
-        for owner, name in (
-            (kernels.BaseBatchedEmbedding, "init_parameters"),
-            (kernels.BaseBatchedEmbeddingBag, "init_parameters"),
-            (ShardedEmbeddingBagCollection, "reset_parameters"),
-            (ShardedEmbeddingCollection, "reset_parameters"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, nothing))
+        for sharder in sharders:
+            stack.enter_context(mock.patch.object(sharder, "shard", noting_path(sharder.shard)))
+        for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
+            stack.enter_context(mock.patch.object(base, "__init__", noting_tables(base.__init__)))
+            stack.enter_context(mock.patch.object(base, "init_parameters", nothing))
+        for collection in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
+            stack.enter_context(mock.patch.object(collection, "reset_parameters", nothing))
         yield

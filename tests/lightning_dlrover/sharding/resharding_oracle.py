@@ -380,15 +380,14 @@ def play(worker: Worker, case: Case) -> Outcome:
             old_plan = plan_from_dict(json.loads(store.get(f"plan{number}")))
             plan = plan_by_hand(case, number, members) if case.plans == "by_hand" else replan(old_plan, members)
         old_blocks = tables.blocks() if me in previous else []
-        old_arena = tables.detach()
         call = tables.build(plan, members) if me in members else None
         new_blocks = tables.blocks() if call is not None else []
         if previous:
             moves = plan_moves(layout_of(old_plan), layout_of(plan))
-            stats = exchange(group, union, me, moves, old_blocks, new_blocks, old_arena.release)
+            stats = exchange(group, union, me, moves, old_blocks, new_blocks, tables.release)
             total.sent_bytes += stats.sent_bytes
             total.received_bytes += stats.received_bytes
-            total.kept_bytes += stats.kept_bytes
+            total.copied_bytes += stats.copied_bytes
             # Dense parameters come another way: here, from any worker that was there before.
             source = union.index(next(w for w in previous if w in union))
             for parameter in model.dense.parameters():
@@ -396,7 +395,7 @@ def play(worker: Worker, case: Case) -> Outcome:
         else:
             tables.initialise(7)
         old_blocks = []
-        old_arena.close()
+        tables.drop_former()
         group = None
         if call is not None:
             assert model.dense.weight is dense
