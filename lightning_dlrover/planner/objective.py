@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_dlrover.perf.prior import Configuration
 
-__all__ = ["Aim", "Objective", "Prices", "Resources", "parse_prices", "resources_of"]
+__all__ = ["Aim", "Objective", "Prices", "Resources", "objective_from", "parse_prices", "resources_of"]
 
 Aim = Literal["fastest", "cheapest", "efficient"]
 
@@ -108,6 +109,34 @@ class Objective:
         if self.deadline_s is not None:
             said += f" that ends within {self.deadline_s:g} s of the start"
         return said
+
+
+VARIABLES = {
+    "aim": "DLROVER_OBJECTIVE",
+    "deadline_s": "DLROVER_DEADLINE_S",
+    "budget": "DLROVER_BUDGET",
+    "prices": "DLROVER_PRICES",
+}
+"""In which `dlrover run` tells its nodes what the user wants."""
+
+
+def objective_from(environ: Mapping[str, str]) -> Objective:
+    """The objective that the environment names; the fastest by default.
+
+    Raises:
+        ValueError: a variable holds something else.
+    """
+    found = {name: environ[variable].strip() for name, variable in VARIABLES.items() if environ.get(variable, "").strip()}
+    figures = {name: _figure(VARIABLES[name], found[name]) for name in ("deadline_s", "budget") if name in found}
+    aim: Any = found.get("aim", "fastest")
+    return Objective(aim=aim, prices=parse_prices(found.get("prices", "")), **figures)
+
+
+def _figure(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{variable} is {text!r}, which is no number") from error
 
 
 def parse_prices(text: str) -> Prices:

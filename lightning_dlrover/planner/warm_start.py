@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
-from lightning_dlrover.planner.space import settings_of
+from lightning_dlrover.planner.space import Limits, settings_of
 
 __all__ = ["Descriptor", "PastJob", "Suggestion", "descriptor_of", "distance", "nearest", "suggest"]
 
@@ -44,11 +44,10 @@ class PastJob:
     descriptor: Descriptor
     windows: tuple[StepProfile, ...]
 
-    @property
-    def best(self) -> Settings:
+    def best_within(self, limits: Limits) -> Settings | None:
         """Of what was measured with its last global batch, the settings with the least median step time."""
-        times = self.step_times_s()
-        return min(times, key=lambda settings: (times[settings], settings))
+        times = {settings: time_s for settings, time_s in self.step_times_s().items() if limits.allows(settings)}
+        return min(times, key=lambda settings: (times[settings], settings), default=None)
 
     def step_times_s(self) -> dict[Settings, float]:
         """Median step time of each settings."""
@@ -108,35 +107,38 @@ def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
     return [job for *_, job in sorted(near, key=lambda item: item[:2])][:NUM_NEIGHBOURS]
 
 
-def suggest(current: StepProfile, neighbours: Sequence[PastJob], *, node_cores: float, at: float) -> Suggestion | None:
+def suggest(
+    current: StepProfile, neighbours: Sequence[PastJob], limits: Limits, *, node_cores: float, at: float
+) -> Suggestion | None:
     """The settings that similar jobs found best, smoothed by age and likeness; None without such jobs.
 
-    The smoothed figures are those of no job, so the nearest settings among those that a neighbour ended with are taken.
+    The smoothed figures are those of no job, so the nearest settings among those that a neighbour found best are taken.
     Args:
         neighbours: as `nearest` returns them.
+        limits: what a neighbour did with more or fewer workers does not count.
         at: now, seconds since the epoch.
     """
-    if not neighbours:
+    able = [(job, best) for job in neighbours if (best := job.best_within(limits)) is not None]
+    if not able:
         return None
     here = descriptor_of(current, node_cores)
     smoothed: list[float] = []
-    for job in sorted(neighbours, key=lambda job: job.at):
+    for job, best in sorted(able, key=lambda pair: pair[0].at):
         share = SMOOTHING * 0.5 ** (max(0.0, at - job.at) / HALF_LIFE_S) * math.exp(-distance(here, job.descriptor))
-        figures = [math.log(1 + figure) for figure in _figures(job.best)]
+        figures = [math.log1p(figure) for figure in _figures(best)]
         smoothed = figures if not smoothed else [(1 - share) * s + share * f for s, f in zip(smoothed, figures, strict=True)]
-    ended = [job.best for job in neighbours]
     settings = min(
-        ended,
-        key=lambda s: sum((math.log(1 + f) - m) ** 2 for f, m in zip(_figures(s), smoothed, strict=True)),
+        (best for _, best in able),
+        key=lambda s: sum((math.log1p(f) - m) ** 2 for f, m in zip(_figures(s), smoothed, strict=True)),
     )
-    followed = [job for job in neighbours if job.best == settings]
+    followed = [job for job, best in able if best == settings]
     speedups = [speedup for job in followed if (speedup := _speedup(job, settings_of(current), settings)) is not None]
     names = ", ".join(job.job for job in followed[:3])
-    reason = f"{len(followed)} of the {len(neighbours)} most similar past jobs ({names}) ran best with these settings"
+    reason = f"{len(followed)} of the {len(able)} most similar past jobs ({names}) ran best with these settings"
     speedup = math.exp(sum(math.log(s) for s in speedups) / len(speedups)) if speedups else 1.0
     if speedups:
         reason += f", {speedup:.2f} times as fast as with what runs now"
-    return Suggestion(settings, speedup, tuple(job.job for job in neighbours), reason)
+    return Suggestion(settings, speedup, tuple(job.job for job, _ in able), reason)
 
 
 def _figures(settings: Settings) -> tuple[int, ...]:
