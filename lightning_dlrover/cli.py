@@ -315,7 +315,7 @@ class _Announcer:
                 if chosen == current == self._stays_at:
                     continue
                 self._stays_at = chosen if chosen == current else None
-            if event.kind in ("round", "decision", "scale", "loss", "resume") and event.text:
+            if event.kind in ("round", "decision", "scale", "loss", "resume", "straggler", "memory", "hang") and event.text:
                 _say(f"[{event.kind}] {event.text}")
 
 

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +35,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
-from lightning_dlrover.profiler import available_cores
-from lightning_dlrover.pulse import OwnTime, Pulse
+from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.sharding.elastic import ElasticTables
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["LiveTraining", "Position", "can_meet"]
+__all__ = ["LiveTraining", "Position", "Progress", "can_meet"]
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,19 @@ class Position:
 
 @dataclass
 class _Logged:
+Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a worker does, and how far it is: who makes progress has another one soon."""
+
+    phase: Phase
+    round_number: int
+    batch: int  # global batches handed out over all epochs
+    counts: tuple[int, ...]  # of updates, collectives and validation batches
+
+
     """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
 
     key: str
@@ -155,6 +168,7 @@ class LiveTraining:
         self.left = False
         self._strategy = strategy
         self._trainer = trainer
+        self.is_saving = False  # a checkpoint
         self.pulse = Pulse()
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
@@ -256,8 +270,8 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, size = self.world.wishes, self._size
-            self.world.wishes = wishes[: -3 * size]
-            self.pulse.hear(wishes[-3 * size :], self._pace.step_time_s)
+            self.world.wishes = wishes[: -NUM_SAID * size]
+            self.pulse.hear(wishes[-NUM_SAID * size :], self._pace.step_time_s)
         if number is not None:
             self._switch(number)
         elif self._tables is not None and self.world.wishes:
@@ -931,12 +945,53 @@ class LiveTraining:
         return callbacks
 
     @property
-    def num_nodes(self) -> int:
-        """Hosts that the workers of the current round run on."""
-        if self.formation is None:
-            return 1
-        workers = self.world.membership.view.workers
-        return len({workers[w].host for w in self.formation.round.members if w in workers}) or 1
+    def progress(self) -> Progress:
+        """For whoever watches over this worker, from another thread."""
+        if self.formation is None or not self._entered:
+            phase: Phase = "setup"
+        elif self._pace.is_held_up:
+            phase = "resize"
+        elif self.is_saving:
+            phase = "checkpoint"
+        elif self._validation:
+            phase = "validation"
+        else:
+            phase = "step" if self._in_step else "between"
+        counts = (self._updates, self._collective, self._epoch_loop.val_loop.batch_progress.total.ready)
+        return Progress(phase, self.formation.round.number if self.formation is not None else 0, self._batch, counts)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether this worker waits for others."""
+        return self._strategy.clock.is_stopped
+
+    @property
+    def step_time_s(self) -> float:
+        """Of late; 0 while none is known."""
+        return self._pace.step_time_s
+
+    @property
+    def loads(self) -> list[float]:
+        """Samples of a batch over threads, of each worker by rank."""
+        total, size = self._loaders[0].global_batch_size, self._size
+        threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
+        shares = [share(total, rank, size) for rank in range(size)]
+        return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
+
+    @property
+    def remaining_steps(self) -> float | None:
+        """Batches that the job has still to do; None if nobody knows."""
+        total = self._trainer.estimated_stepping_batches
+        if math.isinf(total):
+            return None
+        return max(0.0, (total - self._trainer.global_step) * self._trainer.accumulate_grad_batches)
+
+    @property
+    def workers_by_host(self) -> dict[str, int]:
+        """How many workers of the current round each host has, as far as they are on record."""
+        records = self.world.membership.view.workers
+        members = self.formation.round.members if self.formation is not None else []
+        return Counter([*(records[w].host for w in members if w in records)] or [socket.gethostname()])
 
     @property
     def _position(self) -> Position:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -27,6 +28,9 @@ from lightning_dlrover.planner.stragglers import OwnTimes
 __all__ = ["OwnClock", "OwnTime", "Pulse"]
 
 NUM_KEPT = 400
+
+NUM_SAID = 4
+"""Numbers of each worker in a vote."""
 
 _UNKNOWN = 1 << 62
 
@@ -51,6 +55,7 @@ class OwnClock:
         self._schedstat = -1
         with suppress(OSError):  # a kernel may be built without it
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self.is_stopped = False
         self._blocked = OwnTime(0.0, 0.0)
         self._computed: OwnTime | None = None
 
@@ -58,6 +63,11 @@ class OwnClock:
         if self._schedstat >= 0:
             os.close(self._schedstat)
             self._schedstat = -1
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which it has stood still so far."""
+        return self._blocked.busy_s
 
     def read(self) -> OwnTime:
         return self._now().since(self._blocked)
@@ -70,6 +80,7 @@ class OwnClock:
         return OwnTime(time.perf_counter(), queued_s)
 
     def _was_blocked_since(self, start: OwnTime) -> None:
+        self.is_stopped = False
         blocked = self._now().since(start)
         self._blocked = OwnTime(self._blocked.busy_s + blocked.busy_s, self._blocked.queued_s + blocked.queued_s)
 
@@ -88,6 +99,7 @@ class OwnClock:
             if threading.get_ident() != clock._thread:
                 return wait(self_, *args, **kwargs)
             started = clock._now()
+            clock.is_stopped = True
             try:
                 return wait(self_, *args, **kwargs)
             finally:
@@ -99,12 +111,14 @@ class OwnClock:
         """Stand still while DDP's forward pass waits for rank 0's buffers."""
         if not isinstance(model, DistributedDataParallel):
             return
-        sync: Callable[[], None] = model._sync_buffers
+        # Not the bound method: in a cycle with the model it would keep the model, and its hooks on parameters, past its round.
+        its_model = weakref.ref(model)
 
         def timed_sync() -> None:
             started = self._now()
+            self.is_stopped = True
             try:
-                sync()
+                DistributedDataParallel._sync_buffers(its_model())  # type: ignore[arg-type,no-untyped-call]
             finally:
                 self._was_blocked_since(started)
 
@@ -127,6 +141,7 @@ class OwnClock:
 
     def _note(self) -> None:
         self._computed = self._now()
+        self.is_stopped = True
 
 
 class Pulse:
@@ -135,6 +150,7 @@ class Pulse:
     def __init__(self) -> None:
         self.heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # of the current round, oldest first
         self.num_heard = 0  # in all rounds
+        self.threads: tuple[int, ...] = ()  # that each worker computes with, by rank
         self._round = 0
         self._num_steps = self._said_steps = 0
         self._times = [0.0, 0.0, 0.0]
@@ -148,7 +164,7 @@ class Pulse:
 
     def say(self, round_number: int, rank: int, size: int) -> list[int]:
         """Numbers for the next vote: means over the steps since the last one, but of none that hold a change of the world."""
-        said = [_UNKNOWN] * (3 * size)
+        said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
         throttled, self._throttled_s = throttled_s() - self._throttled_s, throttled_s()
         if round_number != self._round:
@@ -159,16 +175,19 @@ class Pulse:
             back = min(throttled, self._times[2])
             self._times[0] += back
             self._times[2] -= back
-            said[3 * rank : 3 * rank + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
+            first = NUM_SAID * rank
+            said[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
+            said[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
         self._num_steps = 0
         self._times = [0.0, 0.0, 0.0]
         return said
 
     def hear(self, voted: Sequence[int], step_time_s: float) -> None:
-        """What the vote has brought: three numbers of each worker."""
+        """What the vote has brought of each worker."""
         if not self._said_steps or _UNKNOWN in voted:
             return
-        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::3]) for i in range(3))
+        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
+        self.threads = tuple(voted[3::NUM_SAID])
         self.heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
         self.num_heard += 1
 

@@ -506,10 +506,15 @@ class DLRoverStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._live is not None:
             checkpoint["dlrover"] = {"start_workers": self._start_workers}
-        if self._tables is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
+            self._live.is_saving = True
+        try:
+            if self._tables is None:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            else:
+                self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
+        finally:
+            if self._live is not None:
+                self._live.is_saving = False
         if self._live is not None and "optimizer_states" in checkpoint:
             self._live.saved_checkpoint(os.path.abspath(filepath))
 

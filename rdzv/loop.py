@@ -84,6 +84,10 @@ class Pace:
             self._world.propose(self._check_every(), self._wishes())
         return None
 
+    @property
+    def is_held_up(self) -> bool:
+        return self._held_up_since is not None
+
     def held_up(self) -> None:
         """The world is about to change: no step is made until `went_on`."""
         if self._held_up_since is None:

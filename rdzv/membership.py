@@ -38,6 +38,7 @@ from lightning_dlrover.rdzv.client import (
     Put,
     Txn,
     absent,
+    exists,
     modified,
 )
 from lightning_dlrover.rdzv.convener import Convener, burial
@@ -54,6 +55,8 @@ from lightning_dlrover.rdzv.records import (
     PlanRecord,
     RecordError,
     RoundRecord,
+    StacksRecord,
+    StacksRequest,
     WorkerRecord,
     WorkerState,
     decode,
@@ -67,7 +70,9 @@ __all__ = [
     "Membership",
     "MembershipConfig",
     "MembershipError",
+    "ask_for_stacks",
     "dead_workers",
+    "read_stacks",
     "read_view",
     "silent_workers",
 ]
@@ -203,6 +208,36 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def ask_for_stacks(
+    client: EtcdClient, keys: Keys, asked_by: str, reason: str, after: int | None = None
+) -> StacksRequest | None:
+    """Ask every worker of a job where it stands; None if somebody else has just done so.
+
+    Args:
+        after: number of the newest request that the caller knows, 0 if there is none; None: ask whatever there is.
+    """
+    entry = client.get(keys.stacks_request)
+    newest = 0
+    if entry is not None:
+        with contextlib.suppress(RecordError):
+            newest = decode(StacksRequest, entry.value, entry.key).number
+    if after is not None and newest > after:
+        return None
+    request = StacksRequest(newest + 1, asked_by, reason, time.time())
+    unchanged = modified(keys.stacks_request) == entry.mod_revision if entry is not None else absent(keys.stacks_request)
+    written = client.txn([unchanged], [Put(keys.stacks_request, encode(request))])
+    return request if written.succeeded else None
+
+
+def read_stacks(client: EtcdClient, keys: Keys) -> dict[str, StacksRecord]:
+    """Where each worker stood when it was last asked; what cannot be read is left out."""
+    answers = {}
+    for entry in client.get_prefix(keys.stacks)[1]:
+        with contextlib.suppress(RecordError):
+            answers[entry.key.removeprefix(keys.stacks)] = decode(StacksRecord, entry.value, entry.key)
+    return answers
 
 
 class Membership:
@@ -562,6 +597,33 @@ class Membership:
             with contextlib.suppress(RecordError):
                 events.append(decode(EventRecord, entry.value, entry.key))
         return events
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        """Ask for another worker in the place of one; False if that is gone already."""
+        request = DrainRecord(worker_id, reason, once_replaced=True)
+        return self._client.txn(
+            [exists(self.keys.workers + worker_id)], [Put(self.keys.drains + worker_id, encode(request))]
+        ).succeeded
+
+    def stacks_request(self) -> StacksRequest | None:
+        """The newest request that every worker says where it stands."""
+        entry = self._mirror.snapshot().get(self.keys.stacks_request)
+        with contextlib.suppress(RecordError):
+            return decode(StacksRequest, entry.value, entry.key) if entry is not None else None
+        return None
+
+    def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
+        """Ask every worker where it stands; see `ask_for_stacks`."""
+        return ask_for_stacks(self._client, self.keys, self.worker_id, reason, after)
+
+    def put_stacks(self, record: StacksRecord) -> None:
+        """Say where this worker stands; that goes with the worker."""
+        self._client.put(self.keys.stacks + self.worker_id, encode(record), self._lease)
+
+    def stacks(self, request: int) -> dict[str, StacksRecord]:
+        """The answers to a request so far, by worker."""
+        answers = read_stacks(self._client, self.keys)
+        return {worker: answer for worker, answer in answers.items() if answer.request == request}
 
     def put_profile(self, payload: bytes) -> None:
         """Publish this worker's newest step profile; it goes with the worker."""

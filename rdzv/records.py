@@ -28,6 +28,8 @@ __all__ = [
     "PlanRecord",
     "RecordError",
     "RoundRecord",
+    "StacksRecord",
+    "StacksRequest",
     "WorkerRecord",
     "decode",
     "encode",
@@ -130,6 +132,15 @@ class Keys:
     @property
     def profiles(self) -> str:
         return self.root + "profiles/"
+
+    @property
+    def stacks_request(self) -> str:
+        return self.live + "stacks_request"
+
+    @property
+    def stacks(self) -> str:
+        """One key per worker: where it stood when it was last asked."""
+        return self.root + "stacks/"
 
     @property
     def store(self) -> str:
@@ -297,6 +308,33 @@ class DrainRecord:
     worker_id: str
     reason: str
     once_replaced: bool = False  # only when another worker can take its place, which the controller starts for that
+
+
+@dataclass(frozen=True)
+class StacksRequest:
+    """Request that every worker says where it stands. Key `stacks_request`; written by a worker that makes no progress, or by
+    the command line, compare-and-swap. The newest one counts."""
+
+    number: int
+    asked_by: str
+    reason: str
+    at: float  # seconds since the epoch; for people, never compared
+
+
+@dataclass(frozen=True)
+class StacksRecord:
+    """Where a worker stands. Key `stacks/{worker_id}`, bound to its lease."""
+
+    worker_id: str
+    request: int  # the number of the request that it answers
+    global_rank: int
+    host: str
+    pid: int
+    phase: Literal["setup", "step", "between", "validation", "checkpoint", "resize", "debugger"]
+    since_s: float  # that it has made no progress
+    in_collective: bool  # it waits for other workers
+    place: str  # FILE:LINE in FUNCTION, the innermost of the user's code
+    stacks: str  # of its threads, the main one first
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def find_straggler(
     Args:
         observations: of one round, oldest first.
         hosts: of each worker, by rank; none: each has its own.
-        loads: relative time that each worker should take to compute, by rank, such as samples over cores; none: all alike.
+        loads: relative time that each worker may take to compute, by rank, such as samples over cores; none: all alike. A
+            worker is a straggler only if it is one with and without that: not all is faster on more cores.
     Raises:
         ValueError: the numbers of workers differ, or a load is not above 0.
     """
@@ -155,6 +156,7 @@ class _Own:
     """One observation as it is compared."""
 
     total_s: list[float]
+    scaled_s: list[float]  # as if all had the same load
     data_s: list[float]
     busy_s: list[float]  # with the time that a worker had no core
 
@@ -170,16 +172,18 @@ def _recent(observations: Sequence[OwnTimes]) -> Sequence[OwnTimes]:
 
 
 def _own(seen: OwnTimes, shares_host: Sequence[bool], scales: Sequence[float]) -> _Own:
-    parts = list(zip(seen.compute_s, seen.data_s, seen.queued_s, shares_host, scales, strict=True))
+    queued_s = [0.0 if shared else queued for queued, shared in zip(seen.queued_s, shares_host, strict=True)]
+    compute_s = [compute + queued for compute, queued in zip(seen.compute_s, queued_s, strict=True)]
     return _Own(
-        total_s=[(compute + (0.0 if shared else queued)) * scale + data for compute, data, queued, shared, scale in parts],
+        total_s=[compute + data for compute, data in zip(compute_s, seen.data_s, strict=True)],
+        scaled_s=[compute * scale + data for compute, data, scale in zip(compute_s, seen.data_s, scales, strict=True)],
         data_s=list(seen.data_s),
-        busy_s=[compute + data + queued for compute, data, queued, _, _ in parts],
+        busy_s=[sum(parts) for parts in zip(seen.compute_s, seen.data_s, seen.queued_s, strict=True)],
     )
 
 
 def _judge(rank: int, own: Sequence[_Own], recent: Sequence[OwnTimes]) -> Straggler | None:
-    ratios = [o.total_s[rank] / max(1e-9, median(_without(rank, o.total_s))) for o in own]
+    ratios = [min(_ratio(rank, o.total_s), _ratio(rank, o.scaled_s)) for o in own]
     ratio = median(ratios)
     deviation = 1.4826 * median(abs(r - ratio) for r in ratios)  # of a normal distribution with that median deviation
     error = 1.2533 * deviation / math.sqrt(len(ratios))  # the median's standard error, as of a normal distribution
@@ -201,6 +205,10 @@ def _judge(rank: int, own: Sequence[_Own], recent: Sequence[OwnTimes]) -> Stragg
         step_time_s=step_time_s,
         num_steps=sum(o.num_steps for o in recent),
     )
+
+
+def _ratio(rank: int, values: Sequence[float]) -> float:
+    return values[rank] / max(1e-9, median(_without(rank, values)))
 
 
 def _without(rank: int, values: Sequence[float]) -> list[float]:

@@ -1,0 +1,303 @@
+"""Watch over a job while it trains: workers that make the others wait, and workers that hang.
+
+One thread per worker. It acts on its own only where the job cannot: what a straggler costs and whether replacing it pays is
+decided by `planner/stragglers.py`, and carried out by whoever starts and ends nodes. Everything it finds is an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
+from lightning_dlrover.rdzv.client import EtcdError
+from lightning_dlrover.rdzv.records import StacksRecord, StacksRequest
+from lightning_dlrover.stacks import innermost_user_place, is_in_debugger, stacks
+
+if TYPE_CHECKING:
+    from lightning_dlrover.live import LiveTraining, Progress
+    from lightning_dlrover.rdzv.membership import Membership
+
+__all__ = ["HangPatience", "Watchdog", "hang_event"]
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+DEFAULT_RESIZE_COST_S = 0.5
+"""Assumed until the job has measured a change of the world of its own."""
+
+JUDGE_AGAIN_S = 10.0
+"""A straggler whose replacement does not pay is judged again after so long, while it is one."""
+
+GIL_TIMEOUT_S = 30.0
+"""When no thread of a worker could run for so long, its stacks are written to its standard error, from outside of Python."""
+
+MAX_EVENT_BYTES = 60_000
+"""Of the stacks in one event, those of all workers together."""
+
+
+@dataclass(frozen=True)
+class HangPatience:
+    """For how long a worker may make no progress, in seconds."""
+
+    floor_s: float = 60.0  # in a training step, at the least; 0: hangs are not looked for
+    factor: float = 20.0  # times the usual step, if that is longer
+    first_s: float = 600.0  # first steps in a round, validation, checkpoints, changes of the world
+    answer_s: float = 10.0  # for all workers to say where they stand
+    again_s: float = 600.0  # until the same hang is told again
+
+    def limit_s(self, phase: str, steps_in_round: int, step_time_s: float) -> float:
+        """How long a worker may stay where it is; infinity where it is no hang however long it lasts."""
+        if phase in ("setup", "debugger"):
+            return math.inf  # a joiner may wait as long as the job runs
+        usual_s = max(self.floor_s, self.factor * step_time_s)
+        return usual_s if phase in ("step", "between") and steps_in_round > 3 else max(usual_s, self.first_s)
+
+
+class Watchdog:
+    """One worker's watch, from the start of the training loop to its end."""
+
+    def __init__(self, live: LiveTraining, patience: HangPatience | None = None) -> None:
+        self._hangs = _Hangs(live, patience or HangPatience())
+        self._stragglers = _Stragglers(live)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        watches_gil = False
+        armed_at = polled_at = 0.0
+        away = False
+        while not self._closing.wait(POLL_S):
+            now = time.monotonic()
+            if now - armed_at > GIL_TIMEOUT_S / 4:
+                armed_at, watches_gil = now, _watch_gil()
+            try:
+                # A process that was stopped, or a host that slept, has missed its own polls.
+                self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
+                self._stragglers.look(now)
+                away = False
+            except EtcdError as error:
+                if not away:
+                    log.warning("nobody looks for hangs and stragglers until etcd is back: %s", error)
+                away = True
+            except Exception:
+                # Training must go on unwatched; what went wrong is said with its traceback.
+                log.exception("the watch over this worker failed")
+            polled_at = time.monotonic()
+        if watches_gil:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _watch_gil() -> bool:
+    """Begin to wait anew for a time in which no thread can run, as when C code holds Python's lock."""
+    if sys.__stderr__ is None:
+        return False
+    try:
+        faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=sys.__stderr__)
+    except (ValueError, OSError, RuntimeError):
+        return False  # standard error is closed, or no file
+    return True
+
+
+# --- hangs --------------------------------------------------------------------------------------------------------------------
+
+
+class _Hangs:
+    """Answers when somebody asks where this worker stands, and asks when it makes no progress."""
+
+    def __init__(self, live: LiveTraining, patience: HangPatience) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self._patience = patience
+        request = self._membership.stacks_request()
+        self._answered = request.number if request is not None else 0
+        self._asked: tuple[StacksRequest, float] | None = None  # by this worker, and when
+        self._told_at: float | None = None  # this hang; by whomever
+        self._progress: Progress | None = None
+        self._since = time.monotonic()
+        self._round = (0, 0)  # and the batch that it began with, as far as this worker knows
+
+    def look(self, now: float, was_stopped: bool) -> None:
+        progress = self._live.progress
+        if progress != self._progress or was_stopped:
+            self._progress, self._since, self._told_at = progress, now, None
+        if progress.round_number != self._round[0]:
+            self._round = progress.round_number, progress.batch
+        request = self._membership.stacks_request()
+        if request is not None and request.number > self._answered:
+            self._answer(request, now)
+            self._told_at = now
+        if self._asked is not None:
+            self._conclude(now)
+        elif self._patience.floor_s > 0 and (self._told_at is None or now - self._told_at > self._patience.again_s):
+            phase = "debugger" if is_in_debugger() else progress.phase
+            limit_s = self._patience.limit_s(phase, progress.batch - self._round[1], self._live.step_time_s)
+            if now - self._since > limit_s:
+                self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        usual = f"{self._live.step_time_s:.3g} s are usual" if self._live.step_time_s else "none was made before"
+        asked = self._membership.ask_for_stacks(self._answered, f"no step for {now - self._since:.0f} s, {usual}")
+        self._asked = (asked, now) if asked is not None else None
+
+    def _answer(self, request: StacksRequest, now: float) -> None:
+        formation = self._live.formation
+        self._membership.put_stacks(
+            StacksRecord(
+                worker_id=self._membership.worker_id,
+                request=request.number,
+                global_rank=formation.rank if formation is not None else 0,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                phase="debugger" if is_in_debugger() else self._live.progress.phase,
+                since_s=now - self._since,
+                in_collective=self._live.is_in_collective,
+                place=innermost_user_place(),
+                stacks=stacks(),
+            )
+        )
+        self._answered = request.number
+
+    def _conclude(self, now: float) -> None:
+        """Say what the answers show, once all are there or too long awaited."""
+        assert self._asked is not None
+        request, asked_at = self._asked
+        answers = self._membership.stacks(request.number)
+        members = self._membership.view.survivors
+        missing = [worker for worker in members if worker not in answers]
+        if missing and now - asked_at < self._patience.answer_s:
+            return
+        self._asked = None
+        found = sorted((answers[w] for w in members if w in answers), key=lambda a: a.global_rank)
+        excused = [a for a in found if a.phase in ("validation", "checkpoint", "resize") and a.since_s < self._patience.first_s]
+        if excused or any(a.phase == "debugger" for a in found) or self._since > asked_at:
+            log.info("no hang: %s", ", ".join(f"rank {a.global_rank} is in {a.phase}" for a in found))
+            return
+        text, data = hang_event(request, found, missing)
+        self._membership.event("hang", text, data)
+        log.error("%s", text)
+
+
+def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: list[str]) -> tuple[str, dict[str, Any]]:
+    """Text and data of the event that tells of a hang; equal stacks are kept once.
+
+    Args:
+        missing: workers that have not answered.
+    """
+    waiting = [a for a in answers if a.in_collective]
+    others = [a for a in answers if not a.in_collective]
+    parts = [f"rank {a.global_rank} ({a.host}:{a.pid}) is at {a.place}" for a in others]
+    if missing:
+        parts.append(f"{', '.join(missing)} has not said where it stands: stopped, or in C code that holds Python's lock")
+    if waiting and parts:
+        ranks = ", ".join(str(a.global_rank) for a in waiting)
+        parts.append(f"rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for that in a collective")
+    elif waiting:
+        parts.append("all workers wait in a collective, for a message that was lost or for different collectives")
+    kept: dict[str, int] = {}
+    room = MAX_EVENT_BYTES // max(1, len({a.stacks for a in answers}))
+    for answer in (*others, *waiting):
+        kept.setdefault(answer.stacks[:room], len(kept))
+    data = {
+        "request": request.number,
+        "asked_by": request.asked_by,
+        "reason": request.reason,
+        "workers": [
+            {**{k: v for k, v in asdict(a).items() if k not in ("stacks", "request")}, "stack": kept[a.stacks[:room]]}
+            for a in answers
+        ],
+        "missing": missing,
+        "stacks": list(kept),
+    }
+    return f"the job hangs: {request.reason}; {'; '.join(parts)}", data
+
+
+# --- stragglers ---------------------------------------------------------------------------------------------------------------
+
+
+class _Stragglers:
+    """On rank 0: judges every worker by what the votes have brought, and has a straggler replaced where that pays."""
+
+    def __init__(self, live: LiveTraining) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self._num_heard = 0
+        self._named = ("", False)  # worker, and whether it is being replaced
+        self._judged_at = 0.0
+
+    def look(self, now: float) -> None:
+        live, pulse = self._live, self._live.pulse
+        formation = live.formation
+        if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard:
+            return
+        self._num_heard = pulse.num_heard
+        members, records = formation.round.members, self._membership.view.workers
+        observations = list(pulse.heard)
+        if not observations or len(observations[-1].compute_s) != len(members) or any(w not in records for w in members):
+            return  # the world is changing
+        found = find_straggler(
+            [o for o in observations if len(o.compute_s) == len(members)],
+            hosts=[records[w].host for w in members],
+            loads=live.loads,
+        )
+        if found is None:
+            return
+        worker = members[found.global_rank]
+        is_new = self._named[0] != worker
+        if self._named == (worker, True) or (not is_new and now - self._judged_at < JUDGE_AGAIN_S):
+            return
+        self._judged_at = now
+        self._judge(found, worker, is_new)
+
+    def _judge(self, found: Straggler, worker: str, is_new: bool) -> None:
+        membership = self._membership
+        past = membership.past_events()
+        num_earlier = sum(e.kind == "straggler" and e.data.get("act") == "replace" for e in past)
+        stalls = [e.data.get("seconds") for e in past if e.kind == "stall"]
+        known = [s for s in stalls if isinstance(s, float) and 0 <= s < 3600]
+        replacement = judge_replacement(
+            found, self._live.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
+        )
+        act, why = "none", replacement.reason
+        if replacement.pays and not membership.has_controller():
+            act, why = "recommend", f"{replacement.reason} (a recommendation: no controller starts or ends nodes)"
+        elif replacement.pays and not membership.view.replacements and membership.replace(worker, f"a straggler: {found.text}"):
+            act = "replace"
+        self._named = (worker, act == "replace")
+        if not is_new and act == "none":
+            return
+        record = membership.view.workers.get(worker)
+        where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
+        membership.event(
+            "straggler",
+            f"{worker} ({where}) makes the others wait: {found.text}; {why}",
+            {
+                "worker_id": worker,
+                "act": act,
+                "why": why,
+                "round": self._live.formation.round.number if self._live.formation is not None else 0,
+                "step": self._live.progress.counts[0],
+                "saved_s": replacement.saved_s,
+                "cost_s": replacement.cost_s,
+                **asdict(found),
+            },
+        )
+        log.warning("%s is a straggler: %s; %s", worker, found.text, why)
