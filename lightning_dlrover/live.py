@@ -20,7 +20,8 @@ import logging
 import math
 import os
 import random
-from collections import OrderedDict
+import socket
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
-from lightning_dlrover.sampler import ElasticLoader, LoaderState
+from lightning_dlrover.resources import available_cores
+from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce
 
 if TYPE_CHECKING:
@@ -82,8 +84,6 @@ class Position:
         return Position(**json.loads(hello)) if hello else None
 
 
-@dataclass
-class _Logged:
 Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"]
 
 
@@ -97,6 +97,8 @@ class Progress:
     counts: tuple[int, ...]  # of updates, collectives and validation batches
 
 
+@dataclass
+class _Logged:
     """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
 
     key: str
@@ -166,9 +168,9 @@ class LiveTraining:
         self.formation = formation
         self.is_standby = formation is None
         self.left = False
+        self.is_saving = False  # a checkpoint
         self._strategy = strategy
         self._trainer = trainer
-        self.is_saving = False  # a checkpoint
         self.pulse = Pulse()
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)

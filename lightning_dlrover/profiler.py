@@ -5,24 +5,23 @@ The training thread only adds a few numbers per step; looking at processes and d
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.descriptors import Descriptors
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.resources import CpuUse, MemoryWatch, available_cores, cpu_use, memory_limit_bytes
 
 if TYPE_CHECKING:
     from lightning_dlrover.strategy import StepTimes
 
-__all__ = ["Place", "ProcessUse", "StepProfiler", "available_cores", "communication_s", "process_use"]
+__all__ = ["Model", "Place", "StepProfiler"]
 
-COMMUNICATION_SAMPLE_STEPS = 20
-"""DDP times every so many-th iteration."""
+MAX_SETTLING_STEPS = 20
+"""Steps at the start of a window that hold what was prepared before it."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,29 @@ class Place:
     global_batch: int
     local_batch: int
     loader_workers: int
+    prefetch_factor: int
+    intra_op_threads: int
+    fullest_node: int = 0
+    emptiest_node: int = 0
+    workers_here: int = 1  # on this worker's node
+
+    @property
+    def settling_steps(self) -> int:
+        """How many steps are left out at first: that of the change, and those whose batches lay ready before it."""
+        return 1 + min(MAX_SETTLING_STEPS, self.loader_workers * self.prefetch_factor)
 
 
 @dataclass(frozen=True)
-class ProcessUse:
-    """What a worker and its loader workers used so far."""
+class Model:
+    """What the steps compute."""
 
-    cpu_s: float
-    memory_bytes: int
-    at: float
+    descriptors: Descriptors
+    dense_bytes: int  # gradient bytes reduced per step
+    embedding_bytes: int  # of all tables of the job
+
+
+PARTS = ("data_wait", "forward", "backward", "communication", "run")
+"""Of `StepTimes`, whose names end with the unit."""
 
 
 @dataclass
@@ -52,9 +65,10 @@ class _Window:
     place: Place
     first_step: int
     started: float
-    use: ProcessUse
+    use: CpuUse
+    to_settle: int = 0  # steps still to be left out
     step_times_s: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data_wait", "forward", "backward", "run"), 0.0))
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
 
 class StepProfiler:
@@ -74,6 +88,11 @@ class StepProfiler:
         self._last_end: float | None = None
         self._paused_s = 0.0
         self._paused_at: float | None = None
+        self._memory = MemoryWatch()
+        self._memory_limit_bytes = memory_limit_bytes()
+
+    def close(self) -> None:
+        self._memory.close()
 
     def pause(self) -> None:
         """Something that is no step begins: validation, a checkpoint."""
@@ -86,7 +105,7 @@ class StepProfiler:
             self._paused_at = None
 
     def step_ended(self, place: Place, step: int) -> None:
-        """A step's end. The first step after a change of place is left out: it holds the change itself.
+        """A step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
 
         Args:
             step: optimizer steps done by the job.
@@ -96,13 +115,14 @@ class StepProfiler:
         times = self._times
         window = self._window
         if window is None or window.place != place:
-            self._window = _Window(place, step, now, process_use())
+            self._window = _Window(place, step, now, cpu_use(), place.settling_steps - 1)
+        elif window.to_settle:
+            window.to_settle -= 1
+            window.first_step, window.started = step, now
         elif self._last_end is not None:
             window.step_times_s.append(max(0.0, now - self._last_end - self._paused_s))
-            window.parts["data_wait"] += times.data_wait_s
-            window.parts["forward"] += times.forward_s
-            window.parts["backward"] += times.backward_s
-            window.parts["run"] += times.run_s
+            for part in PARTS:
+                window.parts[part] += getattr(times, f"{part}_s")
         times.reset()
         self._last_end, self._paused_s = now, 0.0
 
@@ -115,27 +135,24 @@ class StepProfiler:
         """Seconds since the window began."""
         return time.perf_counter() - self._window.started if self._window else 0.0
 
-    def close_window(self, step: int, model: torch.nn.Module | None) -> StepProfile | None:
+    def close_window(self, step: int, model: Model) -> StepProfile | None:
         """The steps since the last call as one profile; None if there were none.
 
         Args:
             step: optimizer steps done by the job.
-            model: the wrapped model, asked for its communication times.
         """
         window, num_steps = self._window, self.num_steps
         if window is None or num_steps == 0:
             return None
         place = window.place
-        mean = {name: seconds / num_steps for name, seconds in window.parts.items()}
         # The mean over steps that were not hit by something rare (a file written, a page cache flushed) on this machine.
         ordered = sorted(window.step_times_s)
         kept = ordered[: max(1, round(0.95 * num_steps))]
         step_time_s = sum(kept) / len(kept)
         scale = step_time_s / (sum(ordered) / num_steps) if sum(ordered) else 1.0
-        data_wait, forward, backward, run = (mean[k] * scale for k in ("data_wait", "forward", "backward", "run"))
-        communication = min(communication_s(model), backward)
-        optimizer = max(0.0, run - forward - backward)
-        use = process_use()
+        data_wait, forward, backward, communication, run = (window.parts[part] / num_steps * scale for part in PARTS)
+        computed = forward + backward + communication
+        use, memory = cpu_use(), self._memory.take()
         elapsed = max(1e-9, use.at - window.use.at)
         gpu_memory, gpu_percent = _gpu_use(self._device)
         self._window = _Window(place, step, time.perf_counter(), use)
@@ -150,56 +167,32 @@ class StepProfiler:
             global_batch=place.global_batch,
             local_batch=place.local_batch,
             loader_workers=place.loader_workers,
-            intra_op_threads=torch.get_num_threads(),
+            prefetch_factor=place.prefetch_factor,
+            intra_op_threads=place.intra_op_threads,
+            fullest_node=place.fullest_node,
+            emptiest_node=place.emptiest_node,
             cores=available_cores(),
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             step_time_s=step_time_s,
             data_wait_s=data_wait,
             forward_s=forward,
-            backward_s=backward - communication,
+            backward_s=backward,
             communication_s=communication,
-            optimizer_s=optimizer,
-            other_s=max(0.0, step_time_s - data_wait - max(run, forward + backward)),
+            optimizer_s=max(0.0, run - computed),
+            other_s=max(0.0, step_time_s - data_wait - max(run, computed)),
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
-            memory_bytes=use.memory_bytes,
+            memory_bytes=memory.resident_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            memory_limit_bytes=self._memory_limit_bytes // max(1, place.workers_here),
             cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
-            dense_bytes=_gradient_bytes(model),
+            dense_bytes=model.dense_bytes,
+            dense_flops=model.descriptors.dense_flops,
+            embedding_bytes=model.embedding_bytes,
+            lookups_per_sample=model.descriptors.lookups_per_sample,
             gpu_memory_bytes=gpu_memory,
             gpu_percent=gpu_percent,
             at=time.time(),
         )
-
-
-def communication_s(model: torch.nn.Module | None) -> float:
-    """Seconds of the newest sampled step in which gradients travelled and nothing was computed meanwhile."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0.0
-    sampled: dict[str, int] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    exposed_ns = sampled.get("backward_comm_time", 0) - sampled.get("backward_compute_comm_overlap_time", 0)
-    return float(max(0, exposed_ns)) / 1e9
-
-
-def process_use() -> ProcessUse:
-    """CPU time and resident memory of this process and its children."""
-    process = psutil.Process()
-    cpu_s, memory_bytes = 0.0, 0
-    for each in (process, *process.children(recursive=True)):
-        try:
-            times = each.cpu_times()
-            cpu_s += times.user + times.system
-            memory_bytes += each.memory_info().rss
-        except psutil.Error:
-            continue  # it has ended since it was listed
-    return ProcessUse(cpu_s, memory_bytes, time.perf_counter())
-
-
-def available_cores() -> float:
-    """Cores that this process may use."""
-    return float(len(os.sched_getaffinity(0)))
-
-
-def _gradient_bytes(model: torch.nn.Module | None) -> int:
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad) if model is not None else 0
 
 
 def _gpu_use(device: torch.device) -> tuple[int, float]:

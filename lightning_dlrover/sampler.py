@@ -307,9 +307,12 @@ class ElasticLoader:
         Args:
             batch: number of the global batch in this epoch.
         """
-        total = self._batch_length(batch)
-        start, stop = share(total, self.global_rank, self.world_size)
-        return (stop - start) * self.world_size / total
+        return self.num_own_samples(batch) * self.world_size / self._batch_length(batch)
+
+    def num_own_samples(self, batch: int) -> int:
+        """This worker's share of a global batch of this epoch."""
+        start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
+        return stop - start
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -66,11 +66,12 @@ class StepTimes:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    run_s: float = 0.0  # forward, backward and the optimizer's step
+    communication_s: float = 0.0  # blocked in a collective during forward and backward, which do not count it
+    run_s: float = 0.0  # all of these, and the optimizer's step
     data_wait_s: float = 0.0
 
     def reset(self) -> None:
-        self.forward_s = self.backward_s = self.run_s = self.data_wait_s = 0.0
+        self.forward_s = self.backward_s = self.communication_s = self.run_s = self.data_wait_s = 0.0
 
 
 class _ForwardRedirection(_DDPForwardRedirection):
@@ -131,6 +132,7 @@ class DLRoverStrategy(DDPStrategy):
         self._forward_redirection = _ForwardRedirection()
         self.times = StepTimes()
         self.clock = OwnClock()
+        self._watch: AbstractContextManager[Any] | None = None
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
         self._world: World | None = None
@@ -336,6 +338,11 @@ class DLRoverStrategy(DDPStrategy):
         """Names of the parameters that are tables of torchrec's."""
         return self._tables.parameter_names() if self._tables is not None else set()
 
+    @property
+    def sharded_names(self) -> set[str]:
+        """Names of the parameters that workers do not hold alike."""
+        return self.table_names - self._whole_tables.keys() if self._tables is not None else set()
+
     def start_tables(self, formation: Formation) -> None:
         """Build new tables with all members of a round in which nobody has any."""
         assert self.elastic_tables is not None
@@ -539,15 +546,24 @@ class DLRoverStrategy(DDPStrategy):
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
+    def watch_next_forward(self, watch: AbstractContextManager[Any]) -> None:
+        """Make the next training step inside of `watch`; once, unless the step fails."""
+        self._watch = watch
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started, blocked_s = time.perf_counter(), self.clock.blocked_s
         try:
-            return super().training_step(*args, **kwargs)
+            with self._watch or nullcontext():
+                result = super().training_step(*args, **kwargs)
+            self._watch = None
+            return result
         finally:
-            self.times.forward_s += time.perf_counter() - started
+            blocked_s = self.clock.blocked_s - blocked_s
+            self.times.communication_s += blocked_s
+            self.times.forward_s += time.perf_counter() - started - blocked_s
 
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
-        started = time.perf_counter()
+        started, blocked_s = time.perf_counter(), self.clock.blocked_s
         try:
             weight = self._live.loss_weight() if self._live is not None else 1.0
             if weight != 1.0:
@@ -556,7 +572,9 @@ class DLRoverStrategy(DDPStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             self.clock.backward_ended()
-            self.times.backward_s += time.perf_counter() - started
+            blocked_s = self.clock.blocked_s - blocked_s
+            self.times.communication_s += blocked_s
+            self.times.backward_s += time.perf_counter() - started - blocked_s
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         if self._live is not None:

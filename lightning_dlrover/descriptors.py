@@ -1,0 +1,119 @@
+"""What a model is like, whatever it runs on: the work of a sample, the bytes that travel and those that are held.
+
+One forward pass is watched for each process: `with watch: training_step(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+__all__ = ["Descriptors", "ForwardWatch", "dense_gradient_bytes", "embedding_bytes"]
+
+FORWARD_AND_BACKWARD = 3
+"""Times the forward pass's FLOPs: backward computes two products for each one (Kaplan et al., 2020, section 2.1)."""
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """One sample's share of the work of a forward and backward pass, outside of tables and in them; 0 where unknown."""
+
+    dense_flops: int = 0
+    lookups_per_sample: float = 0.0
+
+
+class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs and the rows looked up by what is computed inside of its block, once.
+
+    What torch has no formula for counts nothing, and no error of a formula reaches what is watched.
+
+    Args:
+        module: whose sharded tables are watched, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.lookups = 0
+        self._module = module
+        self._hooks = ExitStack()
+
+    def descriptors(self, num_samples: int) -> Descriptors:
+        """Of one of the samples that were computed on."""
+        return Descriptors(FORWARD_AND_BACKWARD * self.flops // num_samples, self.lookups / num_samples)
+
+    def __enter__(self) -> ForwardWatch:
+        for part in self._module.modules():
+            if tables := _sharded_tables(part):
+                handle = part.register_forward_pre_hook(lambda _, inputs, tables=tables: self._look_up(tables, inputs))
+                self._hooks.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.close()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        with suppress(Exception):  # a formula that does not fit these arguments: the user's step must go on
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = getattr(func, "_overloadpacket", func)
+        name = getattr(packet, "__name__", "")
+        if (formula := flop_registry.get(packet)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        elif name.startswith("_scaled_dot_product") and "backward" not in name:  # on CPU, which torch's registry leaves out
+            self.flops += sdpa_flop(*args[:3])
+        elif name == "embedding" or name.startswith("_embedding_bag"):
+            self.lookups += args[1].numel()
+
+    def _look_up(self, tables: list[Any], inputs: tuple[Any, ...]) -> None:
+        for features in inputs:
+            if hasattr(features, "length_per_key"):
+                rows = dict(zip(features.keys(), features.length_per_key(), strict=True))
+                self.lookups += sum(rows.get(name, 0) for table in tables for name in table.feature_names)
+
+
+def embedding_bytes(module: nn.Module) -> int:
+    """Bytes of all tables in `module`, those that other workers hold included."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            total += part.weight.nbytes
+        total += sum(t.num_embeddings * t.embedding_dim * _item_bytes(t) for t in _sharded_tables(part))
+    return total
+
+
+def dense_gradient_bytes(module: nn.Module, sharded: Collection[str]) -> int:
+    """Bytes of the gradients that data-parallel workers reduce in every step.
+
+    Args:
+        sharded: names of parameters that workers do not hold alike. Tables with sparse gradients do not count either: of them
+            only the rows that were looked up travel.
+    """
+    sparse = {id(p) for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    return sum(p.nbytes for n, p in module.named_parameters() if p.requires_grad and n not in sharded and id(p) not in sparse)
+
+
+def _sharded_tables(part: nn.Module) -> list[Any]:
+    """torchrec's table configurations, if `part` is one of its sharded collections; torchrec itself need not be there."""
+    if not type(part).__name__.startswith("Sharded"):
+        return []
+    return list(getattr(part, "_embedding_bag_configs", None) or getattr(part, "_embedding_configs", None) or ())
+
+
+def _item_bytes(table: Any) -> int:
+    kinds = {"FP16": 2, "BF16": 2, "INT8": 1, "UINT8": 1}
+    return kinds.get(getattr(getattr(table, "data_type", None), "name", ""), torch.float32.itemsize)

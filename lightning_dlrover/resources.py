@@ -1,0 +1,158 @@
+"""What this worker and its loader workers may use of their machine, and what they use: `/proc` and control groups of Linux."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["CpuUse", "MemoryUse", "MemoryWatch", "available_cores", "cpu_use", "memory_limit_bytes"]
+
+SAMPLE_S = 0.5
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU time of a worker and its loader workers so far."""
+
+    cpu_s: float
+    at: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a worker and its loader workers; pages that they share count once."""
+
+    resident_bytes: int
+    peak_bytes: int  # since it was asked for last
+
+
+def cpu_use() -> CpuUse:
+    process = psutil.Process()
+    cpu_s = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended since it was listed
+            times = each.cpu_times()
+            cpu_s += times.user + times.system
+    return CpuUse(cpu_s, time.perf_counter())
+
+
+def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Cores that this process may use: those it is bound to, or fewer if its control group has a quota of CPU time."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroup_folders("cpu", proc, cgroups):
+        with suppress(OSError, ValueError, IndexError):
+            quota, period = (folder / "cpu.max").read_text().split()[:2]
+            cores = min(cores, int(quota) / int(period))
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota_us, period_us = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            if quota_us > 0:
+                cores = min(cores, quota_us / period_us)
+    return max(cores, 0.01)
+
+
+def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What this process and others must stay below together: the least limit of its control groups, or the machine's RAM."""
+    limit: int = psutil.virtual_memory().total
+    for folder in _cgroup_folders("memory", proc, cgroups):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # another version of control groups, or no limit
+                limit = min(limit, int((folder / name).read_text()))
+    return limit
+
+
+def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        roots = [cgroups / controllers, cgroups / controller] if controllers else [cgroups, cgroups / "unified"]
+        for root in roots:
+            # In a container the path may be the host's, of which only the root is seen here.
+            folder = root / path.lstrip("/")
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+
+
+class MemoryWatch:
+    """Background thread that samples the memory of this process and of its children.
+
+    The kernel keeps this process's own peak, so none is missed; of the children only what they do not share with it counts,
+    at the moments of the samples. Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, sample_s: float = SAMPLE_S) -> None:
+        self._sample_s = sample_s
+        self._resident = self._of_children = self._peak_of_children = 0
+        self._closing = threading.Event()
+        self._forget_peak()
+        self._thread = threading.Thread(target=self._run, name="dlrover-memory", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> MemoryWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def take(self) -> MemoryUse:
+        """Memory used now, and its peak since the last call."""
+        own = _status_bytes("VmRSS", "VmHWM")
+        peak = own["VmHWM"] + max(self._peak_of_children, self._of_children)
+        self._peak_of_children = 0
+        self._forget_peak()
+        return MemoryUse(own["VmRSS"] + self._of_children, peak)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            # It walks the page tables of the children, so it is not done where training would wait for it.
+            self._of_children = sum(_private_bytes(pid) for pid in _children())
+            self._peak_of_children = max(self._peak_of_children, self._of_children)
+            self._closing.wait(self._sample_s)
+
+    @staticmethod
+    def _forget_peak() -> None:
+        with suppress(OSError):  # not allowed in some containers: then it is the peak of the process's whole life
+            (PROC / "self/clear_refs").write_text("5")
+
+
+def _status_bytes(*names: str) -> dict[str, int]:
+    found = dict.fromkeys(names, 0)
+    with suppress(OSError):
+        for line in (PROC / "self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = 1024 * int(value.split()[0])
+    return found
+
+
+def _children() -> list[int]:
+    # Only the main thread starts loader workers. Asking psutil means reading the status of all processes of the machine.
+    try:
+        return [int(pid) for pid in (PROC / f"self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:  # a kernel may be built without it
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _private_bytes(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return 0

@@ -1,0 +1,96 @@
+"""Limits of control groups of both versions, and the memory of a process with children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes
+
+MIB = 1 << 20
+
+
+def group(tmp_path: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A machine on which this process is in control group `own`."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "proc", tmp_path / "cgroup"
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        (
+            "0::/pod/worker\n",
+            {"pod/worker/memory.max": "max\n", "pod/memory.max": f"{64 * MIB}\n"},
+        ),
+        ("0::/on/the/host\n", {"memory.max": f"{64 * MIB}\n"}),  # as it looks from inside of a container
+        ("3:cpu,cpuacct:/\n4:memory:/job/step\n", {"memory/job/step/memory.limit_in_bytes": f"{64 * MIB}\n"}),
+    ],
+)
+def test_the_least_limit_of_all_groups_above_counts(own: str, files: dict[str, str], tmp_path: Path) -> None:
+    assert memory_limit_bytes(*group(tmp_path, own, files)) == 64 * MIB
+
+
+@pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}, {"memory.max": "not a number"}])
+def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], tmp_path: Path) -> None:
+    assert memory_limit_bytes(*group(tmp_path, "0::/\n", files)) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/pod\n", {"pod/cpu.max": "50000 100000\n"}),
+        ("2:cpu,cpuacct:/pod\n", {"cpu/pod/cpu.cfs_quota_us": "50000\n", "cpu/pod/cpu.cfs_period_us": "100000\n"}),
+    ],
+)
+def test_a_quota_of_cpu_time_means_fewer_cores(own: str, files: dict[str, str], tmp_path: Path) -> None:
+    assert available_cores(*group(tmp_path, own, files)) == 0.5
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"cpu.max": "max 100000\n"}, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"}]
+)
+def test_without_a_quota_all_cores_are_there_that_the_process_is_bound_to(files: dict[str, str], tmp_path: Path) -> None:
+    assert available_cores(*group(tmp_path, "0::/\n1:cpu:/\n", files)) == len(os.sched_getaffinity(0))
+
+
+def _hold(num_bytes: int, ready: Event, end: Event) -> None:
+    held = torch.ones(num_bytes // 4)
+    ready.set()
+    end.wait(60)
+    del held
+
+
+def test_memory_that_a_child_shares_with_this_process_counts_once() -> None:
+    context = multiprocessing.get_context("fork")
+    shared = torch.ones(200 * MIB // 4)
+    ready, end = context.Event(), context.Event()
+    with MemoryWatch(sample_s=0.02) as watch:
+        alone = watch.take()
+        child = context.Process(target=_hold, args=(100 * MIB, ready, end))
+        child.start()
+        try:
+            assert ready.wait(60)
+            deadline = time.monotonic() + 30
+            while watch.take().resident_bytes < alone.resident_bytes + 90 * MIB:
+                assert time.monotonic() < deadline, "the child's memory was never seen"
+                time.sleep(0.02)
+            together = watch.take()
+        finally:
+            end.set()
+            child.join(60)
+    assert 90 * MIB < together.resident_bytes - alone.resident_bytes < 180 * MIB
+    assert together.peak_bytes >= together.resident_bytes
+    assert shared.nbytes < alone.resident_bytes
