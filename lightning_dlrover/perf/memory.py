@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.prior import Configuration, configuration_of
+from lightning_dlrover.perf.columns import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 
 __all__ = ["MEMORY_TERMS", "MemoryModel", "MemoryPrediction", "MemoryTerm"]
@@ -99,7 +99,7 @@ class MemoryModel:
             groups.setdefault(configuration, []).append(index)
         sigma = UNTESTED_SIGMA
         if len(groups) > 3:
-            errors = []
+            errors: list[float] = []
             for held_out in groups.values():
                 train = [i for i in range(len(used)) if i not in set(held_out)]
                 left_out = _fit([configurations[i] for i in train], peaks[train])

@@ -1,8 +1,8 @@
 """How long a training step takes in a configuration, and how sure that is.
 
-The physical prior carries the shape to world sizes nobody has tried; boosted trees bend it where samples show
-that they may; what was measured in the very same configuration has the last word. What to do with a
-prediction is the planner's business.
+Three layers, each on what the one below leaves over, in logs: the physical prior carries the shape to world sizes nobody has
+tried; boosted trees bend it where samples show that they may; what was measured near by corrects both, and what was measured
+in the very same configuration has the last word. What to do with a prediction is the planner's business.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.prior import Configuration, PhysicalPrior, configuration_of
+from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
+from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
-__all__ = ["Configuration", "Prediction", "StepTimeModel", "configuration_of"]
+__all__ = ["Prediction", "StepTimeModel"]
 
-Floats = NDArray[np.float64]
-
-INTERVAL_SIGMAS = 1.645  # nine of ten steps of a normal error lie inside
+COVERAGE = 0.9  # of measured windows, that an interval should hold
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
 MIN_SIGMA = 0.02  # two means over a window of the same steps differ by about this much
 UNTESTED_SIGMA = 0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
 MIN_TESTED_CONFIGURATIONS = 5
@@ -33,10 +33,11 @@ MIN_TESTED_CONFIGURATIONS = 5
 # configurations they memorise, and the folds are too small to notice.
 MIN_TREE_SAMPLES = 24
 MIN_TREE_CONFIGURATIONS = 12
-MIN_TREE_GAIN = 0.05
+MIN_TREE_GAIN = 0.03
 NUM_FOLDS = 4
 
 REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
+NEIGHBOURS = 8  # measured configurations that may correct another
 
 MAX_SIZES_THAT_REASSURE = 4
 EARLIER_WEIGHT = 0.3  # of a configuration of an earlier job beside one of this job
@@ -57,28 +58,81 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured in one configuration."""
+    """What was measured in one configuration of this job."""
 
     num_samples: int
     log_residual: float  # mean log of measured over predicted, before it is taken into account
 
 
 @dataclass(frozen=True)
+class _Layers:
+    """Prior, trees, and what is carried over from measured configurations to those near by."""
+
+    prior: PhysicalPrior
+    trees: Any  # None: samples do not justify them
+    near: Any  # a k-d tree over the places of measured configurations
+    residuals: Floats  # there, log of measured over predicted by prior and trees
+    trust: Floats  # there, from 0 to 1: how much of the residual is no noise
+
+    @classmethod
+    def fit(
+        cls,
+        columns: Columns,
+        measured: Measured,
+        noise: float,
+        counts: Floats,
+        *,
+        with_trees: bool,
+        like: PhysicalPrior | None = None,
+    ) -> _Layers:
+        """Layers for `columns`, each of which was measured `counts` times with this `noise`."""
+        from scipy.spatial import KDTree  # type: ignore[import-untyped]
+
+        prior = PhysicalPrior.fit(columns, measured, like)
+        residuals = np.log(measured.step_s) - prior.log_step_time(columns)[0]
+        trees = _fit_trees(columns, residuals, measured.weight) if with_trees else None
+        residuals = residuals - _bent(trees, columns)
+        wrong = max(UNTESTED_SIGMA**2, float((residuals**2).mean())) * measured.weight**2
+        return cls(prior, trees, KDTree(_places(columns)), residuals, wrong / (wrong + noise**2 / counts))
+
+    def bent(self, columns: Columns) -> tuple[Floats, Floats]:
+        """Log of seconds by prior and trees, and how far the prior's shapes differ."""
+        log_s, spread = self.prior.log_step_time(columns)
+        return log_s + _bent(self.trees, columns), spread
+
+    def carried(self, columns: Columns) -> tuple[Floats, Floats, NDArray[np.intp]]:
+        """Log correction by what was measured near by, the distance to the nearest, and which one that is."""
+        count = min(NEIGHBOURS, len(self.residuals))
+        distances, index = self.near.query(_places(columns), k=count, p=np.inf)
+        distances, index = distances.reshape(-1, count), index.reshape(-1, count)
+        closeness = np.exp(-distances / REACH)
+        weights = closeness * self.trust[index]
+        share = weights / weights.sum(axis=1, keepdims=True)
+        correction: Floats = (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
+        return correction, distances[:, 0], index[:, 0]
+
+    def log_step_time(self, columns: Columns) -> Floats:
+        return self.bent(columns)[0] + self.carried(columns)[0]
+
+
+@dataclass(frozen=True)
 class StepTimeModel:
     """Step time of one job on one kind of device; make it with `fit`."""
 
-    prior: PhysicalPrior
     node_cores: float
-    evidence: Mapping[Configuration, Evidence]  # newest configuration last
-    sigma: float  # of the log error in a configuration that was not measured, at a world size that was
+    evidence: Mapping[Configuration, Evidence]  # of this job, newest configuration last
+    width: float  # of the log of step time, to either side, in a configuration that was not measured, at a size that was
     noise: float  # of the log of one window's step time, from window to window
-    trees: Any = field(default=None, repr=False)  # None: samples do not justify them
+    num_sizes: int  # world sizes measured, in earlier jobs too
+    layers: _Layers = field(repr=False)
+    seen: Columns = field(repr=False)  # measured configurations, those of earlier jobs too
+    seen_s: Floats = field(repr=False)  # predicted step times there
 
     @classmethod
     def fit(
         cls, samples: Sequence[StepProfile], *, node_cores: float = 0.0, earlier: Sequence[StepProfile] = ()
     ) -> StepTimeModel:
-        """The model of `samples`, which may all come from one world size.
+        """The model of `samples`, which may all come from one world size, or of none but `earlier` ones.
 
         From one world size, the assumption is that forward and backward split over the workers and that
         communication costs what the default link figures of `prior.py` say; `predict` then allows for no gain
@@ -87,85 +141,94 @@ class StepTimeModel:
         Args:
             samples: windows of one model on one kind of device, oldest first.
             node_cores: cores of one node, all its workers together; 0 if workers never share cores.
-            earlier: windows of earlier jobs of similar models; they shape the prior, and weigh less than this job's own.
+            earlier: windows of earlier jobs, of the same or similar models; they are a start, and weigh less than this job's
+                own. Those of another device, and those that know nothing of the model's FLOPs, bytes or tables where this
+                job does, are left out.
         Raises:
             ValueError: there is no sample, or one holds a figure that no training step has.
         """
-        if not samples:
-            raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
         for index, sample in enumerate((*samples, *earlier)):
             _check(index, sample)
-        configurations = [configuration_of(sample, node_cores) for sample in samples]
-        groups: dict[Configuration, list[int]] = {}
-        for index, configuration in enumerate(configurations):
-            groups.setdefault(configuration, []).append(index)
-        log_s = np.log([sample.step_time_s for sample in samples])
+        if samples:
+            earlier = [sample for sample in earlier if _comparable(sample, samples[-1])]
+        if not samples and not earlier:
+            raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
+        own = windows_by_configuration(samples, node_cores)
+        before = {c: group for c, group in windows_by_configuration(earlier, node_cores).items() if c not in own}
+        configurations, groups = [*own, *before], [*own.values(), *before.values()]
+        columns = Columns.of(configurations)
+        measured = Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before))
+        counts = np.array([len(group) for group in groups], dtype=np.float64)
+        noise = _noise(groups)
 
-        earlier_at = [configuration_of(sample, node_cores) for sample in earlier]
-        weights = [1.0] * len(samples) + [EARLIER_WEIGHT] * len(earlier)
-        prior = PhysicalPrior.fit([*configurations, *earlier_at], [*samples, *earlier], weights)
-        trees = None
-        errors = _cross_validated_errors(configurations, samples, list(groups.values()), with_trees=False)
-        if len(samples) >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
-            with_trees = _cross_validated_errors(configurations, samples, list(groups.values()), with_trees=True)
-            if np.abs(with_trees).mean() < (1 - MIN_TREE_GAIN) * np.abs(errors).mean():
-                errors = with_trees
-                trees = _fit_trees(configurations, log_s - _log_prior(prior, configurations))
+        layers = _Layers.fit(columns, measured, noise, counts, with_trees=False)
+        errors = _held_out_errors(columns, measured, noise, counts, layers.prior, with_trees=False)
+        if counts.sum() >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
+            tree_errors = _held_out_errors(columns, measured, noise, counts, layers.prior, with_trees=True)
+            if np.abs(tree_errors).mean() < (1 - MIN_TREE_GAIN) * np.abs(errors).mean():
+                layers = _Layers.fit(columns, measured, noise, counts, with_trees=True, like=layers.prior)
+                errors = tree_errors
 
-        residuals = log_s - _log_model(prior, trees, configurations)
-        newest_last = sorted(groups.items(), key=lambda item: item[1][-1])
-        deviations = np.concatenate([residuals[at] - residuals[at].mean() for at in groups.values()])
-        # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
-        noise = math.sqrt(((deviations**2).sum() + 0.05**2) / (len(samples) - len(groups) + 1))
-        sigma = max(UNTESTED_SIGMA, float(np.sqrt((residuals**2).mean())))
-        if len(groups) >= MIN_TESTED_CONFIGURATIONS:  # the fewer, the less a small error says
-            sigma = math.sqrt((errors**2).mean() * (1 + 2 / len(groups)))
+        width = NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
+        if len(groups) >= MIN_TESTED_CONFIGURATIONS:
+            width = _conformal_width(errors)
+        # Of configurations measured often, what was left out was a mean; a single window differs from it.
+        width = math.hypot(width, NORMAL_WIDTH * noise * math.sqrt(1 - 1 / counts.mean()))
+        trust = layers.trust
         return cls(
-            prior=prior,
             node_cores=node_cores,
-            evidence={c: Evidence(len(at), float(residuals[at].mean())) for c, at in newest_last},
-            sigma=max(sigma, MIN_SIGMA),
-            noise=max(noise, MIN_SIGMA),
-            trees=trees,
+            evidence={c: Evidence(len(own[c]), float(layers.residuals[i])) for i, c in enumerate(own)},
+            width=max(width, NORMAL_WIDTH * MIN_SIGMA),
+            noise=noise,
+            num_sizes=len({c.num_workers for c in configurations}),
+            layers=layers,
+            seen=columns,
+            seen_s=np.exp(layers.bent(columns)[0] + trust * layers.residuals),
         )
 
     def predict(self, configuration: Configuration) -> Prediction:
         """Step time in `configuration`; its interval widens with the distance from what was measured."""
-        log_s = float(_log_model(self.prior, self.trees, [configuration])[0])
-        measured = self.evidence.get(configuration)
-        if measured is not None:
-            sigma = self.noise * math.sqrt(1 + 1 / measured.num_samples)
-            low = high = INTERVAL_SIGMAS * sigma
-            step_time_s = math.exp(log_s + self._carried(configuration))
-        else:
-            near, distance = self._nearest(configuration)
-            log_s += self._carried(near) * math.exp(-distance / REACH)
-            step_time_s = math.exp(log_s)
-            # From one world size, the model may miss all of the gain, and as much the other way. Further
-            # sizes test the shape, but no number of small ones vouches for a far larger one.
-            doubt = distance / min(len(self.num_workers_seen), MAX_SIZES_THAT_REASSURE)
-            known = INTERVAL_SIGMAS * math.hypot(self.sigma, self.noise)
-            low = high = math.hypot(known, doubt)
-            if configuration.num_workers > near.num_workers and configuration.cores <= near.cores:
-                # Adding workers is no faster than perfect scaling of what was measured.
-                share = min(1.0, configuration.local_batch / near.local_batch)
-                floor = math.log(self.predict(near).step_time_s * share) - known
-                low = max(min(low, log_s - floor), INTERVAL_SIGMAS * self.noise)
-        return Prediction(
-            step_time_s=step_time_s,
-            low_s=step_time_s * math.exp(-low),
-            high_s=step_time_s * math.exp(high),
-            samples_per_s=_global_batch(configuration) / step_time_s,
-            parts_s=self.prior.parts_s(configuration, step_time_s),
-        )
+        return self.predict_many([configuration])[0]
 
     def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
-        """`predict` of each."""
-        return [self.predict(configuration) for configuration in configurations]
+        """`predict` of each: many at once cost little more than one."""
+        if not configurations:
+            return []
+        columns = Columns.of(configurations)
+        log_s, spread = self.layers.bent(columns)
+        correction, distance, nearest = self.layers.carried(columns)
+        log_s += correction
+        near_s = self.seen_s[nearest]
+        # From one world size, the model may miss all of the gain, and as much the other way. Further sizes test the shape,
+        # but no number of small ones vouches for a far larger one.
+        doubt = distance / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
+        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * spread) ** 2)
+        # Adding workers is no faster than perfect scaling of what was measured.
+        near = self.seen.rows(nearest)
+        floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
+        slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
+        low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
+        for i in np.flatnonzero(distance == 0).tolist():
+            evidence = self.evidence.get(configurations[i])
+            if evidence is not None:
+                log_s[i] = math.log(near_s[i])
+                low[i] = high[i] = NORMAL_WIDTH * self.noise * math.sqrt(1 + 1 / evidence.num_samples)
+        step_s = np.exp(log_s)
+        parts = (self.layers.prior.shares(columns) * step_s[:, None]).tolist()
+        samples_per_s = columns.num_workers * columns.local_batch / step_s
+        figures = zip(
+            step_s.tolist(),
+            (step_s * np.exp(-low)).tolist(),
+            (step_s * np.exp(high)).tolist(),
+            samples_per_s.tolist(),
+            parts,
+            strict=True,
+        )
+        return [Prediction(s, lo, hi, rate, dict(zip(PARTS, part, strict=True))) for s, lo, hi, rate, part in figures]
 
     @property
     def num_workers_seen(self) -> tuple[int, ...]:
-        """World sizes with at least one sample, ascending."""
+        """World sizes with at least one sample of this job, ascending."""
         return tuple(sorted({configuration.num_workers for configuration in self.evidence}))
 
     def measured(self, num_workers: int, local_batch: int) -> Configuration | None:
@@ -175,26 +238,20 @@ class StepTimeModel:
                 return configuration
         return None
 
-    def _carried(self, seen: Configuration) -> float:
-        """Log correction learnt in `seen`: what was measured and what the model says, weighed by precision."""
-        evidence = self.evidence[seen]
-        return evidence.log_residual * self.sigma**2 / (self.sigma**2 + self.noise**2 / evidence.num_samples)
-
-    def _nearest(self, configuration: Configuration) -> tuple[Configuration, float]:
-        """The measured configuration nearest by, and how far off it is in log space."""
-        return min(((seen, _distance(seen, configuration)) for seen in self.evidence), key=lambda pair: pair[1])
-
 
 def _check(index: int, sample: StepProfile) -> None:
     """Raise a ValueError that names the first figure in `sample` that no training step has."""
     times = {f"{part}_s": float(getattr(sample, f"{part}_s")) for part in STEP_PARTS}
     counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
-    not_negative = ("loader_workers", "intra_op_threads", "dense_bytes")
+    not_negative = (
+        *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
+        *("lookups_per_sample", "fullest_node", "emptiest_node"),
+    )
     problems = [
         *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
         *((n, "must be a finite time, 0 or more") for n, value in times.items() if not 0 <= value < math.inf),
         *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
-        *((n, "must be 0 or more") for n in not_negative if not getattr(sample, n) >= 0),
+        *((n, "must be finite, 0 or more") for n in not_negative if not 0 <= getattr(sample, n) < math.inf),
         *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
     ]
     if problems:
@@ -207,62 +264,87 @@ def _check(index: int, sample: StepProfile) -> None:
         )
 
 
-def _global_batch(configuration: Configuration) -> int:
-    return configuration.num_workers * configuration.local_batch
+def _comparable(earlier: StepProfile, now: StepProfile) -> bool:
+    """Whether coefficients learnt from one hold for the other: same device, and the model described alike."""
+    described = ("dense_bytes", "dense_flops", "embedding_bytes")
+    return earlier.device == now.device and all((getattr(earlier, d) > 0) == (getattr(now, d) > 0) for d in described)
 
 
-def _distance(seen: Configuration, asked: Configuration) -> float:
-    """How far it is from one configuration to conclude on another, as a log factor of the step time.
+def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
+    """Standard deviation of the log of a window's step time about the mean of its configuration."""
+    logs = [np.log([sample.step_time_s for sample in group]) for group in groups]
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in logs)
+    repetitions = sum(len(values) for values in logs) - len(logs)
+    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
+    return max(MIN_SIGMA, math.sqrt((squares + 0.05**2) / (repetitions + 1)))
 
-    World size counts in full. A batch, cores and loader workers change the time of one worker in a way that
-    the prior knows better, and count half; under a constant global batch they change along with the world
-    size, so the largest counts.
+
+def _conformal_width(errors: Floats) -> float:
+    """The half width that held `COVERAGE` of the left-out configurations, with the correction for their number.
+
+    Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few for that quantile, the
+    width of a normal error with the same root mean square: the fewer, the less a small error says.
     """
-    ratios = (
-        abs(math.log(asked.num_workers / seen.num_workers)),
-        abs(math.log(asked.num_nodes / seen.num_nodes)),
-        abs(math.log(asked.local_batch / seen.local_batch)) / 2,
-        abs(math.log(asked.core_share / seen.core_share)) / 2,
-        abs(math.log(asked.threads / seen.threads)) / 2,
-        abs(math.log((1 + asked.loader_workers) / (1 + seen.loader_workers))) / 2,
+    n = len(errors)
+    rank = math.ceil(COVERAGE * (n + 1))
+    normal = NORMAL_WIDTH * math.sqrt((errors**2).mean() * (1 + 2 / n))
+    return float(np.sort(np.abs(errors))[rank - 1]) if n >= 2 / (1 - COVERAGE) else normal
+
+
+def _places(columns: Columns) -> Floats:
+    """Points whose largest difference says how far it is from one configuration to conclude on another.
+
+    In logs, so that it is a factor of the step time. World size counts in full. A batch, cores and loader workers change the
+    time of one worker in a way that the prior knows better, and count half; under a constant global batch they change along
+    with the world size, so the largest counts.
+    """
+    return np.stack(
+        [
+            np.log(columns.num_workers),
+            np.log(columns.num_nodes),
+            np.log(columns.fullest) / 2,
+            np.log(columns.emptiest) / 2,
+            np.log(columns.local_batch) / 2,
+            np.log(columns.core_share) / 2,
+            np.log(columns.threads) / 2,
+            np.log(1 + columns.loader_workers) / 2,
+            np.log(1 + columns.prefetch_factor) / 8,
+            np.log(1 + columns.dense_flops) / 2,
+            np.log(1 + columns.dense_bytes) / 2,
+            np.log(1 + columns.embedding_bytes) / 2,
+        ],
+        axis=1,
     )
-    return max(ratios)
 
 
 # Where each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the
-# batch is left free: the straight line of the prior is too steep for batches that do not fill a device, and
-# holding the residual to +1 raised the error on six measured traces from 5.5 to 6.8 %.
-_DIRECTIONS = (0, 0, 0, 0, -1, 0, -1)
+# batch is left free: the straight line of the prior is too steep for batches that do not fill a device.
+_DIRECTIONS = (0, 0, 0, 0, 0, -1, 0, -1)
 
 
-def _features(configurations: Sequence[Configuration]) -> Floats:
-    return np.array(
+def _features(columns: Columns) -> Floats:
+    return np.stack(
         [
-            (
-                c.num_workers,
-                c.num_nodes,
-                c.workers_on_node,
-                c.local_batch,
-                c.core_share,
-                c.threads,
-                c.loader_workers,
-            )
-            for c in configurations
+            columns.num_workers,
+            columns.num_nodes,
+            columns.fullest,
+            columns.emptiest,
+            columns.local_batch,
+            columns.core_share,
+            columns.threads,
+            columns.loader_workers,
         ],
-        dtype=np.float64,
+        axis=1,
     )
 
 
-def _log_prior(prior: PhysicalPrior, configurations: Sequence[Configuration]) -> Floats:
-    return np.log([max(prior.step_time_s(c), 1e-9) for c in configurations])
-
-
-def _log_model(prior: PhysicalPrior, trees: Any, configurations: Sequence[Configuration]) -> Floats:
-    log_s = _log_prior(prior, configurations)
-    if trees is not None:
-        with _one_thread():
-            log_s += np.clip(trees.predict(_features(configurations)), -MAX_CORRECTION, MAX_CORRECTION)
-    return log_s
+def _bent(trees: Any, columns: Columns) -> Floats:
+    """Log correction by `trees`, none if there are none."""
+    if trees is None:
+        return np.zeros(len(columns))
+    with _one_thread():
+        bent: Floats = np.clip(trees.predict(_features(columns)), -MAX_CORRECTION, MAX_CORRECTION)
+    return bent
 
 
 def _one_thread() -> AbstractContextManager[Any]:
@@ -283,48 +365,36 @@ def _thread_pools() -> Any:
     return ThreadpoolController()
 
 
-def _fit_trees(configurations: Sequence[Configuration], log_residuals: Floats) -> Any:
+def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
     """Small trees on what the prior leaves over."""
     from sklearn.ensemble import HistGradientBoostingRegressor  # 1 s, and most jobs never have enough samples
 
     trees = HistGradientBoostingRegressor(
-        learning_rate=0.1,
-        max_iter=60,
-        max_leaf_nodes=16,
-        min_samples_leaf=5,
+        learning_rate=0.08,
+        max_iter=40,
+        max_leaf_nodes=8,
+        min_samples_leaf=8,
         monotonic_cst=_DIRECTIONS,
         early_stopping=False,
         random_state=0,
     )
     with _one_thread():
-        return trees.fit(_features(configurations), log_residuals)
+        return trees.fit(_features(columns), log_residuals, sample_weight=weights)
 
 
-def _folds(groups: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Training and test indices; no configuration is in both, or repetitions would count as foresight."""
-    num_folds = min(NUM_FOLDS, len(groups))
-    order = np.random.default_rng(0).permutation(len(groups))
-    for fold in range(num_folds):
-        test = [i for k in order[fold::num_folds] for i in groups[k]]
-        held_out = set(order[fold::num_folds].tolist())
-        yield [i for k, group in enumerate(groups) if k not in held_out for i in group], test
+def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Training and test indices."""
+    order = np.random.default_rng(0).permutation(num_configurations)
+    for fold in range(min(NUM_FOLDS, num_configurations)):
+        yield np.delete(order, np.s_[fold::NUM_FOLDS]), order[fold::NUM_FOLDS]
 
 
-def _cross_validated_errors(
-    configurations: Sequence[Configuration],
-    samples: Sequence[StepProfile],
-    groups: Sequence[Sequence[int]],
-    *,
-    with_trees: bool,
+def _held_out_errors(
+    columns: Columns, measured: Measured, noise: float, counts: Floats, like: PhysicalPrior, *, with_trees: bool
 ) -> Floats:
-    """Log of measured over predicted, each sample predicted by a model that never saw its configuration."""
+    """Log of measured over predicted, each configuration predicted by layers that never saw it."""
     errors = []
-    for train, test in _folds(groups) if len(groups) > 1 else ():
-        train_at, test_at = [configurations[i] for i in train], [configurations[i] for i in test]
-        prior = PhysicalPrior.fit(train_at, [samples[i] for i in train])
-        trees = None
-        if with_trees:
-            log_s = np.log([samples[i].step_time_s for i in train])
-            trees = _fit_trees(train_at, log_s - _log_prior(prior, train_at))
-        errors.append(np.log([samples[i].step_time_s for i in test]) - _log_model(prior, trees, test_at))
+    for train, test in _folds(len(columns)) if len(columns) > 1 else ():
+        layers = _Layers.fit(columns.rows(train), measured.rows(train), noise, counts[train], with_trees=with_trees, like=like)
+        errors.append(np.log(measured.step_s[test]) - layers.log_step_time(columns.rows(test)))
     return np.concatenate(errors) if errors else np.zeros(0)

@@ -1,114 +1,43 @@
 """The shape that physics gives to the time of a training step.
 
-A step time is a sum of named terms with non-negative coefficients, fitted by least squares in relative error.
-What the terms cannot express, and how far the sum can be trusted, is left to `model.py`.
+Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
+synchronising S and of loading data D, which overlap:
+
+    step = (((C^g + S^g)^(1/g))^h + D^h)^(1/h)
+
+g = 1 is no overlap and g = inf a perfect one (Pollux, Qiao et al., OSDI 2021, section 3.2); h is 1 without loader workers
+and large with them, because they prepare batches meanwhile. What terms cannot express, and how far they can be trusted,
+is left to `model.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
 from lightning_dlrover.perf.samples import StepProfile
 
-__all__ = ["TERMS", "Configuration", "PhysicalPrior", "Term", "configuration_of"]
+__all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "Measured", "PhysicalPrior", "Term", "configuration_of"]
 
-Floats = NDArray[np.float64]
 Part = Literal["compute", "data", "communication"]
+PARTS: tuple[Part, ...] = ("compute", "data", "communication")
 
 INTER_NODE_BYTES_PER_S = 1e9  # 10 Gbit/s Ethernet less its protocols: the link assumed until one was measured
 INTRA_NODE_BYTES_PER_S = 2e9  # gloo through one machine's loopback
 LATENCY_S = 2e-4  # of one more participant in a collective over TCP
+MAX_LATENCY_S = 1e-2  # the order of magnitude that no hop exceeds, however much a model has to send
 
 PART_WEIGHT = 0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
-
-
-_COUNTS_FROM_0 = (
-    "loader_workers",
-    "intra_op_threads",
-    "dense_bytes",
-    "prefetch_factor",
-    "dense_flops",
-    "embedding_bytes",
-    "fullest_node",
-    "emptiest_node",
-)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a step time depends on; the fullest worker where workers differ.
-
-    `num_nodes` counts machines: two agents on one host are one node here, because they share its cores.
-    """
-
-    num_workers: int
-    num_nodes: int
-    cores: float  # that one worker may use, shared or not
-    local_batch: int  # samples per step on the worker that has most
-    loader_workers: int
-    intra_op_threads: int  # 0: as many as `cores`
-    dense_bytes: int  # gradient bytes reduced per step
-    node_cores: float = 0.0  # of one node, all its workers together; 0: unknown, workers are taken to share no core
-    device: str = "cpu"  # cpu, or the accelerator's name
-    prefetch_factor: int = 0  # batches that each loader worker prepares ahead
-    dense_flops: int = 0  # per sample, forward and backward; 0: unknown
-    embedding_bytes: int = 0  # of all tables of the job
-    lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
-    fullest_node: int = 0  # workers on the node that has most; 0: spread evenly
-    emptiest_node: int = 0  # workers on the node that has fewest; 0: spread evenly
-
-    def __post_init__(self) -> None:
-        wrong = (
-            [name for name in ("num_workers", "num_nodes", "local_batch") if getattr(self, name) < 1]
-            + [name for name in _COUNTS_FROM_0 if getattr(self, name) < 0]
-            + [name for name in ("cores", "node_cores", "lookups_per_sample") if not 0 <= getattr(self, name) < math.inf]
-            + (["cores"] if self.cores == 0 else [])
-        )
-        if wrong:
-            raise ValueError(f"no training step has {wrong[0]}={getattr(self, wrong[0])!r}: {self}")
-
-    @property
-    def workers_on_node(self) -> int:
-        """Workers on the fullest node; a synchronous step waits for them."""
-        return self.fullest_node or math.ceil(self.num_workers / self.num_nodes)
-
-    @property
-    def threads(self) -> float:
-        """Threads of one worker that compute at the same time."""
-        return min(self.intra_op_threads, self.cores) if self.intra_op_threads else self.cores
-
-    @property
-    def core_share(self) -> float:
-        """Cores that one worker gets when all workers of its node compute at once."""
-        return min(self.cores, self.node_cores / self.workers_on_node) if self.node_cores else self.cores
-
-
-def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configuration:
-    """The configuration in which `profile` was measured; a profile does not know `node_cores`."""
-    return Configuration(
-        num_workers=profile.num_workers,
-        num_nodes=profile.num_nodes,
-        cores=profile.cores,
-        local_batch=max(profile.local_batch, math.ceil(profile.global_batch / profile.num_workers)),
-        loader_workers=profile.loader_workers,
-        intra_op_threads=profile.intra_op_threads,
-        dense_bytes=profile.dense_bytes,
-        node_cores=node_cores,
-        device=profile.device,
-        prefetch_factor=profile.prefetch_factor,
-        dense_flops=profile.dense_flops,
-        embedding_bytes=profile.embedding_bytes,
-        lookups_per_sample=profile.lookups_per_sample,
-        fullest_node=profile.fullest_node,
-        emptiest_node=profile.emptiest_node,
-    )
+OVERLAPS = (1.0, 2.0, 4.0)  # g
+MIN_CONFIGURATIONS_FOR_OVERLAP = 6
+LOADER_OVERLAP = 8.0  # h: close to the longer of the two
+ITERATIONS = 6
+CONFIGURATIONS_PER_PULL = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,14 +47,41 @@ class Term:
     name: str
     part: Part  # of the step that it explains
     source: str
-    amount: Callable[[Configuration], float]
+    amount: Callable[[Columns], Floats]
     default: float  # the coefficient until samples say otherwise
-    doubt: float  # where several terms explain the samples, the one with the least takes the time
+    doubt: float  # pull to the default: where several terms explain the samples, the one with the least takes the time
 
 
-def _ring_bytes(configuration: Configuration) -> float:
-    workers = configuration.num_workers
-    return 2 * (workers - 1) / workers * configuration.dense_bytes
+def _flops(c: Columns) -> Floats:
+    """Per step of one worker; samples where FLOPs are unknown, which changes the coefficient's unit only."""
+    return c.local_batch * np.maximum(c.dense_flops, 1.0)
+
+
+def _serially(c: Columns) -> Floats:
+    return np.minimum(1.0, c.core_share)
+
+
+def _ring_bytes(c: Columns) -> Floats:
+    return 2 * (c.num_workers - 1) / c.num_workers * np.maximum(c.dense_bytes, 1.0)
+
+
+def _exchanged_rows(c: Columns) -> Floats:
+    return c.local_batch * c.lookups_per_sample * (c.num_workers - 1) / c.num_workers
+
+
+def _crowding(c: Columns) -> Floats:
+    """By how much the threads of a node outnumber its cores; 0 where that is unknown."""
+    known = c.node_cores > 0
+    return np.where(known, np.maximum(0.0, c.fullest * c.threads / np.where(known, c.node_cores, 1.0) - 1), 0.0)
+
+
+def _crowding_by_loaders(c: Columns) -> Floats:
+    busy = (c.threads + c.loader_workers) / c.core_share - 1
+    return np.where((c.loader_workers > 0) & (c.node_cores > 0), np.clip(busy, 0.0, 1.0), 0.0)
+
+
+def _several(c: Columns) -> Floats:
+    return (c.num_nodes > 1).astype(np.float64)
 
 
 TERMS: tuple[Term, ...] = (
@@ -134,7 +90,7 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "data parallelism splits a global batch, and operators split theirs over threads; workers of one "
         "node share its cores, so three workers on two cores are not three times as fast",
-        lambda c: c.local_batch / min(c.threads, c.core_share),
+        lambda c: _flops(c) / np.minimum(c.threads, c.core_share),
         default=0.0,
         doubt=0.0,
     ),
@@ -142,132 +98,343 @@ TERMS: tuple[Term, ...] = (
         "serial_compute",
         "compute",
         "the share of a sample's work that more threads do not speed up (Amdahl, AFIPS 1967)",
-        lambda c: c.local_batch / min(1.0, c.core_share),
+        lambda c: _flops(c) / _serially(c),
         default=0.0,
-        doubt=1.0,
+        doubt=0.1,
     ),
     Term(
         "step_overhead",
         "compute",
-        "interpreter, kernel launches and optimizer: once a step, whatever the batch",
-        lambda c: 1.0 / min(1.0, c.core_share),
+        "interpreter, kernel launches and optimizer: once a step, whatever the batch, which is also what a batch costs "
+        "that does not fill the device (roofline: Williams et al., CACM 52(4), 2009)",
+        lambda c: 1.0 / _serially(c),
         default=0.0,
-        doubt=2.0,
+        doubt=0.2,
+    ),
+    Term(
+        "lookups",
+        "compute",
+        "rows of the tables that are read and updated, bound by memory (DLRM, Naumov et al., arXiv 1906.00091)",
+        lambda c: c.local_batch * c.lookups_per_sample / _serially(c),
+        default=0.0,
+        doubt=0.3,
     ),
     Term(
         "core_contention",
         "compute",
         "threads of a node beyond its cores switch, and wait for each other at every barrier",
-        lambda c: c.local_batch * max(0.0, c.workers_on_node * c.threads / c.node_cores - 1) if c.node_cores else 0.0,
+        lambda c: _flops(c) * _crowding(c),
         default=0.0,
-        doubt=2.0,
+        doubt=0.2,
+    ),
+    Term(
+        "loader_contention",
+        "compute",
+        "loader workers take core time from training where no core is left for them",
+        lambda c: c.local_batch * _crowding_by_loaders(c),
+        default=0.0,
+        doubt=0.3,
+    ),
+    Term(
+        "neighbours",
+        "compute",
+        "workers of one node share what the figures do not show: memory, PCIe, the power budget",
+        lambda c: c.fullest - 1,
+        default=0.0,
+        doubt=0.6,
+    ),
+    Term(
+        "neighbours_per_sample",
+        "compute",
+        "as before, for what grows with the batch",
+        lambda c: (c.fullest - 1) * _flops(c),
+        default=0.0,
+        doubt=0.6,
     ),
     Term(
         "data_loading",
         "data",
         "loader workers prepare the samples of a batch side by side; without any, the worker does it itself",
-        lambda c: c.local_batch / max(1, c.loader_workers),
+        lambda c: c.local_batch / np.maximum(1.0, c.loader_workers),
         default=0.0,
-        doubt=1.0,
+        doubt=0.1,
     ),
     Term(
         "ring_inside_node",
         "communication",
         "ring all-reduce: 2 (W - 1) / W of the bytes on every link (Patarasuk, Yuan, JPDC 69(2), 2009)",
-        lambda c: _ring_bytes(c) if c.num_nodes == 1 else 0.0,
+        lambda c: _ring_bytes(c) * (1 - _several(c)),
         default=1 / INTRA_NODE_BYTES_PER_S,
-        doubt=1.0,
+        doubt=0.2,
     ),
     Term(
         "ring_between_nodes",
         "communication",
         "the same ring, but its slowest link is the network",
-        lambda c: _ring_bytes(c) if c.num_nodes > 1 else 0.0,
+        lambda c: _ring_bytes(c) * _several(c),
         default=1 / INTER_NODE_BYTES_PER_S,
         doubt=1.0,
     ),
     Term(
-        "latency_of_workers",
+        "exchange_inside_node",
         "communication",
-        "a ring has W - 1 hops each way, and the slowest of more workers is slower",
-        lambda c: float(c.num_workers - 1),
-        default=LATENCY_S,
-        doubt=1.0,
+        "all-to-all of looked-up rows: a worker sends (W - 1) / W of them (DLRM, Naumov et al., arXiv 1906.00091)",
+        lambda c: _exchanged_rows(c) * (1 - _several(c)),
+        default=0.0,
+        doubt=0.3,
     ),
     Term(
-        "latency_of_nodes",
+        "exchange_between_nodes",
         "communication",
-        "hops that leave a machine cost more than those that do not",
-        lambda c: float(c.num_nodes - 1),
+        "the same exchange over the network",
+        lambda c: _exchanged_rows(c) * _several(c),
         default=0.0,
-        doubt=1.0,
+        doubt=0.3,
+    ),
+    Term(
+        "network",
+        "communication",
+        "what it costs to leave a node at all (Pollux: alpha of several nodes)",
+        _several,
+        default=0.0,
+        doubt=0.06,
+    ),
+    Term(
+        "latency_of_workers",
+        "communication",
+        "a ring has W - 1 hops each way (Pollux: beta); a hop takes at most milliseconds, so steps of seconds hardly feel it",
+        lambda c: c.num_workers - 1,
+        default=LATENCY_S,
+        doubt=0.0,  # see MAX_LATENCY_S
+    ),
+    Term(
+        "stages",
+        "communication",
+        "a tree has log2 W stages (Sanders et al., Parallel Computing 35(12), 2009), and the slowest of W workers is later "
+        "than the average by about log W (Dean, Barroso, CACM 56(2), 2013)",
+        lambda c: np.log2(c.num_workers),
+        default=LATENCY_S,
+        doubt=0.2,
+    ),
+    Term(
+        "pair_of_nodes",
+        "communication",
+        "two nodes have one path between them, three and more have several: measured on clusters, doubted by two of the shapes",
+        lambda c: (c.num_nodes == 2).astype(np.float64),
+        default=0.0,
+        doubt=0.2,
     ),
 )
-"""Everything the prior knows. Tables that are exchanged by all-to-all are not in it yet."""
+"""Everything the prior knows."""
+
+SHAPES: tuple[frozenset[str], ...] = (
+    frozenset({"stages", "pair_of_nodes"}),
+    frozenset({"latency_of_workers"}),
+    frozenset({"latency_of_workers", "stages", "pair_of_nodes"}),
+)
+"""Terms whose combinations differ far from the samples and hardly near by: how synchronisation grows with workers.
+
+No sample of a small world tells them apart. The prior is the mean of the logs of all shapes (model averaging, Hoeting et
+al., Statistical Science 14(4), 1999), and how far they differ is part of the interval.
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means of what was measured in each of some configurations; arrays of shape ``(num_configurations,)``."""
+
+    step_s: Floats  # geometric mean
+    compute_s: Floats  # nan where parts were not measured
+    data_s: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[StepProfile]], weights: Sequence[float]) -> Measured:
+        """One row for each group of windows of one configuration.
+
+        A hundred windows of one size say no more about the shape than ten, so every configuration counts alike.
+        """
+        parts = [np.mean([_shares(sample) for sample in group], axis=0) for group in groups]
+        step_s = np.array([np.exp(np.mean(np.log([sample.step_time_s for sample in group]))) for group in groups])
+        shares = np.array(parts).reshape(-1, 2)
+        return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, np.asarray(weights, dtype=np.float64))
+
+    def rows(self, index: NDArray[Any]) -> Measured:
+        return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
+
+
+def _shares(sample: StepProfile) -> tuple[float, float]:
+    """Compute and data as shares of the step; nan where the parts do not add up to it."""
+    compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
+    whole_s = compute_s + sample.data_wait_s + sample.communication_s
+    if abs(whole_s - sample.step_time_s) > 0.05 * sample.step_time_s:
+        return np.nan, np.nan
+    return compute_s / sample.step_time_s, sample.data_wait_s / sample.step_time_s
+
+
+@dataclass(frozen=True)
+class _Overlapped:
+    """Seconds of the three parts, by themselves and put together."""
+
+    compute_s: Floats
+    sync_s: Floats
+    data_s: Floats
+    busy_s: Floats  # compute and synchronisation together
+    step_s: Floats
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape does without."""
+
+    coefficients: Floats
+    overlap: float
+
+    def overlapped(self, amounts: Floats, loader_overlap: Floats) -> _Overlapped:
+        tiny = 1e-9
+        compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in _OF_PARTS)
+        busy_s = _norm(compute_s, sync_s, np.full(len(amounts), self.overlap))
+        return _Overlapped(compute_s, sync_s, data_s, busy_s, _norm(busy_s, data_s, loader_overlap))
 
 
 @dataclass(frozen=True)
 class PhysicalPrior:
-    """Fitted coefficients of `TERMS`, in their order."""
+    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Make it with `fit`."""
 
-    coefficients: tuple[float, ...]
+    shapes: tuple[_Shape, ...]
 
     @classmethod
-    def fit(
-        cls, configurations: Sequence[Configuration], samples: Sequence[StepProfile], weights: Sequence[float] | None = None
-    ) -> PhysicalPrior:
-        """The non-negative coefficients with the least squared relative error.
+    def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0) -> PhysicalPrior:
+        """The prior by itself, fitted to windows of one job."""
+        groups = windows_by_configuration(samples, node_cores)
+        return cls.fit(Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups)))
 
-        A sample whose parts add up gives one row for each part besides the row of its step time: that tells
-        apart terms which one world size alone cannot. Where several terms still explain the samples equally
-        well, the default figures decide, weighing about a hundredth of a configuration.
+    @classmethod
+    def fit(cls, columns: Columns, measured: Measured, like: PhysicalPrior | None = None) -> PhysicalPrior:
+        """The non-negative coefficients with the least squared error of the log, for each shape.
+
+        The step is homogeneous of degree 1 in the coefficients, so (Euler) it equals its gradient times them, and a step of
+        Gauss and Newton is a problem of non-negative least squares by itself (Lawson, Hanson, 1974). Measured parts add a row
+        each for compute and data: that tells apart terms which one world size alone cannot. Where several terms still explain
+        the samples equally well, defaults and doubts decide.
+
+        Args:
+            columns: configurations that were measured, each once.
+            measured: what was measured there.
+            like: take overlaps from this one instead of trying all.
         """
-        from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
+        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
+        overlaps = OVERLAPS if len(columns) >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
+        shapes = []
+        for index, growth in enumerate(SHAPES):
+            used = np.array([term.name in growth or term.name not in _GROWTH for term in TERMS])
+            tried = [like.shapes[index].overlap] if like is not None else overlaps
+            fits = [_fit_shape(amounts, loader_overlap, measured, used, overlap) for overlap in tried]
+            shapes.append(min(fits, key=lambda fit: fit[0])[1])
+        return cls(tuple(shapes))
 
-        amounts = np.array([[term.amount(c) for term in TERMS] for c in configurations])
-        step_s = np.array([s.step_time_s for s in samples])
-        # Every configuration counts alike: a hundred windows of one size say no more about the shape than ten,
-        # and the size that runs now must not bend the prediction of the others from decision to decision.
-        repeated = Counter(configurations)
-        weight = np.array([repeated[c] ** -0.5 for c in configurations]) * (1.0 if weights is None else np.asarray(weights))
-        blocks, targets = [amounts * (weight / step_s)[:, None]], [weight]
-        parts = np.array([_parts_s(s) for s in samples])
-        has_parts = np.abs(parts.sum(axis=1) - step_s) <= 0.05 * step_s
-        for column, part in enumerate(("compute", "data", "communication")):
-            of_part = np.array([term.part == part for term in TERMS])
-            blocks.append(PART_WEIGHT * (amounts * of_part * (weight / step_s)[:, None])[has_parts])
-            targets.append(PART_WEIGHT * (parts[:, column] * weight / step_s)[has_parts])
-        rows, target = np.vstack(blocks), np.concatenate(targets)
+    def log_step_time(self, columns: Columns) -> tuple[Floats, Floats]:
+        """Log of seconds, and the standard deviation of the shapes about it; both of shape ``(num_configurations,)``."""
+        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
+        logs = np.array([np.log(shape.overlapped(amounts, loader_overlap).step_s) for shape in self.shapes])
+        mean: Floats = logs.mean(axis=0)
+        spread: Floats = logs.std(axis=0)
+        return mean, spread
 
-        # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
-        scale = np.sqrt((rows[: len(samples)] ** 2).sum(axis=0) / len(repeated))
-        seen = scale > 0
-        coefficients = np.array([term.default for term in TERMS])
-        doubt = np.array([1e-3 + 0.1 * term.doubt for term in TERMS])[seen]
-        pull = np.diag(doubt)
-        rows = np.vstack([rows[:, seen] / scale[seen], pull])
-        target = np.concatenate([target, doubt * coefficients[seen] * scale[seen]])
-        coefficients[seen] = nnls(rows, target)[0] / scale[seen]
-        return cls(tuple(float(c) for c in coefficients))
+    def step_time_s(self, columns: Columns) -> Floats:
+        seconds: Floats = np.exp(self.log_step_time(columns)[0])
+        return seconds
 
-    def step_time_s(self, configuration: Configuration) -> float:
-        return sum(self.seconds(configuration).values())
-
-    def seconds(self, configuration: Configuration) -> dict[str, float]:
-        """Seconds of each term, by its name: what a decision is explained with."""
-        return {t.name: k * t.amount(configuration) for t, k in zip(TERMS, self.coefficients, strict=True)}
-
-    def parts_s(self, configuration: Configuration, step_time_s: float) -> dict[str, float]:
-        """Seconds of compute, data and communication, scaled to add up to `step_time_s`."""
-        seconds = self.seconds(configuration)
-        scale = step_time_s / max(sum(seconds.values()), 1e-9)
-        parts = dict.fromkeys(("compute", "data", "communication"), 0.0)
-        for term in TERMS:
-            parts[term.part] += scale * seconds[term.name]
-        return parts
+    def shares(self, columns: Columns) -> Floats:
+        """Shares of the step spent in `PARTS`, of shape ``(num_configurations, 3)``: what overlaps counts as compute."""
+        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
+        shares = np.zeros((len(columns), len(PARTS)))
+        for shape in self.shapes:
+            o = shape.overlapped(amounts, loader_overlap)
+            shares += np.stack([o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s], axis=1) / o.step_s[:, None]
+        total: Floats = shares / shares.sum(axis=1, keepdims=True)
+        return total
 
 
-def _parts_s(sample: StepProfile) -> tuple[float, float, float]:
-    """Compute, data and communication seconds of one sample."""
-    compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
-    return compute_s, sample.data_wait_s, sample.communication_s
+_GROWTH = frozenset(name for shape in SHAPES for name in shape)
+_OF_PARTS: tuple[NDArray[np.bool_], ...] = tuple(np.array([term.part == part for term in TERMS]) for part in PARTS)
+
+
+def _amounts(columns: Columns) -> Floats:
+    return np.stack([term.amount(columns) for term in TERMS], axis=1)
+
+
+def _loader_overlap(columns: Columns) -> Floats:
+    return np.where(columns.loader_workers > 0, LOADER_OVERLAP, 1.0)
+
+
+def _norm(a: Floats, b: Floats, power: Floats) -> Floats:
+    """(a^p + b^p)^(1/p), without overflow."""
+    most = np.maximum(a, b)
+    total: Floats = most * (1 + (np.minimum(a, b) / most) ** power) ** (1 / power)
+    return total
+
+
+def _fit_shape(
+    amounts: Floats, loader_overlap: Floats, measured: Measured, used: NDArray[np.bool_], overlap: float
+) -> tuple[float, _Shape]:
+    """The fit's objective, and the shape."""
+    from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
+
+    step_s, weight = measured.step_s, measured.weight
+    # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
+    scale = np.sqrt(((amounts / step_s[:, None]) ** 2).mean(axis=0))
+    used = used & (scale > 0)
+    defaults = np.array([term.default for term in TERMS])
+    pull = np.array([1e-3 + term.doubt for term in TERMS]) * CONFIGURATIONS_PER_PULL
+    latency = [term.name for term in TERMS].index("latency_of_workers")
+    pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
+    unit = amounts[:, used] / scale[used]
+    target = defaults[used] * scale[used]
+
+    part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
+    fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
+    fixed_targets = np.concatenate([part_targets, pull[used] * target])
+    best: tuple[float, _Shape] | None = None
+    rows = unit / step_s[:, None]  # of the first iteration, which takes the step for a sum
+    goal = np.ones(len(step_s))
+    coefficients = np.zeros(len(TERMS))
+    for iteration in range(ITERATIONS):
+        stacked = np.vstack([rows * weight[:, None], fixed_rows])
+        goals = np.concatenate([goal * weight, fixed_targets])
+        # The triangle holds all there is to know: 20 rows instead of thousands.
+        triangle: Floats = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
+        found = nnls(triangle[:, :-1], triangle[:, -1])[0] / scale[used]
+        coefficients[used] = found if iteration == 0 else (coefficients[used] + found) / 2
+        shape = _Shape(coefficients.copy(), overlap)
+        o = shape.overlapped(amounts, loader_overlap)
+        error = np.log(step_s / o.step_s)
+        fixed_error = fixed_rows @ (coefficients[used] * scale[used]) - fixed_targets
+        objective = float(((weight * error) ** 2).sum() + (fixed_error**2).sum())
+        if best is None or objective < best[0]:
+            best = objective, shape
+        by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
+        gradient = (
+            _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
+            + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
+            + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
+        )
+        rows, goal = unit * gradient / o.step_s[:, None], 1 + error
+    assert best is not None
+    return best
+
+
+def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
+    """Rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
+    weight = PART_WEIGHT * measured.weight
+    has_compute = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
+    seconds = np.where(has_compute, measured.compute_s, 1.0)
+    compute = unit * _OF_PARTS[0][used] * (weight / seconds)[:, None]
+    # Loader workers are waited for only where they need longer than the step: then the whole step is theirs.
+    waits = (measured.data_s > 0.05 * measured.step_s) | (loader_overlap == 1)
+    has_data = waits & np.isfinite(measured.data_s)
+    load_s = np.where(loader_overlap == 1, measured.data_s, measured.step_s)
+    data = unit * _OF_PARTS[1][used] * (weight / measured.step_s)[:, None]
+    rows = np.vstack([compute[has_compute], data[has_data]])
+    targets = np.concatenate([weight[has_compute], (weight * load_s / measured.step_s)[has_data]])
+    return rows, targets
