@@ -22,9 +22,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lightning_dlrover.history import HistoryError, JobEntry, JobHistory
-from lightning_dlrover.perf.memory import MemoryModel
-from lightning_dlrover.perf.model import StepTimeModel
-from lightning_dlrover.perf.prior import configuration_of
+from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.autoscale import Situation, plan
 from lightning_dlrover.planner.objective import Objective, resources_of
@@ -193,7 +191,8 @@ class Analyst:
         if news.tunable and not by_hand:
             axes = tunable_axes(self._node_cores, profile.cores).items()
             # The name of an axis is a setting's, or its plural.
-            limits = replace(limits, **{axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}})
+            free = {axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}}
+            limits = replace(limits, **free)  # type: ignore[arg-type]
         if "num_workers" in news.untunable:
             limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
         now = time.time()

@@ -15,9 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.memory import MemoryModel
-from lightning_dlrover.perf.model import Prediction
-from lightning_dlrover.perf.prior import Configuration
+from lightning_dlrover.perf import Configuration, MemoryModel, Prediction
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings

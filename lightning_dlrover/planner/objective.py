@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_dlrover.perf.prior import Configuration
+from lightning_dlrover.perf import Configuration
 
 __all__ = ["Aim", "Objective", "Prices", "Resources", "objective_from", "parse_prices", "resources_of"]
 

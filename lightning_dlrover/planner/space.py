@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.prior import Configuration, configuration_of
+from lightning_dlrover.perf import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
 

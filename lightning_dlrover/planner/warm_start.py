@@ -1,6 +1,6 @@
 """Where to start: what jobs like this one have ended with.
 
-DLRover-RM's warm start (Wang et al., VLDB 17(12), 2024, algorithm 1): of the k most similar jobs, the settings they ended
+DLRover-RM's warm start (Wang et al., PVLDB 17(12), 2024): of the k most similar jobs, the settings they ended
 with are smoothed exponentially, the newest last. Pure: the jobs come from `history.py`.
 """
 

@@ -1,0 +1,184 @@
+"""Planners with a part of ours, to measure what each part is worth. For benchmarks, not for users.
+
+`heuristics` follows what DLRover does today without a model (dlrover/python/master/resource/local_optimizer.py and
+hyperparams/simple_strategy_generator.py of intelligent-machine-learning/dlrover): thresholds of utilisation say what to
+add, and what was added is taken back when it brought too little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_dlrover.perf import Columns, Configuration, PhysicalPrior, Prediction, StepProfile, StepTimeModel, configuration_of
+from lightning_dlrover.planner.autoscale import INTERVAL_SIGMAS, Situation, describe_change, plan
+from lightning_dlrover.planner.objective import Objective, resources_of
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.space import Limits, configuration, settings_of, why_not
+
+__all__ = ["PLANNERS", "Planner"]
+
+Planner = Callable[[Situation, Limits, Objective, int, float], Decision]
+"""Situation, limits, objective, decision id and seconds since the epoch to a decision."""
+
+SIGMA = 0.15  # of the log, of models that cannot tell how sure they are
+
+BUSY = 0.8  # of a worker's threads: a worker or thread more would have work
+STARVING = 0.1  # of a step spent waiting for data: a loader worker more would have work
+MIN_SPEEDUP_OF_DOUBLING = 1.2
+
+
+@dataclass(frozen=True)
+class PriorAlone:
+    """The physical terms without trees and without corrections by what was measured."""
+
+    prior: PhysicalPrior
+
+    @classmethod
+    def fit(cls, samples: Sequence[StepProfile], node_cores: float) -> PriorAlone:
+        return cls(PhysicalPrior.of(samples, node_cores))
+
+    def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
+        return [_with_interval(s, c) for s, c in zip(self.prior.step_time_s(Columns.of(configurations)).tolist(), configurations, strict=True)]
+
+
+@dataclass(frozen=True)
+class TreesAlone:
+    """Boosted trees on the log of the step time, as scikit-learn ships them."""
+
+    trees: Any
+
+    @classmethod
+    def fit(cls, samples: Sequence[StepProfile], node_cores: float) -> TreesAlone:
+        from sklearn.ensemble import HistGradientBoostingRegressor
+
+        rows = [_features(configuration_of(s, node_cores)) for s in samples]
+        trees = HistGradientBoostingRegressor(min_samples_leaf=2, early_stopping=False, random_state=0)
+        return cls(trees.fit(np.array(rows), np.log([s.step_time_s for s in samples])))
+
+    def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
+        log_s = self.trees.predict(np.array([_features(c) for c in configurations]))
+        return [_with_interval(math.exp(value), c) for value, c in zip(log_s, configurations, strict=True)]
+
+
+def _features(c: Configuration) -> tuple[float, ...]:
+    return c.num_workers, c.num_nodes, c.local_batch, c.loader_workers, c.threads, c.core_share, c.prefetch_factor
+
+
+def _with_interval(step_time_s: float, c: Configuration) -> Prediction:
+    wide = math.exp(INTERVAL_SIGMAS * SIGMA)
+    rate = c.num_workers * c.local_batch / step_time_s
+    return Prediction(step_time_s, step_time_s / wide, step_time_s * wide, rate)
+
+
+def _everything(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
+    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+
+
+def _prior_alone(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = PriorAlone.fit(situation.windows, situation.node_cores)
+    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+
+
+def _trees_alone(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = TreesAlone.fit(situation.windows, situation.node_cores)
+    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+
+
+def _heuristics(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    current = situation.current
+    now = settings_of(current)
+    times = _step_times_s(situation)
+    last = next((d for d in reversed(situation.past) if d.is_change), None)
+    refused = {d.chosen for d in situation.past if d.is_change and _was_in_vain(d, times)}
+    if last is not None and last.chosen == now and now in refused and limits.allows(last.current):
+        chosen, reason = last.current, f"back: {describe_change(last.current, now)} brought too little"
+    else:
+        chosen, reason = _next(situation, limits, refused)
+    nodes = {s: configuration(s, current, limits, situation.node_cores) for s in (now, chosen)}
+    candidates = tuple(
+        Candidate(
+            settings=each,
+            step_time_s=times.get(each, current.step_time_s),
+            low_s=times.get(each, current.step_time_s),
+            high_s=times.get(each, current.step_time_s),
+            samples_per_s=current.global_batch / times.get(each, current.step_time_s),
+            worth_s=0.0,
+            measured=each in times,
+            feasible=True,
+            cores=resources_of(nodes[each]).cores,
+        )
+        for each in sorted({now, chosen})
+    )
+    return Decision(
+        decision_id=decision_id,
+        at=at,
+        current=now,
+        chosen=chosen,
+        reason=reason,
+        candidates=candidates,
+        observed_step_time_s=current.step_time_s,
+        predicted_step_time_s=times.get(chosen, current.step_time_s),
+        explored=chosen not in times,
+        objective="thresholds",
+        num_considered=len(candidates),
+        num_windows=len(situation.windows),
+    )
+
+
+def _next(situation: Situation, limits: Limits, refused: set[Settings]) -> tuple[Settings, str]:
+    """The first threshold that asks for more, and what it asks for."""
+    current, now = situation.current, settings_of(situation.current)
+    waiting = current.data_wait_s / current.step_time_s
+    threads = max(1, now.intra_op_threads)
+    busy = current.cpu_percent / 100 / threads
+    wishes: list[tuple[Settings, str]] = []
+    if waiting > STARVING and (more := _above(limits.loader_workers, now.loader_workers)) is not None:
+        ahead = now.prefetch_factor or min(limits.prefetch_factors, default=2)
+        wishes.append((replace(now, loader_workers=more, prefetch_factor=ahead), f"{100 * waiting:.0f} % of a step is waiting"))
+    if busy > BUSY and now.num_workers < limits.max_workers:
+        workers = min(2 * now.num_workers, limits.max_workers)
+        wishes.append((replace(now, num_workers=workers), f"the worker is busy for {100 * busy:.0f} % of the time"))
+    if busy > BUSY and (more := _above(limits.intra_op_threads, now.intra_op_threads)) is not None:
+        wishes.append((replace(now, intra_op_threads=more), f"the threads are busy for {100 * busy:.0f} % of the time"))
+    here = configuration_of(current, situation.node_cores)
+    for wish, why in wishes:
+        there = configuration(wish, current, limits, situation.node_cores)
+        if wish not in refused and not why_not(wish, here, there, current.global_batch, limits):
+            return wish, f"{describe_change(now, wish)}: {why}"
+    return now, "stay: no threshold asks for more"
+
+
+def _was_in_vain(decision: Decision, times: Mapping[Settings, float]) -> bool:
+    """Whether an addition was measured and brought too little; a step back is no addition."""
+    if decision.chosen not in times or not decision.explored:
+        return False
+    before_s = times.get(decision.current, decision.observed_step_time_s)
+    grown = math.log2(decision.chosen_workers / decision.current_workers) or 1.0
+    return before_s / times[decision.chosen] < MIN_SPEEDUP_OF_DOUBLING**grown
+
+
+def _above(values: Sequence[int], now: int) -> int | None:
+    return min((value for value in values if value > now), default=None)
+
+
+def _step_times_s(situation: Situation) -> dict[Settings, float]:
+    """Median step time of each settings that ran with this batch."""
+    found: dict[Settings, list[float]] = {}
+    for window in situation.windows:
+        if window.global_batch == situation.current.global_batch:
+            found.setdefault(settings_of(window), []).append(window.step_time_s)
+    return {settings: sorted(times)[len(times) // 2] for settings, times in found.items()}
+
+
+PLANNERS: Mapping[str, Planner] = {
+    "heuristics": _heuristics,
+    "prior": _prior_alone,
+    "trees": _trees_alone,
+    "all": _everything,
+}
