@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import shutil
 import tempfile
 import time
@@ -357,6 +358,9 @@ def train_stock(options: argparse.Namespace, tables: Tables) -> None:
     for number in range(options.saves):
         save_both_ways(training, options.records, options.save_folder, number)
     dist.destroy_process_group()
+    # A thread of gloo's may still be there when the interpreter ends, which then aborts: now and then, with all work done.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def save_both_ways(training: StockTraining, records: Path, folder: Path, number: int) -> None:

@@ -187,6 +187,8 @@ class ElasticTables:
         members = formation.round.members
         old_plan = self._plan_of(formation, standing)
         self.whole_in = 0
+        if self._snapshots is not None:
+            self._snapshots.stop()  # what is still being copied can never count, and would take the wire
         new_plan = replan(old_plan, members)
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None

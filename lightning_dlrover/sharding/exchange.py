@@ -72,7 +72,7 @@ def exchange(
         moves: the same on all of them.
         old: what this worker has; the sources of its moves are among it.
         new: what it is to have.
-        release: called with parts of `old` that nobody needs any more.
+        release: called with parts of `old` that nobody needs any more, if this worker takes memory for others meanwhile.
 
     Raises:
         RuntimeError: a peer is gone; `new` is then incomplete.
@@ -82,9 +82,10 @@ def exchange(
     sources, targets = _by_table(old), _by_table(new)
     mine = [m for m in moves if me in (m.source, m.target)]
     shared = _given_twice([m for m in mine if m.source == me], sources)
+    needs_memory = any(m.target == me and _is_new(m, me, sources, targets) for m in mine)
 
     def give_away(move: Move, values: torch.Tensor) -> None:
-        if move not in shared:
+        if needs_memory and move not in shared:
             release(values)
 
     def sends(peer: str) -> Iterator[_Message]:
@@ -110,7 +111,7 @@ def exchange(
     def keeps() -> Iterator[None]:
         for move in (m for m in mine if m.source == me == m.target):
             for source, target in zip(_source(sources, move), _target(targets, move), strict=True):
-                if part_of(source, move.region).data_ptr() == part_of(target, move.region).data_ptr():
+                if _is_in_place(source, target, move):
                     continue
                 for chunk in _chunks(target, move.region):
                     values = part_of(source, chunk)
@@ -156,6 +157,15 @@ def exchange(
         pass
     stats.seconds = time.monotonic() - stats.began_s
     return stats
+
+
+def _is_in_place(source: Block, target: Block, move: Move) -> bool:
+    return part_of(source, move.region).data_ptr() == part_of(target, move.region).data_ptr()
+
+
+def _is_new(move: Move, me: str, sources: Mapping[str, Sequence[Block]], targets: Mapping[str, Sequence[Block]]) -> bool:
+    """Whether what this worker is to have takes memory that it does not have yet."""
+    return move.source != me or not _is_in_place(_source(sources, move)[0], _target(targets, move)[0], move)
 
 
 def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
