@@ -22,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
 NUM_FEATURES = 256
+SLICE_S = 0.001
+"""A forward pass that shall take long does so in slices of this length."""
+
 NUM_DISTINCT = 997
 """Rows that the data set really holds; it repeats them, so that long epochs cost no memory."""
 
@@ -30,6 +33,7 @@ NUM_DISTINCT = 997
 class Options:
     strategy: str
     profiled: bool  # with DLRoverCallback
+    plan_every_s: float
     records: Path
     width: int
     num_layers: int
@@ -48,6 +52,7 @@ class Options:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--strategy", choices=("dlrover", "ddp"), required=True)
         parser.add_argument("--profiled", action="store_true")
+        parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--records", type=Path, required=True)
         parser.add_argument("--width", type=int, default=64)
         parser.add_argument("--num-layers", type=int, default=1)
@@ -94,7 +99,8 @@ class Perceptron(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
         self.samples = numbers.tolist()
-        time.sleep(self._step_floor_s)
+        for _ in range(round(self._step_floor_s / SLICE_S)):
+            time.sleep(SLICE_S)  # slices, as of an accelerator's kernels: who is stopped for a while makes none meanwhile
         outputs = self.net(inputs.repeat(self.repeats, 1))
         loss: torch.Tensor = (outputs - targets.repeat(self.repeats, 1)).square().mean()
         return loss
@@ -181,7 +187,7 @@ def main() -> None:
     options = Options.from_command_line()
     is_live = options.strategy == "dlrover"
     L.seed_everything(7, verbose=False)
-    callbacks: list[L.Callback] = [DLRoverCallback()] if options.profiled else []
+    callbacks: list[L.Callback] = [DLRoverCallback(plan_every_s=options.plan_every_s)] if options.profiled else []
     callbacks.append(Recorder(options.records, options.digests))
     if options.checkpoint is not None:
         callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))

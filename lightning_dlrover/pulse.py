@@ -148,7 +148,7 @@ class Pulse:
     """This worker's own times, on their way into the votes, and those of all workers that the votes have brought."""
 
     def __init__(self) -> None:
-        self.heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # of the current round, oldest first
+        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # of round `_round`
         self.num_heard = 0  # in all rounds
         self.threads: tuple[int, ...] = ()  # that each worker computes with, by rank
         self._round = 0
@@ -162,14 +162,18 @@ class Pulse:
         for i, seconds in enumerate(_parts(compute, data)):
             self._times[i] += seconds
 
+    def heard(self, round_number: int) -> list[OwnTimes]:
+        """All workers' times in this round, oldest first."""
+        return list(self._heard) if self._round == round_number else []
+
     def say(self, round_number: int, rank: int, size: int) -> list[int]:
         """Numbers for the next vote: means over the steps since the last one, but of none that hold a change of the world."""
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
         throttled, self._throttled_s = throttled_s() - self._throttled_s, throttled_s()
         if round_number != self._round:
+            self._heard.clear()  # first: another thread may ask for what was heard in the new round
             self._round = round_number
-            self.heard.clear()
         elif self._num_steps:
             # To the kernel, time taken from a worker by its own quota is time in the queue; its host is not to blame.
             back = min(throttled, self._times[2])
@@ -188,7 +192,7 @@ class Pulse:
             return
         compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
         self.threads = tuple(voted[3::NUM_SAID])
-        self.heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
+        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
         self.num_heard += 1
 
 

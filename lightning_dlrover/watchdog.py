@@ -250,11 +250,11 @@ class _Stragglers:
             return
         self._num_heard = pulse.num_heard
         members, records = formation.round.members, self._membership.view.workers
-        observations = list(pulse.heard)
-        if not observations or len(observations[-1].compute_s) != len(members) or any(w not in records for w in members):
+        observations = pulse.heard(formation.round.number)
+        if not observations or any(w not in records for w in members):
             return  # the world is changing
         found = find_straggler(
-            [o for o in observations if len(o.compute_s) == len(members)],
+            observations,
             hosts=[records[w].host for w in members],
             loads=live.loads,
         )

@@ -35,11 +35,11 @@ MIN_SHARE = 0.8
 NUM_DEVIATIONS = 3.0
 """The excess exceeds so many standard errors of its median."""
 
+MIN_LOST = 0.05
+"""Of a step the others wait for it. Where workers share cores, a slow one may cost nothing: the others have the cores."""
+
 MARGIN = 2.0
 """A replacement must save so many times what it costs: the new worker may turn out slower than the others, too."""
-
-MIN_GAIN = 0.05
-"""Of the time left, or a replacement is not worth the trouble."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,6 @@ def judge_replacement(
     saved_s, left_s = steps * straggler.lost_s, steps * straggler.step_time_s
     needed_s = MARGIN * resize_cost_s * 2.0**num_earlier
     gain = f"would save {saved_s:.3g} s of {left_s:.3g} s left and cost {resize_cost_s:.2g} s"
-    if saved_s < MIN_GAIN * left_s:
-        return Replacement(False, saved_s, resize_cost_s, f"replacing it {gain}, too little to be worth it")
     if saved_s < needed_s:
         again = f", after {num_earlier} that were replaced before" if num_earlier else ""
         return Replacement(False, saved_s, resize_cost_s, f"replacing it {gain}, less than {needed_s:.2g} s{again}")
@@ -193,15 +191,19 @@ def _judge(rank: int, own: Sequence[_Own], recent: Sequence[OwnTimes]) -> Stragg
     own_s = median(o.total_s[rank] for o in own)
     others_s = median(median(_without(rank, o.total_s)) for o in own)
     data_s = median(o.data_s[rank] - median(_without(rank, o.data_s)) for o in own)
-    lost_s = median(o.busy_s[rank] - max(_without(rank, o.busy_s)) for o in own)
+    # Medians before the maximum: that of several noisy times is larger than each of them usually is.
+    busy_s = [median(o.busy_s[other] for o in own) for other in range(len(own[0].busy_s))]
     step_time_s = median(o.step_time_s for o in recent)
+    lost_s = min(busy_s[rank] - max(_without(rank, busy_s)), step_time_s)
+    if lost_s < MIN_LOST * step_time_s:
+        return None  # slow, but nobody waits for it
     return Straggler(
         global_rank=rank,
         part="data" if data_s > (own_s - others_s) / 2 else "compute",
         own_s=own_s,
         others_s=others_s,
         ratio=ratio,
-        lost_s=min(max(0.0, lost_s), step_time_s),
+        lost_s=lost_s,
         step_time_s=step_time_s,
         num_steps=sum(o.num_steps for o in recent),
     )
