@@ -13,8 +13,8 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
