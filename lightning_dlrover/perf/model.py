@@ -29,11 +29,12 @@ MIN_SIGMA = 0.02  # two means over a window of the same steps differ by about th
 UNTESTED_SIGMA = 0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
 MIN_TESTED_CONFIGURATIONS = 5
 
-# Trees are tried from here on, and used if they cut the cross-validated error by `MIN_TREE_GAIN`: with fewer
+MIN_CONFORMAL_CONFIGURATIONS = 20
+
+# Trees are tried from here on, and used if they have the least cross-validated error: with fewer
 # configurations they memorise, and the folds are too small to notice.
 MIN_TREE_SAMPLES = 24
 MIN_TREE_CONFIGURATIONS = 12
-MIN_TREE_GAIN = 0.03
 NUM_FOLDS = 4
 
 REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
@@ -65,54 +66,102 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class _Observed:
+    """What was measured, one row for each configuration."""
+
+    columns: Columns
+    measured: Measured
+    counts: Floats  # windows
+    noise: float  # of the log of one window's step time, from window to window
+
+    def rows(self, index: NDArray[np.intp]) -> _Observed:
+        return _Observed(self.columns.rows(index), self.measured.rows(index), self.counts[index], self.noise)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """Which layers lie on the prior."""
+
+    with_trees: bool
+    carries: bool
+
+
+# The first one is the rule where samples are too few to compare them.
+_VARIANTS = (_Variant(False, True), _Variant(True, False), _Variant(False, False))
+
+
+@dataclass(frozen=True)
 class _Layers:
     """Prior, trees, and what is carried over from measured configurations to those near by."""
 
     prior: PhysicalPrior
     trees: Any  # None: samples do not justify them
+    carries: bool
     near: Any  # a k-d tree over the places of measured configurations
     residuals: Floats  # there, log of measured over predicted by prior and trees
     trust: Floats  # there, from 0 to 1: how much of the residual is no noise
 
     @classmethod
-    def fit(
-        cls,
-        columns: Columns,
-        measured: Measured,
-        noise: float,
-        counts: Floats,
-        *,
-        with_trees: bool,
-        like: PhysicalPrior | None = None,
-    ) -> _Layers:
-        """Layers for `columns`, each of which was measured `counts` times with this `noise`."""
+    def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
         from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
-        prior = PhysicalPrior.fit(columns, measured, like)
+        columns, measured = observed.columns, observed.measured
         residuals = np.log(measured.step_s) - prior.log_step_time(columns)[0]
-        trees = _fit_trees(columns, residuals, measured.weight) if with_trees else None
+        trees = _fit_trees(columns, residuals, measured.weight) if variant.with_trees else None
         residuals = residuals - _bent(trees, columns)
-        wrong = max(UNTESTED_SIGMA**2, float((residuals**2).mean())) * measured.weight**2
-        return cls(prior, trees, KDTree(_places(columns)), residuals, wrong / (wrong + noise**2 / counts))
+        from_noise = observed.noise**2 / observed.counts
+        least = MIN_SIGMA if len(residuals) >= MIN_TESTED_CONFIGURATIONS else UNTESTED_SIGMA
+        # Of what is left over, what noise does not explain (method of moments).
+        wrong = max(least**2, float((residuals**2 - from_noise).mean())) * measured.weight**2
+        trust = wrong / (wrong + from_noise)
+        return cls(prior, trees, variant.carries, KDTree(_places(columns)), residuals, trust)
 
-    def bent(self, columns: Columns) -> tuple[Floats, Floats]:
-        """Log of seconds by prior and trees, and how far the prior's shapes differ."""
+    def predict(self, columns: Columns) -> _Raw:
         log_s, spread = self.prior.log_step_time(columns)
-        return log_s + _bent(self.trees, columns), spread
-
-    def carried(self, columns: Columns) -> tuple[Floats, Floats, NDArray[np.intp]]:
-        """Log correction by what was measured near by, the distance to the nearest, and which one that is."""
-        count = min(NEIGHBOURS, len(self.residuals))
+        count = min(NEIGHBOURS if self.carries else 1, len(self.residuals))
         distances, index = self.near.query(_places(columns), k=count, p=np.inf)
         distances, index = distances.reshape(-1, count), index.reshape(-1, count)
-        closeness = np.exp(-distances / REACH)
-        weights = closeness * self.trust[index]
-        share = weights / weights.sum(axis=1, keepdims=True)
-        correction: Floats = (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
-        return correction, distances[:, 0], index[:, 0]
+        log_s = log_s + _bent(self.trees, columns)
+        if self.carries:
+            closeness = np.exp(-distances / REACH)
+            weights = closeness * self.trust[index] + 1e-12
+            share = weights / weights.sum(axis=1, keepdims=True)
+            log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
+        return _Raw(log_s, spread, distances[:, 0], index[:, 0])
 
-    def log_step_time(self, columns: Columns) -> Floats:
-        return self.bent(columns)[0] + self.carried(columns)[0]
+
+@dataclass(frozen=True)
+class _Raw:
+    """Predictions before what was measured in the very same configuration counts; arrays of one shape."""
+
+    log_s: Floats
+    spread: Floats  # of the log, between the prior's shapes
+    distance: Floats  # to the nearest measured configuration
+    nearest: NDArray[np.intp]  # which one that is
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """How configurations were predicted by layers that never saw them."""
+
+    errors: Floats  # log of measured over predicted
+    distance: float  # of nearly all of them to the nearest that the layers saw
+
+    @property
+    def badness(self) -> float:
+        return float(np.abs(self.errors).mean())
+
+    @property
+    def width(self) -> float:
+        """The half width that held `COVERAGE` of the errors, with the correction for their number.
+
+        Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few for that quantile, the
+        width of a normal error with the same root mean square: the fewer, the less a small error says.
+        """
+        n = len(self.errors)
+        if n < MIN_CONFORMAL_CONFIGURATIONS:
+            return NORMAL_WIDTH * math.sqrt((self.errors**2).mean() * (1 + 2 / n))
+        return float(np.sort(np.abs(self.errors))[math.ceil(COVERAGE * (n + 1)) - 1])
 
 
 @dataclass(frozen=True)
@@ -122,6 +171,7 @@ class StepTimeModel:
     node_cores: float
     evidence: Mapping[Configuration, Evidence]  # of this job, newest configuration last
     width: float  # of the log of step time, to either side, in a configuration that was not measured, at a size that was
+    tested_distance: float  # how far from what was measured that width was tested
     noise: float  # of the log of one window's step time, from window to window
     num_sizes: int  # world sizes measured, in earlier jobs too
     layers: _Layers = field(repr=False)
@@ -156,34 +206,34 @@ class StepTimeModel:
         own = windows_by_configuration(samples, node_cores)
         before = {c: group for c, group in windows_by_configuration(earlier, node_cores).items() if c not in own}
         configurations, groups = [*own, *before], [*own.values(), *before.values()]
-        columns = Columns.of(configurations)
-        measured = Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before))
-        counts = np.array([len(group) for group in groups], dtype=np.float64)
-        noise = _noise(groups)
-
-        layers = _Layers.fit(columns, measured, noise, counts, with_trees=False)
-        errors = _held_out_errors(columns, measured, noise, counts, layers.prior, with_trees=False)
-        if counts.sum() >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
-            tree_errors = _held_out_errors(columns, measured, noise, counts, layers.prior, with_trees=True)
-            if np.abs(tree_errors).mean() < (1 - MIN_TREE_GAIN) * np.abs(errors).mean():
-                layers = _Layers.fit(columns, measured, noise, counts, with_trees=True, like=layers.prior)
-                errors = tree_errors
-
-        width = NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
-        if len(groups) >= MIN_TESTED_CONFIGURATIONS:
-            width = _conformal_width(errors)
+        observed = _Observed(
+            columns=Columns.of(configurations),
+            measured=Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before)),
+            counts=np.array([len(group) for group in groups], dtype=np.float64),
+            noise=_noise(groups),
+        )
+        prior = PhysicalPrior.fit(observed.columns, observed.measured)
+        variants = _VARIANTS[:1]
+        if observed.counts.sum() >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
+            variants = _VARIANTS
+        held_out = _hold_out(observed, prior, variants) if len(groups) >= MIN_TESTED_CONFIGURATIONS else {}
+        variant = min(variants, key=lambda v: held_out[v].badness) if held_out else variants[0]
+        layers = _Layers.fit(observed, prior, variant)
+        tested = held_out.get(variant)
+        width = tested.width if tested else NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
         # Of configurations measured often, what was left out was a mean; a single window differs from it.
-        width = math.hypot(width, NORMAL_WIDTH * noise * math.sqrt(1 - 1 / counts.mean()))
-        trust = layers.trust
+        width = math.hypot(width, NORMAL_WIDTH * observed.noise * math.sqrt(1 - 1 / observed.counts.mean()))
+        there = layers.prior.log_step_time(observed.columns)[0] + _bent(layers.trees, observed.columns)
         return cls(
             node_cores=node_cores,
             evidence={c: Evidence(len(own[c]), float(layers.residuals[i])) for i, c in enumerate(own)},
             width=max(width, NORMAL_WIDTH * MIN_SIGMA),
-            noise=noise,
+            tested_distance=tested.distance if tested else 0.0,
+            noise=observed.noise,
             num_sizes=len({c.num_workers for c in configurations}),
             layers=layers,
-            seen=columns,
-            seen_s=np.exp(layers.bent(columns)[0] + trust * layers.residuals),
+            seen=observed.columns,
+            seen_s=np.exp(there + layers.trust * layers.residuals),
         )
 
     def predict(self, configuration: Configuration) -> Prediction:
@@ -195,20 +245,18 @@ class StepTimeModel:
         if not configurations:
             return []
         columns = Columns.of(configurations)
-        log_s, spread = self.layers.bent(columns)
-        correction, distance, nearest = self.layers.carried(columns)
-        log_s += correction
-        near_s = self.seen_s[nearest]
+        raw = self.layers.predict(columns)
+        log_s, near_s = raw.log_s, self.seen_s[raw.nearest]
         # From one world size, the model may miss all of the gain, and as much the other way. Further sizes test the shape,
         # but no number of small ones vouches for a far larger one.
-        doubt = distance / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
-        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * spread) ** 2)
+        doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
+        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.spread) ** 2)
         # Adding workers is no faster than perfect scaling of what was measured.
-        near = self.seen.rows(nearest)
+        near = self.seen.rows(raw.nearest)
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
         low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
-        for i in np.flatnonzero(distance == 0).tolist():
+        for i in np.flatnonzero(raw.distance == 0).tolist():
             evidence = self.evidence.get(configurations[i])
             if evidence is not None:
                 log_s[i] = math.log(near_s[i])
@@ -277,18 +325,6 @@ def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
     repetitions = sum(len(values) for values in logs) - len(logs)
     # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
     return max(MIN_SIGMA, math.sqrt((squares + 0.05**2) / (repetitions + 1)))
-
-
-def _conformal_width(errors: Floats) -> float:
-    """The half width that held `COVERAGE` of the left-out configurations, with the correction for their number.
-
-    Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few for that quantile, the
-    width of a normal error with the same root mean square: the fewer, the less a small error says.
-    """
-    n = len(errors)
-    rank = math.ceil(COVERAGE * (n + 1))
-    normal = NORMAL_WIDTH * math.sqrt((errors**2).mean() * (1 + 2 / n))
-    return float(np.sort(np.abs(errors))[rank - 1]) if n >= 2 / (1 - COVERAGE) else normal
 
 
 def _places(columns: Columns) -> Floats:
@@ -389,12 +425,16 @@ def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[
         yield np.delete(order, np.s_[fold::NUM_FOLDS]), order[fold::NUM_FOLDS]
 
 
-def _held_out_errors(
-    columns: Columns, measured: Measured, noise: float, counts: Floats, like: PhysicalPrior, *, with_trees: bool
-) -> Floats:
-    """Log of measured over predicted, each configuration predicted by layers that never saw it."""
-    errors = []
-    for train, test in _folds(len(columns)) if len(columns) > 1 else ():
-        layers = _Layers.fit(columns.rows(train), measured.rows(train), noise, counts[train], with_trees=with_trees, like=like)
-        errors.append(np.log(measured.step_s[test]) - layers.log_step_time(columns.rows(test)))
-    return np.concatenate(errors) if errors else np.zeros(0)
+def _hold_out(observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant]) -> dict[_Variant, _HeldOut]:
+    """Each configuration predicted by layers that never saw it, in each variant."""
+    errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
+    distances = []
+    for train, test in _folds(len(observed.counts)):
+        seen, unseen = observed.rows(train), observed.rows(test)
+        fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior)
+        for variant in variants:
+            raw = _Layers.fit(seen, fold_prior, variant).predict(unseen.columns)
+            errors[variant].append(np.log(unseen.measured.step_s) - raw.log_s)
+        distances.append(raw.distance)
+    distance = float(np.quantile(np.concatenate(distances), COVERAGE))
+    return {variant: _HeldOut(np.concatenate(found), distance) for variant, found in errors.items()}
