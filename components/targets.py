@@ -41,6 +41,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
 
 
 class Target(Protocol):
@@ -104,7 +105,7 @@ class LocalTarget:
             key_prefix=spec.prefix,
             **spec.access,  # type: ignore[arg-type]
         )
-        app.roles[0].env |= {PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
+        app.roles[0].env |= {**spec.environment, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
         # One worker per node and several nodes per machine: more threads than cores would only get in each other's way.
         app.roles[0].env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         self._reap_orphans()

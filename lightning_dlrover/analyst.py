@@ -415,9 +415,10 @@ class _Keeper:
             self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
 
     def windows(self, key: str) -> Sequence[StepProfile]:
+        found: Sequence[StepProfile] = ()
         with self._surviving("what this job has learned is looked for in its events only"):
-            return self._history.windows(key)
-        return ()
+            found = self._history.windows(key)
+        return found
 
     def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:
         """Asked once a job: its model does not change."""

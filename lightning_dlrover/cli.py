@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dlrover.history import JobEntry, JobHistory
     from lightning_dlrover.job_view import EventLog, JobPlace
     from lightning_dlrover.rdzv.client import EtcdClient
     from lightning_dlrover.rdzv.records import EventRecord
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     from lightning_dlrover.components.controller import ControllerBusyError
+    from lightning_dlrover.history import HistoryError
     from lightning_dlrover.job_view import JobNotFoundError
     from lightning_dlrover.rdzv.client import EtcdError
     from lightning_dlrover.rdzv.records import RecordError
@@ -67,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result: int = options.run(options)
         return result
-    except (UsageError, JobNotFoundError, ControllerBusyError, EtcdError, EtcdServerError, RecordError, ValueError) as error:
+    except (UsageError, HistoryError, JobNotFoundError, ControllerBusyError, EtcdError, EtcdServerError, RecordError) as error:
+        print(f"dlrover: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ValueError as error:
         print(f"dlrover: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
@@ -101,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
+    _objective_options(run)
     _place_options(run)
     run.add_argument("script", help="the training script")
     run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
@@ -114,13 +120,75 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="for programs")
     report = job_command("report", _report, "write the job's report")
     report.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/JOB/report.html")
+    explain = job_command("explain", _explain, "say what the planner saw, chose and got, and draw it")
+    explain.add_argument("--plan", type=int, metavar="N", help="only this plan, with everything it considered")
+    explain.add_argument("--output", type=Path, metavar="FILE", help="picture, .png or .svg; default: RUN_DIR/JOB/plans.png")
+    explain.add_argument("--history", metavar="PLACE", help="where to look if the job has gone from etcd and folder")
     drain = job_command("drain", _drain, "ask one worker to hand over and leave")
     drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
     drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
+    stacks = job_command("stacks", _stacks, "ask all workers where they stand, and show their stack traces")
+    stacks.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for their answers (default 10)")
     listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
     _place_options(listing)
     listing.set_defaults(run=_list)
+    _history_commands(commands)
     return parser
+
+
+def _history_commands(commands: Any) -> None:
+    history = commands.add_parser("history", help="what is remembered of jobs, which later ones start from")
+    actions = history.add_subparsers(required=True, metavar="ACTION")
+    texts = {
+        "list": "list jobs",
+        "show": "show what a job has measured",
+        "export": "write what was measured, for perf evaluate",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--history", metavar="PLACE", help="path or SQLAlchemy URL; default: DLROVER_HISTORY, else your own"
+        )
+        action.set_defaults(run={"list": _history_list, "show": _history_show, "export": _history_export}[name])
+        if name != "list":
+            jobs = "the job's --rdzv-id, or its key as listed" + ("; default: all" if name == "export" else "")
+            action.add_argument("job", metavar="JOB", nargs="*" if name == "export" else None, help=jobs)
+        if name == "export":
+            action.add_argument("--format", choices=("csv", "jsonl"), default="csv")
+            action.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+
+
+def _objective_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to aim at", "for a script whose DLRoverCallback does not say itself")
+    group.add_argument("--objective", choices=("fastest", "cheapest", "efficient"), help="default fastest")
+    group.add_argument("--deadline", type=_duration, metavar="TIME", help="since the job's start, such as 90m or 2h")
+    group.add_argument("--budget", type=float, metavar="MONEY", help="for the whole job; needs --prices")
+    group.add_argument("--prices", metavar="LIST", help="per hour, such as core_hour=0.04,gpu_hour=2.5,gib_hour=0.005")
+    group.add_argument("--history", metavar="PLACE", help="path or SQLAlchemy URL of the job history, or off")
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time, such as 3600, 90m, 2h or 1.5d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _objective(options: argparse.Namespace) -> dict[str, str]:
+    """Variables that tell the nodes' callbacks what the user wants, checked.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    from lightning_dlrover.history import HISTORY_VARIABLE, history_url
+    from lightning_dlrover.planner.objective import VARIABLES, objective_from
+
+    given = {"aim": options.objective, "deadline_s": options.deadline, "budget": options.budget, "prices": options.prices}
+    variables = {VARIABLES[name]: str(value) for name, value in given.items() if value is not None}
+    objective_from({**os.environ, **variables})
+    if options.history is not None:
+        variables[HISTORY_VARIABLE] = history_url(options.history) or "off"  # nodes may run in another folder
+    return variables
 
 
 def _place_options(parser: argparse.ArgumentParser) -> None:
@@ -226,6 +294,7 @@ def _run_job(
         max_workers=limits.max_workers,
         max_restarts=options.max_restarts,
         access=place.access,
+        environment=_objective(options),
     )
     # An agent that may start its worker again needs no worker for as long as that takes.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
@@ -516,6 +585,36 @@ def _drain(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _stacks(options: argparse.Namespace) -> int:
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_job
+    from lightning_dlrover.rdzv.membership import ask_for_stacks, read_stacks
+
+    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+    with connect_to_job(place, options.run_dir) as client:
+        view = read_job(client, place.keys).view
+        if not view.survivors:
+            raise UsageError(f"job {place.run_id!r} has no workers that train; `dlrover status {place.run_id}` tells why")
+        deadline = time.monotonic() + options.timeout
+        while (request := ask_for_stacks(client, place.keys, "dlrover stacks", "asked for by `dlrover stacks`")) is None:
+            if time.monotonic() > deadline:
+                raise UsageError(f"workers of job {place.run_id!r} ask each other again and again; try again in a moment")
+        while True:
+            answers = {w: a for w, a in read_stacks(client, place.keys).items() if a.request >= request.number}
+            missing = [w for w in view.survivors if w not in answers]
+            if not missing or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    for answer in sorted(answers.values(), key=lambda a: a.global_rank):
+        waits = ", waits for others in a collective" if answer.in_collective else ""
+        print(
+            f"{answer.worker_id} (rank {answer.global_rank}, {answer.host}:{answer.pid}, in {answer.phase} "
+            f"since {answer.since_s:.1f} s{waits}) is at {answer.place}\n{answer.stacks}\n"
+        )
+    for worker in missing:
+        print(f"{worker} has not answered within {options.timeout:g} s: it has no DLRoverCallback, was stopped, or runs C code")
+    return EXIT_FAILED if missing else EXIT_OK
+
+
 def _status(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import connect_to_job, find_job, read_events, read_job, show_status
     from lightning_dlrover.perf.samples import StepProfile
@@ -591,25 +690,121 @@ def _clock(at: float) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import EVENTS_FILE, JobNotFoundError, connect, find_job, read_event_file, read_events
-    from lightning_dlrover.rdzv.client import EtcdError
+    from lightning_dlrover.job_view import EVENTS_FILE, read_event_file
     from lightning_dlrover.report import summary_text, write_report
 
-    events: list[EventRecord] = []
     folder = options.run_dir / options.job
-    try:
-        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
-        with connect(place, timeout_s=2.0) as client:
-            events = read_events(client.get_prefix(place.keys.events)[1])
-    except (EtcdError, JobNotFoundError):
-        if options.endpoint:
-            raise
-    if not events:
-        events = read_event_file(folder / EVENTS_FILE)
+    events = _events_of(options) or read_event_file(folder / EVENTS_FILE)  # the latter says what is missing
     output = options.output or folder / "report.html"
     write_report(options.job, events, output)
     print(summary_text(options.job, events))
     print(f"report: {output}")
+    return EXIT_OK
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from lightning_dlrover.explain import explain_text
+    from lightning_dlrover.job_pictures import plans_picture
+    from lightning_dlrover.job_story import tell
+
+    events = _events_of(options) or _events_of_history(options)
+    story = tell(options.job, events)
+    print(explain_text(story, options.plan))
+    if story.decisions:
+        output = options.output or options.run_dir / options.job / "plans.png"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        plans_picture(story).savefig(output, dpi=130)
+        print(f"picture: {output}")
+    return EXIT_OK
+
+
+def _events_of(options: argparse.Namespace) -> list[EventRecord]:
+    """A job's events from etcd, else from its run folder; none if neither knows it."""
+    from lightning_dlrover.job_view import EVENTS_FILE, JobNotFoundError, connect, find_job, read_event_file, read_events
+    from lightning_dlrover.rdzv.client import EtcdError
+
+    try:
+        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+        with connect(place, timeout_s=2.0) as client:
+            if events := read_events(client.get_prefix(place.keys.events)[1]):
+                return events
+    except (EtcdError, JobNotFoundError):
+        if options.endpoint:
+            raise
+    with contextlib.suppress(JobNotFoundError):
+        return read_event_file(options.run_dir / options.job / EVENTS_FILE)
+    return []
+
+
+def _events_of_history(options: argparse.Namespace) -> list[EventRecord]:
+    from lightning_dlrover.history import HistoryError
+
+    try:
+        with _open_history(options) as history:
+            return history.events(_find_in_history(history, options.job)[0].key)
+    except (HistoryError, UsageError) as error:
+        raise UsageError(f"job {options.job!r} is neither in etcd, nor in {options.run_dir}; {error}") from error
+
+
+def _open_history(options: argparse.Namespace) -> JobHistory:
+    from lightning_dlrover.history import JobHistory, history_url
+
+    url = history_url(options.history)
+    if url is None:
+        raise UsageError("the job history is switched off; name one with --history, or unset DLROVER_HISTORY")
+    return JobHistory(url)
+
+
+def _find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
+    """Jobs of this name or key, the newest first.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [job for job in history.jobs() if name in (job.key, job.run_id)]
+    if not found:
+        raise UsageError(f"the job history knows no job {name!r}; `dlrover history list` shows those it knows")
+    return found
+
+
+def _history_list(options: argparse.Namespace) -> int:
+    with _open_history(options) as history:
+        jobs = history.jobs()
+    for job in jobs:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
+        lasted = f"{job.updated_at - job.started_at:.0f} s"
+        tried = f"{job.num_settings} settings measured"
+        print(f"{job.key:<44} {when}  {lasted:>9}  {job.outcome:<9} {job.descriptor.device:<8} {tried}")
+    if not jobs:
+        print("no jobs are remembered yet")
+    return EXIT_OK
+
+
+def _history_show(options: argparse.Namespace) -> int:
+    from lightning_dlrover.planner.warm_start import PastJob
+
+    with _open_history(options) as history:
+        job = _find_in_history(history, options.job)[0]
+        windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
+    print(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
+    for name, value in vars(job.descriptor).items():
+        print(f"  {name.replace('_', ' '):<20} {value if isinstance(value, str) else f'{value:,.6g}'}")
+    if windows:
+        times = PastJob(job.key, job.updated_at, job.descriptor, windows).step_times_s()
+        print("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
+        for settings, seconds in sorted(times.items(), key=lambda item: item[1]):
+            print(f"    {settings.short:<12} {1000 * seconds:8.3g} ms")
+    return EXIT_OK
+
+
+def _history_export(options: argparse.Namespace) -> int:
+    from lightning_dlrover.history import export_windows
+
+    with _open_history(options) as history, contextlib.ExitStack() as stack:
+        jobs = [_find_in_history(history, name)[0] for name in options.job] or history.jobs()
+        output = stack.enter_context(options.output.open("w", newline="")) if options.output else sys.stdout
+        count = export_windows(history, jobs, options.format, output)
+    print(f"{count} windows of {len(jobs)} jobs" + (f" in {options.output}" if options.output else ""), file=sys.stderr)
     return EXIT_OK
 
 

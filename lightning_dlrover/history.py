@@ -22,7 +22,7 @@ from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
-from lightning_dlrover.rdzv.records import RecordError, from_fields
+from lightning_dlrover.rdzv.records import EventRecord, RecordError, from_fields
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, MetaData, Table
@@ -184,6 +184,12 @@ class JobHistory:
 
     def outcomes(self, key: str) -> list[Outcome]:
         return list(_readable(Outcome, self._data("outcomes", key, "decision_id")))
+
+    def events(self, key: str) -> list[EventRecord]:
+        """What a job has recorded, as the events that tell its story, oldest first."""
+        found = [EventRecord("profile", window.at, "", dataclasses.asdict(window)) for window in self.windows(key)]
+        found += [EventRecord("decision", each.at, each.reason, each.to_data()) for each in self.decisions(key)]
+        return sorted(found, key=lambda event: event.at)
 
     def similar(self, descriptor: Descriptor, *, but: str = "") -> list[PastJob]:
         """The most similar past jobs that have tried more than one settings, with their windows, the most similar first.

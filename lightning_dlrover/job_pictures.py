@@ -11,17 +11,17 @@ import functools
 import io
 import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.job_story import JobStory, Profile
+from lightning_dlrover.job_story import JobStory, Profile, outcome_of
 from lightning_dlrover.perf.samples import STEP_PARTS
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KIND_COLOURS", "prediction_picture", "step_parts_picture", "throughput_picture", "to_svg"]
+__all__ = ["KIND_COLOURS", "plans_picture", "prediction_picture", "step_parts_picture", "throughput_picture", "to_svg"]
 
 KIND_COLOURS = {
     "start": "#8a8a8a",
@@ -42,6 +42,9 @@ PART_COLOURS = {
 }
 MEASURED = "#3d8fd1"
 PREDICTED = "#d55e00"
+WRONG = "#c2185b"
+MAX_SETTINGS = 12  # side by side
+MAX_PLANS = 40
 INK = "#123457"  # stands for the page's own text colour
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -200,8 +203,8 @@ def step_parts_picture(story: JobStory) -> Figure:
 
 @_styled
 def prediction_picture(story: JobStory) -> Figure:
-    """Measured step times against what the planner predicted: over time, and for each number of workers."""
-    figure, (over_time, by_size) = _figure(3.4, columns=2, width_ratios=[1.7, 1], sharey=True)
+    """Measured step times against what the planner predicted: over time, and for each settings of the last decision."""
+    figure, (over_time, by_settings) = _figure(3.6, columns=2, width_ratios=[1.5, 1], sharey=True)
     _scale_time(story, over_time)
     profiles = _thin(story.profiles)
     over_time.plot(
@@ -214,65 +217,153 @@ def prediction_picture(story: JobStory) -> Figure:
     )
     labelled = False
     for decision, until in zip(story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False):
-        predicted = {c.num_workers: c for c in decision.candidates}
-        # A decision holds until the next one; within it the size follows the rounds.
-        bounds = [decision.at, *(r.at for r in story.rounds if decision.at < r.at < until), until]
-        for begin, end in pairwise(bounds):
-            running = [r.num_workers for r in story.rounds if r.at <= begin]
-            candidate = predicted.get(running[-1] if running else decision.current_workers)
-            if candidate is None or end <= begin:
+        predicted = {c.settings: c for c in decision.candidates}
+        # A decision holds until the next one; within it the settings follow when they are carried out.
+        for begin, end, settings in _stretches(story, decision, until):
+            if (candidate := predicted.get(settings)) is None:
                 continue
             span = [_x(story, begin), _x(story, end)]
-            label = None if labelled else "predicted for the running size"
+            label = None if labelled else "predicted for what ran"
             over_time.plot(span, [1000 * candidate.step_time_s] * 2, color=PREDICTED, linewidth=1.8, label=label)
-            over_time.fill_between(
-                span,
-                1000 * candidate.low_s,
-                1000 * candidate.high_s,
-                color=PREDICTED,
-                alpha=0.16,
-                linewidth=0,
-            )
+            low, high = 1000 * candidate.low_s, 1000 * candidate.high_s
+            over_time.fill_between(span, low, high, color=PREDICTED, alpha=0.16, linewidth=0)
             labelled = True
-    sizes = sorted({p.num_workers for p in story.profiles} | {c.num_workers for d in story.decisions for c in d.candidates})
-    place = {size: i for i, size in enumerate(sizes)}
-    by_size.plot(
-        [place[p.num_workers] - 0.12 for p in profiles],
-        [1000 * p.step_time_s for p in profiles],
+    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    considered = _shown_candidates(shown) if shown is not None else []
+    ran = [p.settings for p in profiles]
+    places = {each: i for i, each in enumerate(sorted({*(c.settings for c in considered), *ran[-MAX_SETTINGS:]}))}
+    drawn = [p for p in profiles if p.settings in places]
+    by_settings.plot(
+        [places[p.settings] - 0.12 for p in drawn],
+        [1000 * p.step_time_s for p in drawn],
         "o",
         color=MEASURED,
         markersize=3.5,
         alpha=0.5,
     )
-    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
-    if shown is not None:
-        by_size.errorbar(
-            [place[c.num_workers] + 0.12 for c in shown.candidates],
-            [1000 * c.step_time_s for c in shown.candidates],
-            yerr=[
-                [max(0.0, 1000 * (c.step_time_s - c.low_s)) for c in shown.candidates],
-                [max(0.0, 1000 * (c.high_s - c.step_time_s)) for c in shown.candidates],
-            ],
-            fmt="D",
-            color=PREDICTED,
-            markersize=5,
-            capsize=4,
-            linewidth=1.4,
-        )
-    by_size.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    by_size.set_xlim(-0.6, max(len(sizes), 1) - 0.4)
-    by_size.set_xlabel("workers")
-    by_size.set_title("by number of workers (last decision)" if shown else "by number of workers")
+    _draw_predictions(by_settings, [(places[c.settings] + 0.12, c) for c in considered], PREDICTED)
+    by_settings.set_xticks(range(len(places)), [each.short for each in places], rotation=60 if len(places) > 4 else 0)
+    by_settings.set_xlim(-0.6, max(len(places), 1) - 0.4)
+    by_settings.set_xlabel("workers x threads + loader workers each")
+    by_settings.set_title("by settings (last decision)" if shown else "by settings")
     over_time.set_title("over time")
     over_time.set_ylabel("step time (ms)")
     _limit_to_typical(
         over_time,
-        [1000 * p.step_time_s for p in story.profiles] + [1000 * c.high_s for c in (shown.candidates if shown else ())],
+        [1000 * p.step_time_s for p in story.profiles] + [1000 * c.high_s for c in considered],
     )
     handles, labels = over_time.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
     return figure
+
+
+@_styled
+def plans_picture(story: JobStory) -> Figure:
+    """Every plan's prediction beside what was measured after it, and what the last one chose from."""
+    figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
+    decisions = [d for d in story.decisions if d.is_change or outcome_of(story, d) is not None][-MAX_PLANS:]
+    _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")
+    for expected, colour, label in ((True, MEASURED, "measured, as predicted"), (False, WRONG, "measured, not as predicted")):
+        found = [(i, o) for i, d in enumerate(decisions) if (o := outcome_of(story, d)) is not None and o.expected == expected]
+        if found:
+            times = [1000 * o.observed_step_time_s for _, o in found]
+            plans.plot([i for i, _ in found], times, "o", color=colour, markersize=7, label=label)
+    pending = [(i, d) for i, d in enumerate(decisions) if outcome_of(story, d) is None]
+    if pending:
+        times = [1000 * d.predicted_step_time_s for _, d in pending]
+        plans.plot([i for i, _ in pending], times, "x", color=INK, markersize=8, label="never measured")
+    names = [f"{d.decision_id}\n{d.chosen.short}" for d in decisions]
+    plans.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if len(names) <= 8 else 60)
+    plans.set_xlim(-0.6, max(len(names), 1) - 0.4)
+    plans.set_ylim(0)
+    plans.set_ylabel("step time (ms)")
+    plans.set_xlabel("plan, and its workers x threads + loader workers each")
+    plans.set_title("predicted and measured, for every plan")
+    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    if shown is not None:
+        _draw_choice(choice, shown)
+    choice.set_ylabel("throughput (samples/s)")
+    choice.yaxis.set_major_formatter(_thousands())
+    handles, labels = plans.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    return figure
+
+
+def _draw_choice(axes: Axes, decision: Decision) -> None:
+    """What a decision chose from: throughput against cost, with the Pareto front."""
+    able = [c for c in decision.candidates if c.feasible]
+    priced = bool(able) and all(c.cost_per_hour is not None for c in able)
+
+    def cost(candidate: Candidate) -> float:
+        return candidate.cost_per_hour or 0.0 if priced else float(candidate.gpus or candidate.cores)
+
+    axes.plot([cost(c) for c in able], [c.samples_per_s for c in able], "o", color="#8a8a8a", markersize=4, alpha=0.7)
+    front = sorted((c for c in able if c.on_front), key=cost)
+    axes.plot([cost(c) for c in front], [c.samples_per_s for c in front], "-", color=PREDICTED, linewidth=1.4, label="front")
+    now = [c for c in decision.candidates if c.settings == decision.current]
+    axes.plot([cost(c) for c in now], [c.samples_per_s for c in now], "s", color=MEASURED, markersize=7, label="ran")
+    chosen = decision.choice
+    axes.plot([cost(chosen)], [chosen.samples_per_s], "*", color=WRONG, markersize=12, label="chosen")
+    for place, candidate in enumerate(front):
+        axes.annotate(
+            candidate.settings.short,
+            (cost(candidate), candidate.samples_per_s),
+            xytext=(6, -11 if place % 2 else 5),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_xlabel("cost per hour" if priced else "GPUs" if any(c.gpus for c in able) else "cores")
+    axes.margins(x=0.18, y=0.15)
+    axes.set_ylim(0)
+    axes.set_title(f"what plan {decision.decision_id} chose from")
+    axes.legend(loc="lower right")
+
+
+def _draw_predictions(axes: Axes, placed: Sequence[tuple[float, Candidate]], colour: str, label: str | None = None) -> None:
+    if not placed:
+        return
+    axes.errorbar(
+        [place for place, _ in placed],
+        [1000 * c.step_time_s for _, c in placed],
+        yerr=[
+            [max(0.0, 1000 * (c.step_time_s - c.low_s)) for _, c in placed],
+            [max(0.0, 1000 * (c.high_s - c.step_time_s)) for _, c in placed],
+        ],
+        fmt="D",
+        color=colour,
+        markersize=5,
+        capsize=4,
+        linewidth=1.4,
+        label=label,
+    )
+
+
+def _shown_candidates(decision: Decision) -> list[Candidate]:
+    """What ran, what was chosen and the fastest of the others."""
+    ordered = sorted(
+        decision.candidates,
+        key=lambda c: (c.settings not in (decision.current, decision.chosen), not c.feasible, c.step_time_s),
+    )
+    return sorted(ordered[:MAX_SETTINGS], key=lambda c: c.settings)
+
+
+def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[float, float, Settings]]:
+    """From when to when which settings ran under a decision, as its windows say."""
+    found: list[tuple[float, float, Settings]] = []
+    begin, settings = decision.at, decision.current
+    for profile in story.profiles:
+        if not decision.at < profile.at <= until:
+            continue
+        if profile.settings != settings:
+            started = max(begin, profile.at - profile.num_steps * profile.step_time_s)
+            if started > begin:
+                found.append((begin, started, settings))
+            begin, settings = started, profile.settings
+    if until > begin:
+        found.append((begin, until, settings))
+    return found
 
 
 def to_svg(figure: Figure, name: str) -> str:

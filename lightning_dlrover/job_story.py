@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightning_dlrover.perf.samples import STEP_PARTS
+from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
 from lightning_dlrover.rdzv.records import EventRecord
 
-__all__ = ["Candidate", "Decision", "JobStory", "Profile", "Round", "measured_after", "tell"]
+__all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
 
 Told = TypeVar("Told")
 
-KINDS = ("round", "stall", "profile", "decision", "loss", "scale", "finished", "error")
+KINDS = ("round", "stall", "profile", "decision", "outcome", "loss", "scale", "finished", "error")
 LATEST = 253_402_300_800.0  # the year 10000; no calendar and no axis goes beyond
 LARGEST = 1e15  # of any quantity a job can have; more is a broken record
 
@@ -40,7 +41,7 @@ class Profile:
 
     at: float
     round_number: int
-    num_workers: int
+    settings: Settings
     first_step: int
     num_steps: int
     global_batch: int
@@ -48,25 +49,9 @@ class Profile:
     samples_per_s: float
     part_s: dict[str, float]
 
-
-@dataclass(frozen=True)
-class Candidate:
-    num_workers: int
-    step_time_s: float
-    low_s: float
-    high_s: float
-
-
-@dataclass(frozen=True)
-class Decision:
-    at: float
-    decision_id: int
-    current_workers: int
-    chosen_workers: int
-    reason: str
-    candidates: tuple[Candidate, ...]
-    observed_step_time_s: float | None
-    predicted_step_time_s: float | None
+    @property
+    def num_workers(self) -> int:
+        return self.settings.num_workers
 
 
 @dataclass(frozen=True)
@@ -177,13 +162,13 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
     )
 
 
-def measured_after(story: JobStory, decision: Decision) -> float | None:
-    """Mean step time at the size a decision chose, until the next one; None if there were none."""
+def outcome_of(story: JobStory, decision: Decision) -> Outcome | None:
+    """What came of a decision: all windows in the settings it chose, until the next one; None if there were none."""
     later = [d.at for d in story.decisions if d.at > decision.at]
     until = min(later, default=math.inf)
-    chosen = [p for p in story.profiles if decision.at < p.at <= until and p.num_workers == decision.chosen_workers]
-    num_steps = sum(p.num_steps for p in chosen)
-    return sum(p.step_time_s * p.num_steps for p in chosen) / num_steps if num_steps else None
+    chosen = [p for p in story.profiles if decision.at < p.at <= until and p.settings == decision.chosen]
+    num_steps, seconds = sum(p.num_steps for p in chosen), sum(p.step_time_s * p.num_steps for p in chosen)
+    return outcome(decision, seconds / num_steps) if num_steps and seconds / num_steps else None
 
 
 class _Reader:
@@ -225,7 +210,12 @@ def _profile(event: EventRecord) -> Profile:
     return Profile(
         at=event.at,
         round_number=_whole(data["round_number"]),
-        num_workers=_whole(data["num_workers"]),
+        settings=Settings(
+            _whole(data["num_workers"]),
+            _whole(data.get("loader_workers", 0)),
+            _whole(data.get("intra_op_threads", 0)),
+            _whole(data.get("prefetch_factor", 0)) if data.get("loader_workers") else 0,
+        ),
         first_step=_whole(data["first_step"]),
         num_steps=_whole(data["num_steps"]),
         global_batch=_whole(data["global_batch"]),
@@ -236,25 +226,10 @@ def _profile(event: EventRecord) -> Profile:
 
 
 def _decision(event: EventRecord) -> Decision:
-    data = event.data
-    return Decision(
-        at=event.at,
-        decision_id=_whole(data["decision_id"]),
-        current_workers=_whole(data["current"]["num_workers"]),
-        chosen_workers=_whole(data["chosen"]["num_workers"]),
-        reason=str(data.get("reason") or event.text),
-        candidates=tuple(
-            Candidate(
-                _whole(c["settings"]["num_workers"]),
-                _amount(c["step_time_s"]),
-                _amount(c.get("low_s", c["step_time_s"])),
-                _amount(c.get("high_s", c["step_time_s"])),
-            )
-            for c in data.get("candidates") or ()
-        ),
-        observed_step_time_s=_known(data.get("observed_step_time_s")),
-        predicted_step_time_s=_known(data.get("predicted_step_time_s")),
-    )
+    decision = Decision.from_data(event.data)
+    if not 0 < decision.predicted_step_time_s <= LARGEST:
+        raise ValueError
+    return decision
 
 
 def _loss(event: EventRecord) -> tuple[str, Note]:
@@ -280,8 +255,3 @@ def _amount(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
         raise ValueError
     return float(value)
-
-
-def _known(value: Any) -> float | None:
-    """None also for 0, which is what a planner writes that has nothing to say."""
-    return _amount(value) or None if value is not None else None

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dlrover.job_story import JobStory, measured_after, tell
+from lightning_dlrover.explain import cost_text
+from lightning_dlrover.job_story import JobStory, outcome_of, tell
 from lightning_dlrover.rdzv.records import EventRecord
 
 __all__ = ["summary_text", "write_report"]
@@ -153,6 +154,7 @@ pre { overflow: auto; max-height: 420px; padding: 12px; font-size: 12.5px; }
 def _page(story: JobStory) -> str:
     # Imported here: matplotlib takes a second, and the text needs none of it.
     from lightning_dlrover.job_pictures import (
+        plans_picture,
         prediction_picture,
         step_parts_picture,
         throughput_picture,
@@ -160,13 +162,15 @@ def _page(story: JobStory) -> str:
     )
 
     profiled = bool(story.profiles)
-    throughput = parts = predicted = None
+    throughput = parts = predicted = plans = None
     if profiled or story.rounds:
         throughput = to_svg(throughput_picture(story), "throughput")
     if profiled:
         parts = to_svg(step_parts_picture(story), "parts")
     if profiled or story.decisions:
         predicted = to_svg(prediction_picture(story), "prediction")
+    if story.decisions:
+        plans = to_svg(plans_picture(story), "plans")
     sections = [
         _heading(story),
         _picture(
@@ -189,6 +193,15 @@ def _page(story: JobStory) -> str:
             "Neither decisions nor profiles were recorded.",
         ),
         "<h2>Rounds</h2>" + _rounds_table(story),
+        _picture(
+            "Plans",
+            plans,
+            "Settings are written workers x threads + loader workers each. A point is the mean of all windows in the settings "
+            "that a plan chose; it is red where it lies outside of the plan's interval. "
+            + html.escape(cost_text(story).capitalize())
+            + ".",
+            "The planner recorded no decision.",
+        ),
         "<h2>Decisions</h2>" + _decisions_table(story),
         _notes(story),
     ]
@@ -240,13 +253,13 @@ def _rounds_table(story: JobStory) -> str:
 def _decisions_table(story: JobStory) -> str:
     rows = []
     for d in story.decisions:
-        measured = measured_after(story, d)
-        error = ""
-        if measured and d.predicted_step_time_s:
-            error = f"{100 * (d.predicted_step_time_s / measured - 1):+.0f} %"
+        found = outcome_of(story, d)
+        measured = found.observed_step_time_s if found is not None else None
+        error = f"{100 * (d.predicted_step_time_s / measured - 1):+.0f} %" if measured else ""
+        change = f"{d.current.short} → {d.chosen.short}" if d.is_change else d.chosen.short
         rows.append(
             f'<tr><td class="n">{d.decision_id}</td><td class="n">{_clock(d.at - story.started_at)}</td>'
-            f'<td class="n">{d.current_workers} → {d.chosen_workers}</td><td>{html.escape(d.reason)}</td>'
+            f'<td class="n">{change}</td><td>{html.escape(d.reason)}</td>'
             f'<td class="n">{_ms(d.observed_step_time_s)}</td>'
             f'<td class="n">{_ms(d.predicted_step_time_s)}</td>'
             f'<td class="n">{_ms(measured)}</td><td class="n">{error}</td></tr>'
@@ -254,7 +267,7 @@ def _decisions_table(story: JobStory) -> str:
     headers = (
         "!No.",
         "!Time",
-        "!Workers",
+        "!Settings",
         "Reason",
         "!Step before",
         "!Predicted",

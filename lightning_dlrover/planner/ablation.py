@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dlrover.perf import Columns, Configuration, PhysicalPrior, Prediction, StepProfile, StepTimeModel, configuration_of
+from lightning_dlrover.perf import (
+    Columns,
+    Configuration,
+    PhysicalPrior,
+    Prediction,
+    StepProfile,
+    StepTimeModel,
+    configuration_of,
+)
+from lightning_dlrover.perf.columns import Columns
 from lightning_dlrover.planner.autoscale import INTERVAL_SIGMAS, Situation, describe_change, plan
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
@@ -43,7 +52,10 @@ class PriorAlone:
         return cls(PhysicalPrior.of(samples, node_cores))
 
     def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
-        return [_with_interval(s, c) for s, c in zip(self.prior.step_time_s(Columns.of(configurations)).tolist(), configurations, strict=True)]
+        return [
+            _with_interval(s, c)
+            for s, c in zip(self.prior.step_time_s(Columns.of(configurations)).tolist(), configurations, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,7 @@ def _was_in_vain(decision: Decision, times: Mapping[Settings, float]) -> bool:
         return False
     before_s = times.get(decision.current, decision.observed_step_time_s)
     grown = math.log2(decision.chosen_workers / decision.current_workers) or 1.0
-    return before_s / times[decision.chosen] < MIN_SPEEDUP_OF_DOUBLING**grown
+    return before_s / times[decision.chosen] < math.pow(MIN_SPEEDUP_OF_DOUBLING, grown)
 
 
 def _above(values: Sequence[int], now: int) -> int | None:

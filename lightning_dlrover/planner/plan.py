@@ -32,6 +32,12 @@ class Settings:
             if getattr(self, name) < low:
                 raise ValueError(f"no job runs with {name}={getattr(self, name)!r}, which must be {low} or more")
 
+    @property
+    def short(self) -> str:
+        """`2x4+1/4`: two workers with four threads and one loader worker each, which keeps four batches ready; not two."""
+        ahead = f"/{self.prefetch_factor}" if self.prefetch_factor != 2 else ""
+        return f"{self.num_workers}x{self.intra_op_threads}" + (f"+{self.loader_workers}{ahead}" if self.loader_workers else "")
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -140,14 +146,14 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
     ratio = observed_step_time_s / decision.predicted_step_time_s
     expected = chosen.low_s <= observed_step_time_s <= chosen.high_s
     text = (
-        f"decision {decision.decision_id}, {decision.chosen_workers} workers: "
+        f"decision {decision.decision_id}, {decision.chosen.short}: "
         f"{observed_step_time_s * 1e3:.3g} ms a step, {ratio:.2f} times the "
         f"{decision.predicted_step_time_s * 1e3:.3g} ms predicted "
         f"({'inside' if expected else 'outside'} {chosen.low_s * 1e3:.3g}-{chosen.high_s * 1e3:.3g})"
     )
     if decision.is_change:
         before = decision.observed_step_time_s / observed_step_time_s
-        text += f"; {before:.2f} times as fast as with {decision.current_workers}"
+        text += f"; {before:.2f} times as fast as with {decision.current.short}"
     return Outcome(decision.decision_id, observed_step_time_s, ratio, expected, text)
 
 

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.job_story import measured_after, tell
+from lightning_dlrover.explain import explain_text
+from lightning_dlrover.job_story import outcome_of, tell
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.rdzv.records import EventRecord
 from lightning_dlrover.report import summary_text, write_report
 
@@ -42,7 +44,7 @@ def profile_event(at: float, round_number: int, num_workers: int, step_time_s: f
         num_steps=10,
         global_batch=1024,
         local_batch=1024 // num_workers,
-        loader_workers=1,
+        loader_workers=0,
         intra_op_threads=1,
         cores=1.0,
         device="cpu",
@@ -62,21 +64,22 @@ def profile_event(at: float, round_number: int, num_workers: int, step_time_s: f
 
 
 def decision_event(at: float, decision_id: int, reason: str = "2 workers are faster") -> EventRecord:
-    candidates = [
-        {"settings": {"num_workers": 1}, "step_time_s": 0.13, "low_s": 0.12, "high_s": 0.14, "samples_per_s": 7877.0},
-        {"settings": {"num_workers": 2}, "step_time_s": 0.08, "low_s": 0.07, "high_s": 0.10, "samples_per_s": 12800.0},
-    ]
-    data = {
-        "decision_id": decision_id,
-        "at": BEGIN + at,
-        "current": {"num_workers": 1},
-        "chosen": {"num_workers": 2},
-        "reason": reason,
-        "candidates": candidates,
-        "observed_step_time_s": 0.13,
-        "predicted_step_time_s": 0.08,
-    }
-    return EventRecord("decision", BEGIN + at, reason, data)
+    one, two = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
+    decision = Decision(
+        decision_id=decision_id,
+        at=BEGIN + at,
+        current=one,
+        chosen=two,
+        reason=reason,
+        candidates=(
+            Candidate(one, 0.13, 0.12, 0.14, 7877.0, 0.0, measured=True, feasible=True, cores=1.0, on_front=True),
+            Candidate(two, 0.08, 0.07, 0.10, 12800.0, 30.0, measured=False, feasible=True, cores=2.0, on_front=True),
+        ),
+        observed_step_time_s=0.13,
+        predicted_step_time_s=0.08,
+        explored=True,
+    )
+    return EventRecord("decision", BEGIN + at, reason, decision.to_data())
 
 
 def whole_job() -> list[EventRecord]:
@@ -120,9 +123,9 @@ def page_of(events: list[EventRecord], tmp_path: Path, run_id: str = "job") -> P
     return Page(path)
 
 
-def test_a_whole_job_has_three_pictures_and_a_row_for_every_round_and_decision(tmp_path: Path) -> None:
+def test_a_whole_job_has_four_pictures_and_a_row_for_every_round_and_decision(tmp_path: Path) -> None:
     page = page_of(whole_job(), tmp_path)
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 4
     assert page.tags.count("table") == 3  # rounds, decisions, the others
     assert page.tags.count("tr") == (1 + 5) + (1 + 1) + (1 + 2)
     for word in ("throughput (samples/s)", "step time (ms)", "workers", "communication", "predicted"):
@@ -176,7 +179,9 @@ def test_figures_are_those_of_the_events(tmp_path: Path) -> None:
     assert (len(story.rounds), story.num_resizes, story.num_losses) == (5, 4, 1)
     # Each round's longest stall; the start is no stall.
     assert story.total_stall_s == pytest.approx(0.3 + 0.25 + 0.3 + 0.1)
-    assert measured_after(story, story.decisions[0]) == pytest.approx(0.1)
+    found = outcome_of(story, story.decisions[0])
+    assert found is not None
+    assert found.observed_step_time_s == pytest.approx(0.1)
     page = page_of(whole_job(), tmp_path)
     assert "950 ms" in page.text
     assert "-20 %" in page.text  # 80 ms predicted, 100 ms measured
@@ -267,3 +272,44 @@ def test_no_number_of_any_event_can_break_the_pictures(data: st.DataObject, tmp_
 def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
     page_of(whole_job(), tmp_path, run_id="first")
     assert "Job second" in page_of(whole_job()[:3], tmp_path, run_id="second").text
+
+
+def test_an_explanation_names_what_was_seen_chosen_and_got() -> None:
+    text = explain_text(tell("job", whole_job()))
+    for part in (
+        "1 plans, 1 of them changes; 0 of 1 that were measured came out as predicted",
+        "1x1 -> 2x1",
+        "2 workers are faster",
+        "saw 1 workers with 1 threads and 0 loader workers each: 130 ms a step",
+        "came out: decision 1, 2x1: 100 ms a step, 1.25 times the 80 ms predicted (outside 70-100)",
+        "cost: unknown, as no prices were given",
+        "on the front",
+    ):
+        assert part in text, text
+
+
+def test_a_plan_that_was_not_made_cannot_be_explained() -> None:
+    with pytest.raises(ValueError, match="has made no plan 7; its plans are 1"):
+        explain_text(tell("job", whole_job()), plan=7)
+
+
+def test_a_job_without_plans_is_explained_as_one() -> None:
+    assert explain_text(tell("job", [])) == "job job: the planner recorded no decision."
+
+
+def test_costs_are_told_where_prices_are_known() -> None:
+    event = decision_event(10, 1)
+    candidates = [{**c, "cost_per_hour": 0.5 * n, "cost_to_end": 3.0 / n} for n, c in enumerate(event.data["candidates"], 1)]
+    priced = dataclasses.replace(event, data={**event.data, "candidates": candidates, "spent": 0.25})
+    text = explain_text(tell("job", [priced]))
+    assert "cost: 0.25 until" in text
+    assert "0.5 an hour; to the end 3 with 1x1, 1.5 with 2x1" in text
+
+
+def test_a_long_row_of_plans_to_stay_is_cut() -> None:
+    stays = []
+    for number in range(1, 40):
+        event = decision_event(10 + number, number)
+        stays.append(dataclasses.replace(event, data={**event.data, "chosen": event.data["current"]}))
+    lines = explain_text(tell("job", stays)).splitlines()
+    assert [line.split(",")[0] for line in lines if line.startswith("plan ")] == ["plan 1", "plan 2", "plan 3", "plan 39"]
