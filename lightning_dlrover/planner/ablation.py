@@ -23,7 +23,6 @@ from lightning_dlrover.perf import (
     StepTimeModel,
     configuration_of,
 )
-from lightning_dlrover.perf.columns import Columns
 from lightning_dlrover.planner.autoscale import INTERVAL_SIGMAS, Situation, describe_change, plan
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
