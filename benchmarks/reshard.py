@@ -237,7 +237,7 @@ class Resharding:
             told_s=float(self._event("stall").data["seconds"]),
             usual_step_s=usual_step_s,
             moved_bytes=moved,
-            least_bytes=least_bytes({}, [line.worker for line in new.values()], sum(held.values()), held),
+            least_bytes=least_bytes([line.worker for line in new.values()], sum(held.values()), held),
             exchange_s=max(line.exchange_s for line in new.values()),
             began_apart_s=max(line.began_s for line in new.values()) - min(line.began_s for line in new.values()),
             extra_memory=max(

@@ -144,7 +144,7 @@ def load(path: Path | None, seed: int, rows: int) -> ClickData:
     if path is None:
         if DEFAULT_ADULT.is_dir():
             return _load_adult(DEFAULT_ADULT, seed, "no --data given: using")
-        return _load_generated(seed, rows)
+        return load_generated(seed, rows)
     if path.is_dir():
         return _load_adult(path, seed, "using")
     if path.is_file():
@@ -176,7 +176,7 @@ def generate(seed: int, num_rows: int) -> GeneratedRows:
     return GeneratedRows(numbers, categories, labels, click_probability, cardinalities)
 
 
-def _load_generated(seed: int, rows: int) -> ClickData:
+def load_generated(seed: int, rows: int) -> ClickData:
     made = generate(seed, rows)
     train, val, test = _split_in_order(rows)
     probability = made.click_probability[test]

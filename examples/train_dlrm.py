@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from ctr_data import ClickData, DataError, _load_generated, collate, load
+from ctr_data import ClickData, DataError, load_generated, collate, load
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
@@ -107,7 +107,7 @@ def load_rows(options: Options) -> ClickData:
     """
     if options.data is not None:
         return load(options.data, options.seed, options.rows)
-    made = _load_generated(options.seed, options.rows)
+    made = load_generated(options.seed, options.rows)
     about = (
         f"no --data given: generating {options.rows:,} rows in Criteo's schema (13 numbers, 26 categories, "
         f"seed {options.seed}); no model can beat a test AUC of {made.best_auc:.4f}"

@@ -585,7 +585,7 @@ class LiveTraining:
                 raise
             self._give_state(formation, joining)
         else:
-            is_back = self._roll_back(formation)
+            is_back = self._roll_back(formation, 0 if standing else self._batch_number)
             # Not recovered from in these processes: whoever stands inside the loops cannot be put at their beginning.
             if not is_back and standing:
                 raise WorldError(
@@ -595,13 +595,14 @@ class LiveTraining:
             if not is_back:
                 self._strategy.start_tables(formation)
             if not standing:
-                self._resume_tables_from_disk(formation)  # if that is newer
+                # A joiner's loops stand where the user's checkpoint does, though nothing else of it was loaded.
+                self._resume_tables_from_disk(formation, self._trainer.global_step if is_back else 0)
         if formation.rank == 0:
             self._take_over_rank_zero()
 
-    def _roll_back(self, formation: Formation) -> bool:
-        """Go back to the newest snapshot of which every part is left; False if there is none."""
-        restored = self._strategy.roll_tables_back(formation)
+    def _roll_back(self, formation: Formation, batch: int = 0) -> bool:
+        """Go back to the newest snapshot of which every part is left; False if there is none from that batch on."""
+        restored = self._strategy.roll_tables_back(formation, batch)
         if restored is None:
             return False
         undone = max(0, self._batch - restored.batch)
@@ -831,9 +832,9 @@ class LiveTraining:
         assert self.formation is not None
         formation = self.formation
         if self._tables is not None:
-            self._roll_back(formation)
+            self._roll_back(formation, self._batch_number)  # the user's own checkpoint may be newer
             self._was_rolled_back = False
-            self._resume_tables_from_disk(formation)  # if that is newer
+            self._resume_tables_from_disk(formation, self._trainer.global_step)
             return
         found = torch.tensor(formation.rank == 0 and self._load_newest_checkpoint())
         if formation.size > 1:
@@ -846,25 +847,28 @@ class LiveTraining:
             elif formation.rank == rank:
                 self._restore(self._received(0))
 
-    def _resume_tables_from_disk(self, formation: Formation) -> None:
-        """Sharded tables are read by all workers, each its own part."""
+    def _resume_tables_from_disk(self, formation: Formation, step: int) -> None:
+        """Go on from a checkpoint, of the job's or the user's, if it is newer; tables are read by all, each its own part."""
         record = self.world.membership.newest_checkpoint() if formation.rank == 0 else None
-        step = record.global_step if record is not None and os.path.isdir(record.path) else 0
-        steps = transfer.all_gather(step) if formation.size > 1 else [step]
-        if steps[0] > self._trainer.global_step and not self._load_newest_checkpoint():
-            raise WorldError(f"the newest checkpoint, of step {steps[0]}, cannot be read on this host though rank 0 can")
+        found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
+        found += [self._strategy.unread_checkpoint] if self._strategy.unread_checkpoint is not None else []
+        mine = max(found, default=(0, ""))
+        newest, path = transfer.all_gather(mine)[0] if formation.size > 1 else mine
+        if newest > step and not self._load_checkpoint(CheckpointRecord(path=path, global_step=newest)):
+            raise WorldError(f"checkpoint {path}, of step {newest}, cannot be read on this host though rank 0 can")
 
     def _load_newest_checkpoint(self) -> bool:
         record = self.world.membership.newest_checkpoint()
-        if record is None or record.global_step <= self._trainer.global_step:
-            return False
+        return record is not None and record.global_step > self._trainer.global_step and self._load_checkpoint(record)
+
+    def _load_checkpoint(self, record: CheckpointRecord) -> bool:
         if not os.path.isabs(record.path):  # a URL, say; this job writes none
             log.error("run %s: ignored a record of a checkpoint at %r", self.world.config.run_id, record.path)
             return False
         try:
             checkpoint = self._strategy.load_checkpoint(record.path, weights_only=True)
         except FileNotFoundError:
-            log.warning("run %s: the newest checkpoint, %s, is not on this host", self.world.config.run_id, record.path)
+            log.warning("run %s: checkpoint %s is not on this host", self.world.config.run_id, record.path)
             return False
         log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
         self._restore_checkpoint(checkpoint)

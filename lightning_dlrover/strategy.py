@@ -146,6 +146,7 @@ class DLRoverStrategy(DDPStrategy):
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
+        self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
         self.fingerprint = ""
@@ -357,11 +358,11 @@ class DLRoverStrategy(DDPStrategy):
         self.model = self.elastic_tables.reshard(formation, standing)
         self._give_tables_to_optimizers()
 
-    def roll_tables_back(self, formation: Formation) -> Restored | None:
-        """Take the tables from the newest complete snapshot; None if there is none."""
+    def roll_tables_back(self, formation: Formation, batch: int) -> Restored | None:
+        """Take the tables from the newest complete snapshot; None if there is none that was taken after so many batches."""
         assert self.elastic_tables is not None
         self._has_dense_state = True
-        rolled_back = self.elastic_tables.roll_back(formation)
+        rolled_back = self.elastic_tables.roll_back(formation, batch)
         if rolled_back is None:
             return None
         self.model, restored = rolled_back
@@ -483,6 +484,8 @@ class DLRoverStrategy(DDPStrategy):
         else:
             checkpoint = super().load_checkpoint(folder / TRAINER_FILE, weights_only)
             self._tables_to_load = folder / TABLES_FOLDER
+            if not self._tables.is_built:
+                self.unread_checkpoint = int(checkpoint["global_step"]), str(folder.absolute())
         self._start_workers = checkpoint.get("dlrover", {}).get("start_workers", self._start_workers)
         return checkpoint
 
@@ -509,6 +512,10 @@ class DLRoverStrategy(DDPStrategy):
         if self._tables_to_load is not None:
             tables, folder, self._tables_to_load = self._tables, self._tables_to_load, None
             self._collective(lambda: load_tables(tables, folder))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._tables is None or self._tables.is_built:
+            super().load_optimizer_state_dict(checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._live is not None:

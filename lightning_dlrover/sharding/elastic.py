@@ -236,21 +236,30 @@ class ElasticTables:
             _meet(group)
         except RuntimeError as error:
             log.warning("worker %s leaves; handing over its tables failed: %s", self._me, str(error).splitlines()[0])
+            return
+        workers = self._world.membership.view.workers
+        hosts = {workers[name].host for name in target.members if name in workers}
+        if self._snapshots is not None and socket.gethostname() not in hosts:
+            self._snapshots.clear_memory()
 
-    def roll_back(self, formation: Formation) -> tuple[nn.Module, Restored] | None:
+    def roll_back(self, formation: Formation, batch: int = 0) -> tuple[nn.Module, Restored] | None:
         """Bring the tables of the newest complete snapshot to the workers of this round; None if there is none.
+
+        Args:
+            batch: where this worker stands with what it has loaded itself; an older snapshot is left alone.
 
         Raises:
             RuntimeError: a member is gone.
         """
         members = formation.round.members
+        batch = max(_all_gather(formation, batch))
         parts = self._snapshots.readable() if self._snapshots is not None else []
         found = _all_gather(
             formation, [(p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts]
         )
         held = {worker: [_named(*each) for each in said] for worker, said in zip(members, found, strict=True)}
         name, holders = newest_name(held), newest_complete(held)
-        if name is None or holders is None:
+        if name is None or holders is None or name[1] < batch:
             return None
         self.whole_in = 0
         reader = _readers(holders, members)
@@ -398,6 +407,11 @@ class _Snapshots:
 
     def readable(self) -> list[Part]:
         return self._store.parts()
+
+    def clear_memory(self) -> None:
+        """No worker of the job is left on this host."""
+        self.stop()
+        self._store.clear_memory()
 
     def rolled_back_to(self, name: tuple[int, int]) -> None:
         self._keep = name

@@ -132,7 +132,7 @@ def bytes_moved(moves: Iterable[Move], row_bytes: Mapping[str, float], value_byt
     )
 
 
-def least_bytes(old: Layout, new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:
+def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:
     """The least that any change to equal shares over `new_workers` moves: what each of them lacks of its share."""
     share = total_bytes / len(new_workers)
     return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)

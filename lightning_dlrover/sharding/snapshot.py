@@ -363,19 +363,27 @@ class SnapshotStore:
         """Remove what workers hold that are not members any more, and this worker's copies of other parts than of `owners`."""
         holders = {_short(member) for member in members}
         wanted = {_short(owner) for owner in (*owners, self.holder)}
-        for path in self.folder.glob("*-*-*"):
+        for path in self._files():
             holder, owner, _ = path.name.split("-")
             if holder not in holders or (holder == _short(self.holder) and owner not in wanted):
                 self._remove(path)
 
     def clear(self) -> None:
         """Remove everything: the job has ended."""
-        for path in self.folder.glob("*-*-*"):
-            self._remove(path)
+        self.clear_memory()
         if self._disk is not None:
             shutil.rmtree(self._disk, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+    def clear_memory(self) -> None:
+        """Remove what is in memory: nobody on this host will read it."""
+        for path in self._files():
+            self._remove(path)
+
+    def _files(self) -> list[Path]:
+        """Of all workers of this host; not what somebody else has put here."""
+        return [path for path in self.folder.glob("*-*-*") if path.name.count("-") == 2]
 
     def _remove(self, path: Path) -> None:
         self._mappings.pop(path, None)

@@ -440,6 +440,24 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: Make
     assert judge(job, settings, undisturbed(new_job, settings), read_at=25) == [], job.report()
 
 
+def test_a_checkpoint_of_the_users_that_is_newer_than_the_snapshot_left_is_preferred(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, snapshot_s=1000.0)  # one snapshot, at the beginning of each round
+    donor = new_job(replace(settings, save_at=25), lease_ttl_s=8)
+    started(donor, 1)
+    donor.wait_until(lambda: (donor.folder / "checkpoint").exists(), "the checkpoint")
+    donor.wait_for_step(26)
+    kill_all(donor)
+    job = new_job(settings, lease_ttl_s=8)
+    started(job, 2)
+    wait_for_snapshot(job)
+    kill_all(job)
+    resuming = replace(settings, ckpt_path=str(donor.folder / "checkpoint"))
+    again = [job.start(settings=resuming), job.start(settings=resuming)]
+    codes = job.finish()
+    assert codes == [-9, -9, 0, 0], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 26
+
+
 @pytest.mark.parametrize(
     "before, after, kinds",
     some(
