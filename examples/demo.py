@@ -57,7 +57,9 @@ class JobFile:
 def start(run_id: str, run_dir: Path, script_arguments: list[str]) -> Demo:
     """Start `dlrover run` on the example; its output goes to a file beside the run's folder."""
     command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "1:2"]
-    command += ["--rdzv-id", run_id, "--run-dir", str(run_dir), str(SCRIPT), *script_arguments]
+    command += ["--rdzv-id", run_id, "--run-dir", str(run_dir)]
+    command += ["--history", "off"]  # every demo is the same, whatever ran before
+    command += [str(SCRIPT), *script_arguments]
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{run_id}.log"
     with log.open("wb") as output:
