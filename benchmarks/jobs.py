@@ -49,7 +49,8 @@ T = TypeVar("T")
 
 TRAINING = Path(__file__).resolve().parent / "training.py"
 PLAIN_TRAINING = TRAINING.with_name("plain_training.py")
-RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING)
+AUTO_CONFIG_JOBS = TRAINING.with_name("auto_config_jobs.py")
+RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING, AUTO_CONFIG_JOBS)
 POLL_S = 0.005
 START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and there may be several workers to a core
 STEP_TIMEOUT_S = 60.0
@@ -72,6 +73,7 @@ class Step:
     round_number: int  # 0 for stock jobs
     digest: str = ""  # of all parameters after the step
     samples: list[int] | None = None  # this worker's share of the batch
+    settings: Sequence[int] = ()  # workers, loader workers, threads, batches ahead; see `planner.plan.Settings`
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -218,6 +220,7 @@ class Job:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "DLROVER_HISTORY": "off",  # no job starts from another one's
             **self.environment,
             **(host.environment if host else {}),
         }
@@ -385,9 +388,9 @@ class LiveJob(Job):
         view = self.view()
         return [view.workers[member].pid for member in view.survivors]
 
-    def plan(self, num_workers: int) -> None:
-        """Set the size by hand, as `dlrover scale` does."""
-        record = PlanRecord(num_workers, source="user", reason="the benchmark says so", binding=True, created_at=time.time())
+    def plan(self, num_workers: int, **settings: int) -> None:
+        """Set the size, and how each worker works, by hand, as `dlrover scale` does."""
+        record = PlanRecord(num_workers, "user", "the benchmark says so", binding=True, created_at=time.time(), **settings)
         self._client.put(self._keys.plan, encode(record))
 
     def drain(self, pid: int) -> None:
