@@ -25,6 +25,7 @@ from lightning_dlrover.history import HistoryError, JobEntry, JobHistory
 from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.autoscale import Situation, plan
+from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
@@ -92,6 +93,7 @@ class Analyst:
         self._keeper = _Keeper(JobHistory(intentions.history_url)) if intentions.history_url else None
         self._started_at = time.time()
         self._is_rank_0 = False
+        self._num_submitted = self._num_digested = 0
         self._last: Decision | None = None
         self._inbox: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
@@ -101,6 +103,11 @@ class Analyst:
     def is_alone(self) -> bool:
         return self._membership is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted has been dealt with."""
+        return self._num_digested == self._num_submitted
+
     def submit(
         self,
         profile: StepProfile,
@@ -109,6 +116,7 @@ class Analyst:
         tunable: bool = False,
         untunable: Collection[str] = (),
     ) -> None:
+        self._num_submitted += 1
         self._inbox.put(_News(profile, remaining_samples, tunable, untunable))
 
     def close(self, end: Literal["running", "finished", "failed"], timeout_s: float = 10.0) -> Decision | None:
@@ -141,6 +149,7 @@ class Analyst:
             except Exception:
                 # Training must go on without plans; what went wrong is said once per window, with its traceback.
                 log.exception("planning failed")
+            self._num_digested += 1
 
     def _digest(self, news: _News) -> None:
         profile, membership = news.profile, self._membership
@@ -184,8 +193,9 @@ class Analyst:
             job, wish = membership.view.job, membership.view.plan
             if job is None:
                 return
-            limits = Limits(job.min_workers, job.max_workers)
             events = membership.past_events()
+            enough = least_workers([event.data for event in events if event.kind == "memory"])
+            limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers)
         followed = membership is not None and membership.has_controller()
         by_hand = wish is not None and wish.source == "user"
         if news.tunable and not by_hand:

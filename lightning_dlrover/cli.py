@@ -241,6 +241,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
+    _objective(options)
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()

@@ -37,7 +37,7 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
     lines = [
         f"job {story.run_id}: {len(decisions)} plans, {changes} of them changes; "
         f"{as_expected} of {len(judged)} that were measured came out as predicted",
-        f"objective: {decisions[-1].objective or 'unknown'}; settings are written workersxthreads+loader workers each",
+        f"objective: {decisions[-1].objective or 'unknown'}; settings are written workers x threads + loader workers each",
         cost_text(story),
     ]
     for number, decision in enumerate(decisions):
@@ -111,10 +111,15 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
 
 def _settings(settings: Settings) -> str:
     ahead = f" ({settings.prefetch_factor} batches ahead)" if settings.loader_workers else ""
-    return (
-        f"{settings.num_workers} workers with {settings.intra_op_threads} threads and "
-        f"{settings.loader_workers} loader workers{ahead} each"
+    workers, threads, loaders = (
+        f"{number} {word}{'' if number == 1 else 's'}"
+        for number, word in (
+            (settings.num_workers, "worker"),
+            (settings.intra_op_threads, "thread"),
+            (settings.loader_workers, "loader worker"),
+        )
     )
+    return f"{workers} with {threads} and {loaders}{ahead} each"
 
 
 def _wrapped(text: str) -> list[str]:

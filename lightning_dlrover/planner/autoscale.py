@@ -154,6 +154,8 @@ class _Field:
     loss: Floats  # what is minimised: step time, dearer settings made longer; `step_s` of what runs now
     bound_s: Floats  # step times above it miss the deadline, or spend more than the budget
     measured: NDArray[np.bool_]
+    num_windows: Sequence[int]  # that were measured, the newest ones that count
+    noise: float  # standard deviation of the log of a window's step time
     notes: Sequence[str]  # why not; empty where feasible
     cores: Floats
     gpus: Floats
@@ -231,6 +233,8 @@ class _Field:
             loss=step_s * (rate / rate[now]) ** objective.elasticity,
             bound_s=bound_s,
             measured=np.array([s in measured for s in settings]),
+            num_windows=[len(measured.get(s, ())) for s in settings],
+            noise=noise,
             notes=notes,
             cores=np.array([u.cores for u in used]),
             gpus=np.array([u.gpus for u in used]),
@@ -440,8 +444,16 @@ class _Search:
         field = self.field
         returns = sum(d.chosen == field.settings[best] and not d.explored for d in self.situation.past)
         gain = 1 - float(loss[best] / loss[field.now]) if math.isfinite(loss[field.now]) else 1.0
-        enough = gain >= self.rules.min_gain * 2**returns
+        enough = gain >= max(self.rules.min_gain * 2**returns, self._gain_by_chance(best))
         return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
+
+    def _gain_by_chance(self, best: int) -> float:
+        """One standard error of the gain. A job that comes home from a trial need not wait until it is sure where home is."""
+        past = max(self.situation.past, key=lambda d: d.decision_id, default=None)
+        field = self.field
+        if past is None or (past.explored and past.chosen == field.settings[field.now]):
+            return 0.0
+        return field.noise * math.sqrt(1 / field.num_windows[best] + 1 / max(1, field.num_windows[field.now]))
 
     # --- words -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,133 @@
+"""The space of settings, what is left out of it, and its Pareto front."""
+
+from __future__ import annotations
+
+import builtins
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from simulated_jobs import dense_heavy, limits_of, window
+
+from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.space import (
+    MAX_ENUMERATED,
+    Limits,
+    all_settings,
+    configuration,
+    pareto_front,
+    search,
+    tunable_axes,
+    why_not,
+)
+
+ONE = Settings(1, 0, 1, 0)
+LARGE = Limits(1, 2048, loader_workers=tuple(range(9)), intra_op_threads=(1, 2, 4, 8), prefetch_factors=(2, 4))
+
+
+@given(points=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
+@settings(max_examples=200)
+def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    gain, cost = np.array([p[0] for p in points], float), np.array([p[1] for p in points], float)
+    front = pareto_front(gain, cost)
+
+    def beats(a: int, b: int) -> bool:
+        return bool(gain[a] >= gain[b] and cost[a] <= cost[b] and (gain[a] > gain[b] or cost[a] < cost[b]))
+
+    unbeaten = {points[i] for i in range(len(points)) if not any(beats(j, i) for j in range(len(points)))}
+    assert {points[i] for i in front} == unbeaten
+    assert len(front) == len(unbeaten), "equals are on the front twice"
+    assert list(cost[front]) == sorted(cost[front])
+
+
+def test_all_settings_are_the_product_of_the_axes_without_prefetching_where_nothing_prefetches() -> None:
+    limits = Limits(1, 2, loader_workers=(0, 1), intra_op_threads=(1, 2), prefetch_factors=(2, 4))
+    found = all_settings(limits, ONE)
+    assert len(found) == len(set(found)) == 2 * 2 * (1 + 2)
+    assert all((s.prefetch_factor == 0) == (s.loader_workers == 0) for s in found)
+
+
+def test_what_no_axis_is_given_for_stays_as_it_is() -> None:
+    now = Settings(2, 3, 5, 7)
+    assert all_settings(Limits(1, 3), now) == [Settings(w, 3, 5, 7) for w in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 6, 16, 64])
+def test_threads_of_all_workers_never_exceed_the_cores_unless_they_run_already(cores: int) -> None:
+    truth = dense_heavy(cores)
+    limits = limits_of(truth, 8)
+    now = Settings(2, 0, cores, 0)
+    current = window(truth, now, random.Random(0), 0.0)
+    here = configuration(now, current, limits, float(cores))
+    for each in all_settings(limits, now):
+        there = configuration(each, current, limits, float(cores))
+        refused = why_not(each, here, there, truth.global_batch, limits)
+        if each == now:
+            assert not refused
+        elif not refused and each.intra_op_threads > 1:
+            assert each.num_workers * each.intra_op_threads <= cores
+    assert max(tunable_axes(cores, cores)["intra_op_threads"]) == cores
+
+
+def test_the_global_batch_is_kept_by_every_configuration() -> None:
+    truth = dense_heavy(8)
+    current = window(truth, ONE, random.Random(0), 0.0)
+    for workers in range(1, 9):
+        there = configuration(Settings(workers, 0, 1, 0), current, Limits(1, 8), 8.0)
+        assert (there.local_batch - 1) * workers < truth.global_batch <= there.local_batch * workers
+
+
+def known_front(some: Sequence[Settings]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Gain grows with workers to 700 and with loader workers to 3; cost with everything."""
+    gain = [min(s.num_workers, 700) * (1 + min(s.loader_workers, 3)) / (1 + 0.1 * abs(s.intra_op_threads - 2)) for s in some]
+    cost = [s.num_workers * (s.intra_op_threads + s.loader_workers) for s in some]
+    return np.array(gain), np.array(cost, float)
+
+
+def test_a_space_too_large_to_enumerate_is_searched_close_to_its_front() -> None:
+    pytest.importorskip("pymoo", reason="pymoo is not installed: pip install 'lightning-dlrover[search]'")
+    assert LARGE.num_settings > MAX_ENUMERATED
+    found = search(LARGE, ONE, known_front)
+    assert ONE in found
+    gain, cost = known_front(found)
+    everything = all_settings(LARGE, ONE)
+    all_gain, all_cost = known_front(everything)
+    assert gain.max() >= 0.98 * all_gain.max()
+    for share in (0.2, 0.5, 1.0):  # for a share of the largest cost, nearly the best there is
+        budget = share * all_cost[np.argmax(all_gain)]
+        assert gain[cost <= budget].max() >= 0.9 * all_gain[all_cost <= budget].max()
+    assert search(LARGE, ONE, known_front) == found, "the same question gets another answer"
+
+
+def test_without_pymoo_a_large_space_is_refused_with_the_line_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_pymoo(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("pymoo"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_pymoo)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-dlrover\[search\]'"):
+        search(LARGE, ONE, known_front)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_workers": 0},
+        {"min_workers": 5},
+        {"loader_workers": (0, -1)},
+        {"intra_op_threads": (0,)},
+        {"prefetch_factors": (0,)},
+        {"workers_per_node": -1},
+    ],
+)
+def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"cannot plan|workers"):
+        Limits(**{"min_workers": 1, "max_workers": 4, **wrong})

@@ -1,0 +1,142 @@
+"""A job starts where jobs like it have ended."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from simulated_jobs import KINDS, SimulatedJob, Truth, dense_heavy, input_bound, limits_of, throughput_share, window
+
+from lightning_dlrover.perf import StepProfile, StepTimeModel
+from lightning_dlrover.planner.autoscale import Situation, plan
+from lightning_dlrover.planner.objective import Objective
+from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.space import Limits, all_settings
+from lightning_dlrover.planner.warm_start import Descriptor, PastJob, descriptor_of, distance, nearest, suggest
+
+ONE = Settings(1, 0, 1, 0)
+TWO = Settings(2, 1, 1, 2)
+FOUR = Settings(4, 1, 1, 2)
+TWIN = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)
+LIMITS = Limits(1, 8)
+DAY_S = 86400.0
+
+
+def windows(times_s: dict[Settings, float]) -> tuple[StepProfile, ...]:
+    template = window(dense_heavy(4), ONE, random.Random(0), 0.0)
+    return tuple(
+        replace(
+            template,
+            num_workers=s.num_workers,
+            loader_workers=s.loader_workers,
+            intra_op_threads=s.intra_op_threads,
+            prefetch_factor=s.prefetch_factor,
+            step_time_s=time_s,
+            dense_flops=1_000_000,
+            dense_bytes=4_000_000,
+        )
+        for s, time_s in times_s.items()
+    )
+
+
+def job(name: str, at: float, times_s: dict[Settings, float], descriptor: Descriptor = TWIN) -> PastJob:
+    return PastJob(name, at, descriptor, windows(times_s))
+
+
+NOW = windows({ONE: 0.1})[0]
+
+
+def test_without_similar_jobs_nothing_is_suggested() -> None:
+    assert suggest(NOW, [], LIMITS, node_cores=4.0, at=0.0) is None
+
+
+def test_the_settings_that_most_similar_jobs_found_best_are_suggested_with_their_speedup() -> None:
+    past = [job(name, 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04}) for name in "abc"]
+    past.append(job("d", 0.0, {ONE: 0.1, TWO: 0.05, FOUR: 0.07}))
+    found = suggest(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
+    assert found is not None
+    assert found.settings == FOUR
+    assert found.speedup == pytest.approx(2.5)
+    assert "3 of the 4 most similar past jobs (a, b, c)" in found.reason
+
+
+def test_new_jobs_count_more_than_old_ones() -> None:
+    old = [job(f"old-{n}", 0.0, {ONE: 0.1, FOUR: 0.04}) for n in range(2)]
+    new = [job(f"new-{n}", 400 * DAY_S, {ONE: 0.1, TWO: 0.04}) for n in range(2)]
+    found = suggest(NOW, [*old, *new], LIMITS, node_cores=4.0, at=400 * DAY_S)
+    assert found is not None
+    assert found.settings == TWO
+
+
+def test_what_others_did_with_more_workers_than_allowed_does_not_count() -> None:
+    past = [job("a", 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04})]
+    found = suggest(NOW, past, Limits(1, 2), node_cores=4.0, at=0.0)
+    assert found is not None
+    assert found.settings == TWO
+    assert suggest(NOW, [job("b", 0.0, {FOUR: 0.04})], Limits(1, 2), node_cores=4.0, at=0.0) is None
+
+
+def test_distance_is_zero_to_oneself_symmetric_and_infinite_between_devices() -> None:
+    other = replace(TWIN, dense_flops=3e6, global_batch=1024.0)
+    assert distance(TWIN, TWIN) == 0.0
+    assert distance(TWIN, other) == pytest.approx(distance(other, TWIN))
+    assert 0 < distance(TWIN, other) < distance(TWIN, replace(other, embedding_bytes=1e9))
+    assert distance(TWIN, replace(TWIN, device="H200")) == math.inf
+
+
+def test_only_jobs_that_are_similar_enough_are_neighbours_nearest_first() -> None:
+    jobs = [
+        PastJob("far", 0.0, replace(TWIN, dense_flops=1e12, dense_bytes=1e12), ()),
+        PastJob("near", 0.0, replace(TWIN, dense_flops=1.5e6), ()),
+        *(PastJob(f"twin-{n}", float(n), TWIN, ()) for n in range(3)),
+    ]
+    assert [each.job for each in nearest(TWIN, jobs)] == ["twin-2", "twin-1", "twin-0", "near"]
+
+
+def learned(truth: Truth, limits: Limits, seed: int) -> PastJob:
+    """What a cold job leaves in the history."""
+
+    def cold(situation: Situation, limits: Limits, number: int) -> Decision:
+        model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
+        return plan(situation, model, limits, Objective(), decision_id=number, at=float(number))
+
+    job = SimulatedJob(truth, cold, limits, ONE, seed=seed)
+    job.run(9)
+    return PastJob(f"job-{seed}", 0.0, descriptor_of(job.samples[-1], float(truth.node_cores)), tuple(job.samples))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_history_the_first_plan_is_as_good_as_what_the_earlier_job_ended_with(kind: object) -> None:
+    truth: Truth = kind(8)  # type: ignore[operator]
+    limits = limits_of(truth, 8)
+    past = learned(truth, limits, seed=3)
+    earlier = past.windows
+
+    def warm(situation: Situation, limits: Limits, number: int) -> Decision:
+        neighbours = nearest(descriptor_of(situation.current, 8.0), [past])
+        assert neighbours
+        found = suggest(situation.current, neighbours, limits, node_cores=8.0, at=1.0)
+        model = StepTimeModel.fit(situation.windows, node_cores=8.0, earlier=earlier)
+        told = replace(situation, suggestion=found)
+        return plan(told, model, limits, Objective(), decision_id=number, at=float(number))
+
+    job = SimulatedJob(truth, warm, limits, ONE, seed=11)
+    first = job.run(1)
+    assert job.decisions[0].explored
+    assert "most similar past jobs (job-3)" in job.decisions[0].reason
+    space = all_settings(limits, ONE)
+    best = past.best_within(limits)
+    assert best is not None
+    assert throughput_share(truth, first, space) >= 0.99 * throughput_share(truth, best, space)
+
+
+def test_a_suggestion_is_not_followed_when_it_is_not_worth_the_change() -> None:
+    truth = input_bound(4)
+    sample = window(truth, ONE, random.Random(0), 0.0)
+    found = suggest(sample, [job("a", 0.0, {ONE: 0.1, TWO: 0.0999})], LIMITS, node_cores=4.0, at=0.0)
+    situation = Situation([sample] * 3, node_cores=4.0, remaining_samples=1e6, suggestion=found)
+    model = StepTimeModel.fit(situation.windows, node_cores=4.0)
+    decision = plan(situation, model, Limits(1, 1), Objective(), decision_id=1, at=0.0)
+    assert not decision.is_change

@@ -1,0 +1,214 @@
+"""What rank 0's background thread does with windows of a job whose truth is known: real etcd, real history, no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from simulated_jobs import Truth, input_bound, window
+
+from lightning_dlrover import analyst as analyst_module
+from lightning_dlrover.analyst import Analyst, Intentions
+from lightning_dlrover.history import JobHistory
+from lightning_dlrover.planner.objective import Objective, Prices
+from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.membership import Membership, MembershipConfig
+from lightning_dlrover.rdzv.records import (
+    ControllerRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+START = Settings(1, 0, 1, 0)
+TRUTH = input_bound(4)
+
+
+class RunningJob:
+    """Stands in for workers and controller: runs in whatever settings the plan asks for, and publishes windows of them."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, history: str | None, membership: Membership) -> None:
+        self._client, self._keys = client, keys
+        self.membership = membership
+        self.settings = START
+        self.analyst = Analyst(membership, Intentions(0.001, Objective(prices=Prices(core_hour=1.0)), history), 4.0)
+        self._rng = random.Random(1)
+        self._at = time.time()
+
+    def run(self, num_windows: int, truth: Truth = TRUTH, rank: int = 0) -> None:
+        for _ in range(num_windows):
+            profile = window(truth, self.settings, self._rng, 0.03, at=time.time())
+            self.analyst.submit(dataclasses.replace(profile, global_rank=rank), 1e9, tunable=True)
+            self._wait_until_digested()
+            self.membership.flush()
+            plan = self.membership.view.plan
+            if plan is not None:
+                workers = plan.num_workers if plan.binding else self.settings.num_workers
+                loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
+                threads = plan.intra_op_threads or self.settings.intra_op_threads
+                self.settings = Settings(workers, loaders, threads, (plan.prefetch_factor or 2) if loaders else 0)
+
+    def _wait_until_digested(self) -> None:
+        deadline = time.monotonic() + 20
+        while not self.analyst.is_idle or not self._mirror_is_new():
+            assert time.monotonic() < deadline, "the analyst has not dealt with a window for 20 s"
+            time.sleep(0.005)
+
+    def _mirror_is_new(self) -> bool:
+        entry = self._client.get(self._keys.plan)
+        plan = self.membership.view.plan
+        return entry is None or (plan is not None and encode(plan) == entry.value)
+
+    def events(self, kind: str) -> list[EventRecord]:
+        return [event for event in self.membership.past_events() if event.kind == kind]
+
+    def decisions(self) -> list[Decision]:
+        return [Decision.from_data(event.data) for event in self.events("decision")]
+
+
+StartJob = Callable[..., RunningJob]
+
+
+@pytest.fixture
+def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
+    """A job of 1 to 4 workers with a controller, and a history of its own."""
+    with ExitStack() as stack:
+
+        def make(
+            with_controller: bool = True, history: str | None = f"sqlite:///{tmp_path / 'h.sqlite'}", name: str = ""
+        ) -> RunningJob:
+            own = Keys(name) if name else keys
+            client = stack.enter_context(EtcdClient(EtcdConfig(etcd.endpoint)))
+            if client.get(own.job) is None:
+                client.put(own.job, encode(JobRecord("training", True, 1, 4, "1", created_at=time.time() - 10)))
+            if with_controller:
+                client.put(own.controller, encode(ControllerRecord("host", 1, "local")))
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            config = MembershipConfig(
+                run_id=own.run_id,
+                prefix=own.prefix,
+                agent_id=f"agent-{port.getsockname()[1]}",
+                local_rank=0,
+                min_workers=1,
+                max_workers=4,
+                version="1",
+                address="127.0.0.1",
+                port=port.getsockname()[1],
+            )
+            membership = Membership(client, config)
+            stack.callback(membership.close)
+            membership.register()
+            membership.wait_for(lambda view: view.job, 15.0, "the job's record")
+            if with_controller:
+                membership.wait_for(lambda _: membership.has_controller() or None, 15.0, "the controller's record")
+            job = RunningJob(client, own, history, membership)
+            stack.callback(job.analyst.close, "running")
+            return job
+
+        yield make
+
+
+def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
+    job = start()
+    job.run(40)
+    decisions = job.decisions()
+    changes = [d for d in decisions if d.is_change]
+    assert 1 <= len(changes) <= 8
+    assert TRUTH.parts(job.settings).step_s < 0.6 * TRUTH.parts(START).step_s
+    assert [d.decision_id for d in decisions] == list(range(1, len(decisions) + 1))
+    outcomes = {event.data["decision_id"] for event in job.events("outcome")}
+    assert outcomes == {d.decision_id for d in changes}
+    assert all(len(encode(event)) < 8000 for event in job.events("decision"))
+    assert decisions[-1].spent is not None
+    assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
+
+    job.analyst.close("finished")
+    assert job.analyst._keeper is not None
+    history: JobHistory = job.analyst._keeper._history
+    (entry,) = history.jobs()
+    assert entry.outcome == "finished"
+    assert entry.num_settings == len({d.chosen for d in changes} | {START})
+    assert history.decisions(entry.key) == decisions
+    assert {o.decision_id for o in history.outcomes(entry.key)} == outcomes
+
+
+def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: str) -> None:
+    first = start()
+    first.run(30)
+    first.analyst.close("finished")
+    second = start(name=f"{run_id}-again")
+    second.run(analyst_module.WINDOWS_PER_DECISION)
+    (decision,) = second.decisions()
+    assert "most similar past jobs" in decision.reason
+    assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(first.settings).step_s
+
+
+def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
+    first = start(history=None)
+    first.run(30)
+    tried = {d.chosen for d in first.decisions() if d.explored}
+    first.analyst.close("running")
+    second = start(history=None)
+    second.settings = first.settings
+    second.run(12)
+    later = second.decisions()[len(first.decisions()) :]
+    assert not [d for d in later if d.explored and d.chosen in tried]
+
+
+def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned(start: StartJob) -> None:
+    job = start(with_controller=False, history=None)
+    job.run(20)
+    assert job.settings.num_workers == 1
+    assert job.settings.loader_workers > 0
+    assert job.membership.view.plan is not None
+    assert not job.membership.view.plan.binding
+    assert any("no controller starts or ends nodes" in d.reason for d in job.decisions())
+
+
+def test_what_was_set_by_hand_stays(start: StartJob) -> None:
+    job = start(history=None)
+    by_hand = PlanRecord(1, "user", "set by hand", True, loader_workers=0, created_at=0.0)
+    job.membership.update_plan(lambda _: by_hand)
+    job.membership.wait_for(lambda view: view.plan, 15.0, "the plan")
+    job.run(12)
+    assert job.settings == START
+    assert job.membership.view.plan == by_hand
+    assert all("chosen by hand" in d.reason for d in job.decisions())
+
+
+def test_a_broken_history_is_said_once_and_planning_goes_on(
+    start: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken.sqlite"
+    broken.write_bytes(b"no database at all" * 100)
+    with caplog.at_level(logging.WARNING):
+        job = start(history=f"sqlite:///{broken}")
+        job.run(12)
+        job.analyst.close("finished")
+    warnings = [r.getMessage() for r in caplog.records if "history" in r.getMessage()]
+    assert len(warnings) == 1
+    assert str(broken) in warnings[0]
+    assert "training goes on" in warnings[0]
+    assert job.settings != START
+    assert broken.read_bytes().startswith(b"no database")
+
+
+def test_other_ranks_only_publish(start: StartJob) -> None:
+    job = start()
+    job.run(6, rank=1)
+    assert not job.events("profile")
+    assert not job.events("decision")
+    job.analyst.close("finished")
+    assert job.analyst._keeper is not None
+    assert job.analyst._keeper._history.jobs() == []
