@@ -163,6 +163,8 @@ class DLRoverCallback(L.Callback):
         profile = self._profiler.close_window(trainer.global_step, model)
         if profile is None:
             return None
+        if self._watchdog is not None:
+            self._watchdog.saw(profile)
         live = self._strategy.live
         self._analyst.submit(
             profile,

@@ -122,6 +122,7 @@ class _State:
     logged: list[_Logged]
     logger_versions: list[Any]
     checkpoint_folders: dict[str, Any]
+    saved_request: int
 
 
 @dataclass
@@ -169,6 +170,7 @@ class LiveTraining:
         self.is_standby = formation is None
         self.left = False
         self.is_saving = False  # a checkpoint
+        self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
         self.pulse = Pulse()
@@ -271,16 +273,32 @@ class LiveTraining:
             return  # gradients of earlier micro-batches belong to the current split
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
-            wishes, size = self.world.wishes, self._size
-            self.world.wishes = wishes[: -NUM_SAID * size]
-            self.pulse.hear(wishes[-NUM_SAID * size :], self._pace.step_time_s)
+            wishes, num_said = self.world.wishes, NUM_SAID * self._size
+            self.world.wishes = wishes[: -num_said - 1]
+            self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
+            if (request := wishes[-num_said - 1]) > self._saved_request:
+                self._saved_request = request
+                self._save_checkpoint()
         if number is not None:
             self._switch(number)
         elif self._tables is not None and self.world.wishes:
             self._tables.voted(self._batch_number, lambda: transfer.dumps(self._snapshot()))
 
+    def _save_checkpoint(self) -> None:
+        """All workers, between two steps. Where the user has checkpoints kept, else in the Trainer's folder."""
+        kept = (c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        folder = Path(next(kept, self._trainer.default_root_dir))
+        self._at_boundary = False  # as far as a worker that is lost meanwhile is concerned
+        try:
+            self._trainer.save_checkpoint(folder / f"dlrover-{self.world.config.run_id}.ckpt")
+        finally:
+            self._at_boundary = True
+
     def _switch(self, number: int) -> None:
         assert self.formation is not None
+        round_ = self.world.membership.view.round
+        if round_ is not None and (round_.number, round_.kind) == (number, "stop") and self._trainer.checkpoint_callbacks:
+            self._save_checkpoint()  # nobody goes on with what is in memory
         self._pace.held_up()
         position = self._position
         # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
@@ -492,6 +510,14 @@ class LiveTraining:
             self._validation = 0
             return result[0]
 
+    def run_saving(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Lightning's saving of a checkpoint, in which no progress is seen."""
+        self.is_saving = True
+        try:
+            save(*args, **kwargs)
+        finally:
+            self.is_saving = False
+
     # --- recovering --------------------------------------------------------------------------------------------------------
 
     def _recover(self) -> bool:
@@ -567,7 +593,8 @@ class LiveTraining:
     def _wishes(self) -> list[int]:
         assert self.formation is not None
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
-        return [*(self._tables.wishes() if self._tables is not None else []), *said]
+        tables = self._tables.wishes() if self._tables is not None else []
+        return [*tables, self.world.membership.checkpoint_request(), *said]
 
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]
@@ -733,6 +760,7 @@ class LiveTraining:
             logged=self._logged(),
             logger_versions=[logger.version for logger in self._trainer.loggers],
             checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
+            saved_request=self._saved_request,
         )
 
     def _message(self) -> dict[str, Any]:
@@ -774,6 +802,7 @@ class LiveTraining:
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
         fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
         self._updates = state.updates
+        self._saved_request = state.saved_request
         self._num_validations = state.validations
         self._batch = self._batch_number
         random.setstate(state.python_random)  # type: ignore[arg-type]

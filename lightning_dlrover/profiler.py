@@ -5,6 +5,7 @@ The training thread only adds a few numbers per step; looking at processes and d
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,14 @@ import torch
 
 from lightning_dlrover.descriptors import Descriptors
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.resources import CpuUse, MemoryWatch, available_cores, cpu_use, memory_limit_bytes
+from lightning_dlrover.resources import (
+    CpuUse,
+    MemoryWatch,
+    available_cores,
+    cpu_use,
+    memory_limit_bytes,
+    own_memory_limit_bytes,
+)
 
 if TYPE_CHECKING:
     from lightning_dlrover.strategy import StepTimes
@@ -90,6 +98,7 @@ class StepProfiler:
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
         self._memory_limit_bytes = memory_limit_bytes()
+        self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
 
     def close(self) -> None:
         self._memory.close()
@@ -183,7 +192,7 @@ class StepProfiler:
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
             memory_bytes=memory.resident_bytes,
             peak_memory_bytes=memory.peak_bytes,
-            memory_limit_bytes=self._memory_limit_bytes // max(1, place.workers_here),
+            memory_limit_bytes=min(self._memory_limit_bytes // max(1, place.workers_here), self._own_memory_limit_bytes),
             cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
             dense_bytes=model.dense_bytes,
             dense_flops=model.descriptors.dense_flops,

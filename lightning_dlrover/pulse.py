@@ -27,7 +27,7 @@ from lightning_dlrover.planner.stragglers import OwnTimes
 
 __all__ = ["OwnClock", "OwnTime", "Pulse"]
 
-NUM_KEPT = 400
+NUM_KEPT = 100
 
 NUM_SAID = 4
 """Numbers of each worker in a vote."""

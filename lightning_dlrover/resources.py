@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-__all__ = ["CpuUse", "MemoryUse", "MemoryWatch", "available_cores", "cpu_use", "memory_limit_bytes"]
+__all__ = ["CpuUse", "MemoryUse", "MemoryWatch", "available_cores", "cpu_use", "memory_limit_bytes", "own_memory_limit_bytes"]
 
 SAMPLE_S = 0.5
 
@@ -68,6 +68,13 @@ def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
             with suppress(OSError, ValueError):  # another version of control groups, or no limit
                 limit = min(limit, int((folder / name).read_text()))
     return limit
+
+
+def own_memory_limit_bytes(environ: Mapping[str, str]) -> int:
+    """What this worker must stay below on its own, as Slurm enforces it on each of a job's nodes; 0 if nothing is known."""
+    with suppress(KeyError, ValueError):
+        return int(environ["SLURM_MEM_PER_NODE"]) * 2**20 // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    return 0
 
 
 def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:

@@ -520,15 +520,10 @@ class DLRoverStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._live is not None:
             checkpoint["dlrover"] = {"start_workers": self._start_workers}
-            self._live.is_saving = True
-        try:
-            if self._tables is None:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-            else:
-                self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
-        finally:
-            if self._live is not None:
-                self._live.is_saving = False
+        if self._tables is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
         if self._live is not None and "optimizer_states" in checkpoint:
             self._live.saved_checkpoint(os.path.abspath(filepath))
 
@@ -652,6 +647,9 @@ class DLRoverStrategy(DDPStrategy):
             epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
             epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
             trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
+        trainer.__dict__.pop("save_checkpoint", None)
+        save_checkpoint = trainer.save_checkpoint
+        trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)
         # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()

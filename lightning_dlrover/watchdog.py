@@ -1,4 +1,4 @@
-"""Watch over a job while it trains: workers that make the others wait, and workers that hang.
+"""Watch over a job while it trains: workers that make the others wait, that hang, or whose memory grows to its limit.
 
 One thread per worker. It acts on its own only where the job cannot: what a straggler costs and whether replacing it pays is
 decided by `planner/stragglers.py`, and carried out by whoever starts and ends nodes. Everything it finds is an event.
@@ -15,13 +15,25 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections import deque
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.memory_growth import (
+    LEADS,
+    MAX_WINDOWS,
+    NUM_SETTLING,
+    Act,
+    Remedy,
+    Situation,
+    choose_remedy,
+    forecast_memory,
+)
 from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
 from lightning_dlrover.rdzv.client import EtcdError
-from lightning_dlrover.rdzv.records import StacksRecord, StacksRequest
+from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
 from lightning_dlrover.stacks import innermost_user_place, is_in_debugger, stacks
 
 if TYPE_CHECKING:
@@ -37,10 +49,13 @@ POLL_S = 0.25
 DEFAULT_RESIZE_COST_S = 0.5
 """Assumed until the job has measured a change of the world of its own."""
 
+DEFAULT_LEAD_S = 30.0
+"""From asking for a worker to the round with it, assumed until the job has measured it."""
+
 JUDGE_AGAIN_S = 10.0
 """A straggler whose replacement does not pay is judged again after so long, while it is one."""
 
-GIL_TIMEOUT_S = 30.0
+GIL_TIMEOUT_S = 15.0
 """When no thread of a worker could run for so long, its stacks are written to its standard error, from outside of Python."""
 
 MAX_EVENT_BYTES = 60_000
@@ -71,9 +86,14 @@ class Watchdog:
     def __init__(self, live: LiveTraining, patience: HangPatience | None = None) -> None:
         self._hangs = _Hangs(live, patience or HangPatience())
         self._stragglers = _Stragglers(live)
+        self._memory = _Memory(live)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
         self._thread.start()
+
+    def saw(self, window: StepProfile) -> None:
+        """One more window of this worker's steps."""
+        self._memory.windows.append(window)
 
     def close(self, timeout_s: float = 5.0) -> None:
         self._closing.set()
@@ -93,6 +113,7 @@ class Watchdog:
                 # A process that was stopped, or a host that slept, has missed its own polls.
                 self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
                 self._stragglers.look(now)
+                self._memory.look(now)
                 away = False
             except EtcdError as error:
                 if not away:
@@ -241,23 +262,20 @@ class _Stragglers:
         self._membership: Membership = live.world.membership
         self._num_heard = 0
         self._named = ("", False)  # worker, and whether it is being replaced
-        self._judged_at = 0.0
+        self._judged_at = self._next_look = 0.0
 
     def look(self, now: float) -> None:
         live, pulse = self._live, self._live.pulse
         formation = live.formation
-        if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard:
+        if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard or now < self._next_look:
             return
         self._num_heard = pulse.num_heard
         members, records = formation.round.members, self._membership.view.workers
         observations = pulse.heard(formation.round.number)
         if not observations or any(w not in records for w in members):
             return  # the world is changing
-        found = find_straggler(
-            observations,
-            hosts=[records[w].host for w in members],
-            loads=live.loads,
-        )
+        found = find_straggler(observations, hosts=[records[w].host for w in members], loads=live.loads)
+        self._next_look = now + 20 * (time.monotonic() - now)  # with hundreds of workers that takes its time
         if found is None:
             return
         worker = members[found.global_rank]
@@ -301,3 +319,112 @@ class _Stragglers:
             },
         )
         log.warning("%s is a straggler: %s; %s", worker, found.text, why)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Predicts when this worker's memory reaches its limit, and has something done about it before."""
+
+    def __init__(self, live: LiveTraining) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
+        self._since = time.time()
+        self._looked_at = 0.0  # end of the newest window looked at
+        self._told: tuple[int, Act] = (0, "none")  # round, and what was done in it
+        self._acted_at = 0.0
+
+    def look(self, now: float) -> None:
+        windows = list(self.windows)
+        if not windows or windows[-1].at == self._looked_at:
+            return
+        self._looked_at = windows[-1].at
+        forecast = forecast_memory(windows)
+        if forecast is None:
+            return
+        membership, view = self._membership, self._membership.view
+        past = membership.past_events()
+        lead_s = _lead_s(past)
+        number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
+        is_under_way = act in ("replace", "add_workers") and now - self._acted_at < LEADS * lead_s
+        if is_under_way or act == "checkpoint" or view.replacements:
+            return
+        can_replace = membership.has_controller()
+        remedy = choose_remedy(
+            forecast,
+            Situation(
+                remaining_steps=self._live.remaining_steps,
+                lead_s=lead_s,
+                num_workers=windows[-1].num_workers,
+                max_workers=view.job.max_workers if view.job is not None else windows[-1].num_workers,
+                can_add=can_replace and (view.plan is None or view.plan.source != "user"),
+                can_replace=can_replace,
+                has_sharded_tables=windows[-1].embedding_bytes > 0,
+                tried=self._tried(past, windows, act),
+            ),
+        )
+        if remedy.act == act or not self._carry_out(remedy):
+            return
+        self._told, self._acted_at = (number, remedy.act), now
+        if remedy.act == "none":
+            return
+        membership.event(
+            "memory",
+            f"{membership.worker_id}: {remedy.reason}",
+            {"worker_id": membership.worker_id, **asdict(remedy), **asdict(forecast), "step": self._live.progress.counts[0]},
+        )
+        log.warning("memory of this worker: %s", remedy.reason)
+
+    def _carry_out(self, remedy: Remedy) -> bool:
+        membership = self._membership
+        if remedy.act == "replace":
+            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")
+        if remedy.act == "checkpoint":
+            membership.ask_for_checkpoint(remedy.reason)
+        if remedy.act == "add_workers":
+            plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
+
+            def more(now: PlanRecord | None) -> PlanRecord | None:
+                if now is None:
+                    return plan
+                if now.source == "user" or now.num_workers >= plan.num_workers:
+                    return None
+                return replace(
+                    now,
+                    num_workers=plan.num_workers,
+                    source="planner",
+                    reason=plan.reason,
+                    binding=True,
+                    created_at=plan.created_at,
+                )
+
+            membership.update_plan(more)
+        return True
+
+    def _tried(self, past: list[EventRecord], windows: list[StepProfile], act: Act) -> list[Act]:
+        """What was done before and has left this worker, or the one whose place it took, no smaller."""
+        tried: list[Act] = [act] if act in ("replace", "add_workers") else []  # nobody came
+        here = [w for w in windows if w.round_number == windows[-1].round_number][:NUM_SETTLING]
+        level = max(w.memory_bytes for w in here)
+        for event in past:
+            done, before, grown = (event.data.get(name) for name in ("act", "level_bytes", "grown_bytes"))
+            if event.kind != "memory" or not isinstance(before, int) or not isinstance(grown, int):
+                continue
+            since = self._since if done == "replace" else here[0].at
+            if done in ("replace", "add_workers") and done not in tried and since > event.at and level > before - grown / 2:
+                tried.append(done)
+        return tried
+
+
+def _lead_s(past: list[EventRecord]) -> float:
+    """How long it took, from asking for a worker to the round with it, when this job did so last."""
+    taken = DEFAULT_LEAD_S
+    asked_at: float | None = None
+    for event in past:
+        if event.kind in ("memory", "straggler") and event.data.get("act") in ("replace", "add_workers"):
+            asked_at = event.at
+        elif event.kind == "round" and event.data.get("kind") in ("replace", "grow") and asked_at is not None:
+            taken, asked_at = event.at - asked_at, None
+    return max(1.0, taken)

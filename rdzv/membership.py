@@ -48,6 +48,7 @@ from lightning_dlrover.rdzv.records import (
     MAX_UNREACHABLE,
     AgentRecord,
     CheckpointRecord,
+    CheckpointRequest,
     DrainRecord,
     EventRecord,
     JobRecord,
@@ -582,6 +583,21 @@ class Membership:
 
     def put_checkpoint(self, record: CheckpointRecord) -> None:
         self._swap(self.keys.checkpoint, CheckpointRecord, lambda _: record)
+
+    def checkpoint_request(self) -> int:
+        """Number of the newest request that all save a checkpoint; 0 if there is none."""
+        entry = self._mirror.snapshot().get(self.keys.checkpoint_request)
+        with contextlib.suppress(RecordError):
+            return decode(CheckpointRequest, entry.value, entry.key).number if entry is not None else 0
+        return 0
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        """Ask all workers to save a checkpoint between two steps."""
+        self._swap(
+            self.keys.checkpoint_request,
+            CheckpointRequest,
+            lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
+        )
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
         entry = self._client.get(self.keys.checkpoint)

@@ -20,6 +20,7 @@ __all__ = [
     "AgentRecord",
     "AgentRound",
     "CheckpointRecord",
+    "CheckpointRequest",
     "ControllerRecord",
     "DrainRecord",
     "EventRecord",
@@ -132,6 +133,10 @@ class Keys:
     @property
     def profiles(self) -> str:
         return self.root + "profiles/"
+
+    @property
+    def checkpoint_request(self) -> str:
+        return self.live + "checkpoint_request"
 
     @property
     def stacks_request(self) -> str:
@@ -308,6 +313,14 @@ class DrainRecord:
     worker_id: str
     reason: str
     once_replaced: bool = False  # only when another worker can take its place, which the controller starts for that
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """Request that all workers save a checkpoint together. Key `checkpoint_request`; the newest one counts."""
+
+    number: int
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,20 @@ would be as long as the second slowest's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 __all__ = ["OwnTimes", "Replacement", "Straggler", "find_straggler", "judge_replacement"]
 
-MIN_STEPS = 12
-"""A worker is judged by its newest observations of so many steps together, and ..."""
+SPANS = (12, 24, 48)
+"""A worker is judged by its newest observations of so many steps together, more where times vary much, and ..."""
 
 MIN_OBSERVATIONS = 6
 """... by at least so many observations."""
@@ -32,11 +37,17 @@ MIN_RATIO = 1.3
 MIN_SHARE = 0.8
 """Of the observations have to show at least half of that excess."""
 
-NUM_DEVIATIONS = 3.0
-"""The excess exceeds so many standard errors of its median."""
+NUM_DEVIATIONS = 5.0
+"""The excess exceeds so many standard errors of its median. All workers are judged several times a second."""
 
 MIN_LOST = 0.05
 """Of a step the others wait for it. Where workers share cores, a slow one may cost nothing: the others have the cores."""
+
+ASSUMED_DEVIATION = 0.3
+"""Of the logarithm of a worker's ratio to the others, at the least while fewer than ..."""
+
+NUM_KNOWN = 24
+"""... so many observations tell how much it varies."""
 
 MARGIN = 2.0
 """A replacement must save so many times what it costs: the new worker may turn out slower than the others, too."""
@@ -99,11 +110,10 @@ def find_straggler(
     Raises:
         ValueError: the numbers of workers differ, or a load is not above 0.
     """
-    recent = _recent(observations)
-    if not recent:
+    if not observations:
         return None
-    size = len(recent[0].compute_s)
-    if any(len(part) != size for o in recent for part in (o.compute_s, o.data_s, o.queued_s)):
+    size = len(observations[0].compute_s)
+    if any(len(part) != size for o in observations for part in (o.compute_s, o.data_s, o.queued_s)):
         raise ValueError("observations of different numbers of workers were given; those of one round belong together")
     for name, given in (("hosts", hosts), ("loads", loads)):
         if given and len(given) != size:
@@ -112,12 +122,12 @@ def find_straggler(
         raise ValueError(f"the load of every worker must be above 0, not {list(loads)}")
     if size < 2:
         return None
-    shares_host = [bool(hosts) and list(hosts).count(host) > 1 for host in (hosts or range(size))]
-    usual = median(loads) if loads else 1.0
-    scales = [usual / load for load in loads] if loads else [1.0] * size
-    own = [_own(o, shares_host, scales) for o in recent]
-    found = [s for rank in range(size) if (s := _judge(rank, own, recent)) is not None]
-    return max(found, key=lambda s: s.ratio, default=None)
+    times = _Times.of(observations, hosts, loads)
+    for span in SPANS:
+        count = _num_newest(observations, span)
+        if count and (found := _judge(times, count)):
+            return max(found, key=lambda s: s.ratio)
+    return None
 
 
 def judge_replacement(
@@ -150,68 +160,106 @@ def judge_replacement(
 
 
 @dataclass(frozen=True)
-class _Own:
-    """One observation as it is compared."""
+class _Times:
+    """Observations as they are compared, oldest first; arrays have the shape ``(num_observations, num_workers)``."""
 
-    total_s: list[float]
-    scaled_s: list[float]  # as if all had the same load
-    data_s: list[float]
-    busy_s: list[float]  # with the time that a worker had no core
+    num_steps: Floats  # shape ``(num_observations,)``
+    step_time_s: Floats  # the same
+    total_s: Floats  # that a worker needs by itself
+    data_s: Floats
+    busy_s: Floats  # with the time that it had no core
+    excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
+
+    @staticmethod
+    def of(observations: Sequence[OwnTimes], hosts: Sequence[str], loads: Sequence[float]) -> _Times:
+        compute_s, data_s, queued_s = (
+            np.array([getattr(o, name) for o in observations], dtype=np.float64) for name in ("compute_s", "data_s", "queued_s")
+        )
+        num_on = Counter(hosts)
+        alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(compute_s.shape[1])
+        scales = np.median(loads) / np.array(loads) if len(loads) else np.ones(compute_s.shape[1])
+        own_s = compute_s + queued_s * alone
+        excess = np.minimum(_log_ratio(own_s + data_s), _log_ratio(own_s * scales + data_s))
+        return _Times(
+            num_steps=np.array([o.num_steps for o in observations], dtype=np.float64),
+            step_time_s=np.array([o.step_time_s for o in observations]),
+            total_s=own_s + data_s,
+            data_s=data_s,
+            busy_s=compute_s + data_s + queued_s,
+            excess=excess,
+        )
 
 
-def _recent(observations: Sequence[OwnTimes]) -> Sequence[OwnTimes]:
-    """The newest ones that are enough to judge by; empty if there are too few."""
+def _num_newest(observations: Sequence[OwnTimes], span: int) -> int:
+    """How many of the newest observations cover so many steps; 0 if there are too few."""
     num_steps = 0
     for count in range(1, len(observations) + 1):
         num_steps += observations[-count].num_steps
-        if num_steps >= MIN_STEPS and count >= MIN_OBSERVATIONS:
-            return observations[-count:]
-    return []
+        if num_steps >= span and count >= MIN_OBSERVATIONS:
+            return count
+    return 0
 
 
-def _own(seen: OwnTimes, shares_host: Sequence[bool], scales: Sequence[float]) -> _Own:
-    queued_s = [0.0 if shared else queued for queued, shared in zip(seen.queued_s, shares_host, strict=True)]
-    compute_s = [compute + queued for compute, queued in zip(seen.compute_s, queued_s, strict=True)]
-    return _Own(
-        total_s=[compute + data for compute, data in zip(compute_s, seen.data_s, strict=True)],
-        scaled_s=[compute * scale + data for compute, data, scale in zip(compute_s, seen.data_s, scales, strict=True)],
-        data_s=list(seen.data_s),
-        busy_s=[sum(parts) for parts in zip(seen.compute_s, seen.data_s, seen.queued_s, strict=True)],
-    )
-
-
-def _judge(rank: int, own: Sequence[_Own], recent: Sequence[OwnTimes]) -> Straggler | None:
-    ratios = [min(_ratio(rank, o.total_s), _ratio(rank, o.scaled_s)) for o in own]
-    ratio = median(ratios)
-    deviation = 1.4826 * median(abs(r - ratio) for r in ratios)  # of a normal distribution with that median deviation
-    error = 1.2533 * deviation / math.sqrt(len(ratios))  # the median's standard error, as of a normal distribution
-    clear = sum(r > 1 + (MIN_RATIO - 1) / 2 for r in ratios) >= MIN_SHARE * len(ratios)
-    if ratio < MIN_RATIO or not clear or ratio - 1 < NUM_DEVIATIONS * error:
-        return None
-    own_s = median(o.total_s[rank] for o in own)
-    others_s = median(median(_without(rank, o.total_s)) for o in own)
-    data_s = median(o.data_s[rank] - median(_without(rank, o.data_s)) for o in own)
+def _judge(times: _Times, count: int) -> list[Straggler]:
+    """Those that the newest `count` observations show to be slow."""
+    recent = times.excess[-count:]
+    excess = np.median(recent, axis=0)
+    clear = (recent > math.log(MIN_RATIO) / 2).mean(axis=0) >= MIN_SHARE
+    # By the whole round, too: a few observations may happen to be much alike.
+    deviation = np.maximum(_deviation(recent), _deviation(times.excess))
+    if len(times.excess) < NUM_KNOWN:
+        deviation = np.maximum(deviation, ASSUMED_DEVIATION)
+    error = 1.2533 * deviation / math.sqrt(count)  # of the median of normal ones
+    slow = clear & (excess >= math.log(MIN_RATIO)) & (excess >= NUM_DEVIATIONS * error)
     # Medians before the maximum: that of several noisy times is larger than each of them usually is.
-    busy_s = [median(o.busy_s[other] for o in own) for other in range(len(own[0].busy_s))]
-    step_time_s = median(o.step_time_s for o in recent)
-    lost_s = min(busy_s[rank] - max(_without(rank, busy_s)), step_time_s)
-    if lost_s < MIN_LOST * step_time_s:
-        return None  # slow, but nobody waits for it
-    return Straggler(
-        global_rank=rank,
-        part="data" if data_s > (own_s - others_s) / 2 else "compute",
-        own_s=own_s,
-        others_s=others_s,
-        ratio=ratio,
-        lost_s=lost_s,
-        step_time_s=step_time_s,
-        num_steps=sum(o.num_steps for o in recent),
-    )
+    busy_s = np.median(times.busy_s[-count:], axis=0)
+    step_time_s = float(np.median(times.step_time_s[-count:]))
+    found = []
+    for rank in np.flatnonzero(slow):
+        lost_s = min(float(busy_s[rank] - np.delete(busy_s, rank).max()), step_time_s)
+        if lost_s < MIN_LOST * step_time_s:
+            continue  # slow, but nobody waits for it
+        total_s, data_s = times.total_s[-count:], times.data_s[-count:]
+        own_s = float(np.median(total_s[:, rank]))
+        others_s = float(np.median(_median_of_others(total_s)[:, rank]))
+        more_data_s = float(np.median(data_s[:, rank] - _median_of_others(data_s)[:, rank]))
+        found.append(
+            Straggler(
+                global_rank=int(rank),
+                part="data" if more_data_s > (own_s - others_s) / 2 else "compute",
+                own_s=own_s,
+                others_s=others_s,
+                ratio=math.exp(excess[rank]),
+                lost_s=lost_s,
+                step_time_s=step_time_s,
+                num_steps=int(times.num_steps[-count:].sum()),
+            )
+        )
+    return found
 
 
-def _ratio(rank: int, values: Sequence[float]) -> float:
-    return values[rank] / max(1e-9, median(_without(rank, values)))
+def _deviation(values: Floats) -> Floats:
+    """Of each column: the standard deviation of a normal distribution with its median absolute deviation."""
+    deviation: Floats = 1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0)
+    return deviation
 
 
-def _without(rank: int, values: Sequence[float]) -> list[float]:
-    return [value for other, value in enumerate(values) if other != rank]
+def _log_ratio(values: Floats) -> Floats:
+    """Of each worker to the median of the others."""
+    ratio: Floats = np.log(np.maximum(values, 1e-9) / np.maximum(_median_of_others(values), 1e-9))
+    return ratio
+
+
+def _median_of_others(values: Floats) -> Floats:
+    """For each value the median of the rest of its row; at least two columns."""
+    others = values.shape[1] - 1
+    order = np.argsort(values, axis=1)
+    place = np.argsort(order, axis=1)
+    ascending = np.take_along_axis(values, order, axis=1)
+
+    def at(index: int) -> Floats:  # of the row without the value itself
+        found: Floats = np.where(place > index, ascending[:, [index]], ascending[:, [index + 1]])
+        return found
+
+    median: Floats = (at((others - 1) // 2) + at(others // 2)) / 2
+    return median

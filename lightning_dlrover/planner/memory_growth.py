@@ -1,0 +1,189 @@
+"""Predict when a worker's memory reaches its limit, and choose what to do before. Pure.
+
+Memory grows with the steps made (rows of tables that are touched for the first time, a list that somebody appends to), so it is
+extrapolated over steps: by the median of the slopes of all pairs of windows, which a few odd windows do not move (Theil, 1950;
+Sen, JASA 63(324), 1968), with the interval of that slope.
+
+What helps depends on what grows, which is not known before it was tried. A leak ends with its process: a new worker in its
+place starts small. State that is handed over starts as large as it was; if it is split over the workers, more of them need less
+each. Where neither helps, or nobody starts workers, a checkpoint saves what was done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from scipy.stats import theilslopes
+
+from lightning_dlrover.perf.samples import StepProfile
+
+__all__ = ["Act", "MemoryForecast", "Remedy", "Situation", "choose_remedy", "forecast_memory", "least_workers"]
+
+NUM_SETTLING = 2
+"""First windows of a round that are left out: buffers are allocated then."""
+
+MIN_WINDOWS = 5
+
+MAX_WINDOWS = 60
+
+CONFIDENCE = 0.9
+
+MIN_GROWTH = 0.02
+"""Of the limit, over the windows looked at, or it is noise."""
+
+RESERVE = 0.05
+"""Of the limit, that stays free: peaks within a window may be higher than those seen."""
+
+LEADS = 3.0
+"""A remedy is begun when the limit may be reached within so many times the time that it takes."""
+
+Act = Literal["none", "wait", "replace", "add_workers", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """When a worker reaches its limit, if nothing changes."""
+
+    level_bytes: int  # highest of late
+    grown_bytes: int  # over the windows looked at
+    limit_bytes: int
+    bytes_per_step: float
+    steps_left: float  # until the limit, less a reserve
+    earliest_steps_left: float  # by the upper bound of the slope
+    step_time_s: float
+
+    @property
+    def seconds_left(self) -> float:
+        return self.steps_left * self.step_time_s
+
+    @property
+    def earliest_seconds_left(self) -> float:
+        return self.earliest_steps_left * self.step_time_s
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.level_bytes / 2**20:.0f} MiB of {self.limit_bytes / 2**20:.0f} used, growing by "
+            f"{self.bytes_per_step / 2**20:.3g} MiB a step: the limit is reached in {self.seconds_left:.0f} s "
+            f"({self.earliest_seconds_left:.0f} s at the earliest)"
+        )
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What can be done about it."""
+
+    remaining_steps: float | None  # of the job; None if nobody knows
+    lead_s: float  # from asking for a worker to its first step
+    num_workers: int
+    max_workers: int
+    can_add: bool  # somebody starts workers, and the size was not set by hand
+    can_replace: bool  # somebody starts workers
+    has_sharded_tables: bool
+    tried: Sequence[Act] = ()  # by this job, without success
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do, and why."""
+
+    act: Act
+    reason: str
+    num_workers: int = 0  # for `add_workers`
+
+
+def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
+    """When the worker reaches its memory limit, from its windows so far, oldest first; None if it does not grow.
+
+    Only windows of the newest round count: another split of the work takes other memory.
+
+    Raises:
+        ValueError: the windows are of several workers.
+    """
+    if len({w.worker_id for w in windows}) > 1:
+        raise ValueError(f"windows of several workers were given: {sorted({w.worker_id for w in windows})}")
+    recent = [w for w in windows if w.round_number == windows[-1].round_number][NUM_SETTLING:][-MAX_WINDOWS:]
+    if len(recent) < MIN_WINDOWS or recent[-1].memory_limit_bytes <= 0:
+        return None
+    limit = recent[-1].memory_limit_bytes
+    steps = np.array([w.first_step + w.num_steps for w in recent], dtype=np.float64)
+    used = np.array([w.memory_bytes for w in recent], dtype=np.float64)
+    if len(set(steps)) < MIN_WINDOWS:
+        return None
+    slope, intercept, low, high = (float(value) for value in theilslopes(used, steps, CONFIDENCE))
+    grown = slope * (steps[-1] - steps[0])
+    if low <= 0 or grown < MIN_GROWTH * limit:
+        return None
+    # The line's end, or what was seen above it: a peak inside of a step counts, too.
+    level = max(intercept + slope * steps[-1], *(max(w.peak_memory_bytes, w.memory_bytes) for w in recent[-3:]))
+    room = max(0.0, limit * (1 - RESERVE) - level)
+    return MemoryForecast(
+        level_bytes=int(level),
+        grown_bytes=int(grown),
+        limit_bytes=limit,
+        bytes_per_step=slope,
+        steps_left=room / slope,
+        earliest_steps_left=room / high,
+        step_time_s=recent[-1].step_time_s,
+    )
+
+
+def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
+    """What to do now about memory that grows.
+
+    Raises:
+        ValueError: the time that a remedy takes is not a finite time of 0 s or more.
+    """
+    if not 0 <= situation.lead_s < math.inf:
+        raise ValueError(f"lead_s is {situation.lead_s!r}, not a finite time of 0 s or more")
+    remaining = situation.remaining_steps
+    if remaining is not None and forecast.earliest_steps_left > remaining:
+        return Remedy("none", f"{forecast.text}; the job ends before, in {remaining:.0f} steps")
+    if forecast.earliest_seconds_left > LEADS * situation.lead_s:
+        return Remedy("wait", f"{forecast.text}; time enough, a new worker takes {situation.lead_s:.0f} s")
+    order: tuple[Act, ...] = ("add_workers", "replace") if situation.has_sharded_tables else ("replace", "add_workers")
+    possible = {
+        "replace": situation.can_replace,
+        "add_workers": situation.can_add and situation.num_workers < situation.max_workers,
+    }
+    failed = f"; {' and '.join(_NAMES[act] for act in situation.tried)} did not help" if situation.tried else ""
+    for act in order:
+        if act in situation.tried or not possible[act]:
+            continue
+        if act == "replace":
+            return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, which starts without what has leaked")
+        number = _enough_workers(forecast, situation)
+        text = f"{forecast.text}{failed}; {number} instead of {situation.num_workers} workers hold less each"
+        return Remedy(act, text, number)
+    why = "nobody starts workers" if not situation.can_replace else "nothing else is left to try"
+    return Remedy("checkpoint", f"{forecast.text}{failed}; a checkpoint is written, {why}: give each worker more memory")
+
+
+_NAMES: dict[Act, str] = {"replace": "a new worker in its place", "add_workers": "more workers"}
+
+
+def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
+    """Workers that the job needs so that each has enough memory, as earlier remedies have found; 0 if any number does.
+
+    Args:
+        events: data of the job's events of kind "memory".
+    """
+    numbers = [data.get("num_workers") for data in events if data.get("act") == "add_workers"]
+    return max((n for n in numbers if isinstance(n, int)), default=0)
+
+
+def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:
+    """Enough to hold what will have grown until the end, if all of them share it; all that are allowed if nobody knows."""
+    if situation.remaining_steps is None:
+        return situation.max_workers
+    growth = forecast.bytes_per_step * situation.remaining_steps * situation.num_workers  # of all workers together
+    # What has grown so far is spread anew as well.
+    spread = forecast.grown_bytes * situation.num_workers + growth
+    fixed = forecast.level_bytes - forecast.grown_bytes
+    room = forecast.limit_bytes * (1 - RESERVE) - fixed
+    needed = math.ceil(spread / room) if room > 0 else situation.max_workers
+    return min(situation.max_workers, max(situation.num_workers + 1, needed))

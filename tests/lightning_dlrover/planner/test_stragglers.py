@@ -1,0 +1,129 @@
+"""Who is named as the one that makes the others wait, and when replacing it pays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_dlrover.planner.stragglers import OwnTimes, Straggler, find_straggler, judge_replacement
+
+
+def observed(
+    compute_s: Sequence[float], num: int = 16, data_s: Sequence[float] = (), queued_s: Sequence[float] = (), noise: float = 0.05
+) -> list[OwnTimes]:
+    rng = random.Random(1)
+
+    def noisy(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(value * max(0.1, rng.gauss(1, noise)) for value in values)
+
+    nothing = [0.0] * len(compute_s)
+    parts = [(noisy(compute_s), noisy(data_s or nothing), noisy(queued_s or nothing)) for _ in range(num)]
+    return [OwnTimes(2, max(sum(times) for times in zip(*p, strict=True)) + 0.005, *p) for p in parts]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64])
+@pytest.mark.parametrize("slow", [0, -1])
+def test_one_that_takes_twice_as_long_is_named_in_a_world_of_any_size(size: int, slow: int) -> None:
+    times = [0.05] * size
+    times[slow] = 0.1
+    found = find_straggler(observed(times))
+    assert found is not None
+    assert (found.global_rank, found.part) == (slow % size, "compute")
+    assert found.ratio == pytest.approx(2, rel=0.15)
+    assert found.lost_s == pytest.approx(0.05, rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nobody_is_named_however_much_the_times_of_equal_workers_vary(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 6)
+    # Log-normal with a heavy tail: one in fifty takes five times as long.
+    own = [
+        tuple(0.05 * rng.lognormvariate(0, 0.25) * (5 if rng.random() < 0.02 else 1) for _ in range(size)) for _ in range(100)
+    ]
+    seen = [OwnTimes(2, max(times), times, (0.0,) * size, (0.0,) * size) for times in own]
+    assert [find_straggler(seen[:end]) for end in range(1, 101)] == [None] * 100
+
+
+def test_it_is_named_within_thirty_steps_also_if_steps_are_observed_one_by_one() -> None:
+    before, after = observed([0.05] * 3, 30), observed([0.05, 0.1, 0.05], 30)
+    for num_steps in (1, 2, 5):
+        seen = [OwnTimes(num_steps, o.step_time_s, o.compute_s, o.data_s, o.queued_s) for o in (*before, *after)]
+        named = next(n for n in range(1, 31) if find_straggler(seen[: 30 + n]) is not None)
+        assert named * num_steps <= 30
+
+
+def test_too_few_observations_name_nobody() -> None:
+    assert find_straggler(observed([0.05, 0.2, 0.05], 5)) is None
+    assert find_straggler([]) is None
+
+
+def test_who_waits_for_its_data_is_named_for_that() -> None:
+    found = find_straggler(observed([0.05] * 3, data_s=[0.001, 0.001, 0.08]))
+    assert found is not None
+    assert (found.global_rank, found.part) == (2, "data")
+    assert "waiting for its data" in found.text
+
+
+def test_a_lone_worker_makes_nobody_wait() -> None:
+    assert find_straggler(observed([0.05])) is None
+
+
+def test_waiting_for_cores_counts_only_on_a_host_of_its_own() -> None:
+    seen = observed([0.05] * 3, queued_s=[0.0, 0.0, 0.06])
+    assert find_straggler(seen, hosts=["a", "a", "a"]) is None
+    found = find_straggler(seen, hosts=["a", "b", "c"])
+    assert found is not None
+    assert found.global_rank == 2
+
+
+def test_a_slow_worker_that_nobody_waits_for_is_no_straggler() -> None:
+    """The others need as long since they share too few cores, of which it takes less."""
+    seen = observed([0.05, 0.05, 0.1], queued_s=[0.06, 0.06, 0.0])
+    assert find_straggler(seen, hosts=["a"] * 3) is None
+
+
+def test_more_work_or_fewer_cores_are_no_fault_of_the_worker() -> None:
+    assert find_straggler(observed([0.05, 0.05, 0.1]), loads=[1, 1, 2]) is None
+    # On more cores it should be faster, but not everything is.
+    assert find_straggler(observed([0.05, 0.05, 0.05]), loads=[1, 1, 0.25]) is None
+    found = find_straggler(observed([0.05, 0.05, 0.2]), loads=[1, 1, 2])
+    assert found is not None
+    assert found.ratio == pytest.approx(2, rel=0.2)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    seen = observed([0.05] * 3)
+    with pytest.raises(ValueError, match="2 hosts were given for 3 workers"):
+        find_straggler(seen, hosts=["a", "b"])
+    with pytest.raises(ValueError, match="must be above 0"):
+        find_straggler(seen, loads=[1, 0, 1])
+    with pytest.raises(ValueError, match="different numbers of workers"):
+        find_straggler([*seen, *observed([0.05] * 2, 3)])
+
+
+SLOW = Straggler(1, "compute", own_s=0.1, others_s=0.05, ratio=2.0, lost_s=0.04, step_time_s=0.1, num_steps=12)
+
+
+def test_a_replacement_pays_if_it_saves_more_than_it_costs() -> None:
+    assert judge_replacement(SLOW, 1000, resize_cost_s=0.5, num_earlier=0).pays  # 40 s for 0.5 s
+    near_the_end = judge_replacement(SLOW, 20, resize_cost_s=0.5, num_earlier=0)
+    assert not near_the_end.pays
+    assert "would save 0.8 s of 2 s left and cost 0.5 s" in near_the_end.reason
+    assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # nobody knows the end: an hour
+
+
+def test_replacing_again_and_again_ends() -> None:
+    verdicts = [judge_replacement(SLOW, 1000, resize_cost_s=1.0, num_earlier=n).pays for n in range(10)]
+    assert verdicts == sorted(verdicts, reverse=True)
+    assert verdicts[0]
+    assert not verdicts[-1]
+
+
+def test_a_cost_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="resize_cost_s is -1"):
+        judge_replacement(SLOW, 10, resize_cost_s=-1, num_earlier=0)
+    with pytest.raises(ValueError, match="remaining_steps is inf"):
+        judge_replacement(SLOW, float("inf"), resize_cost_s=1, num_earlier=0)
