@@ -272,9 +272,6 @@ class Analyst:
             return
         num_workers = decision.chosen_workers if followed or advice is None else advice.chosen_workers
         chosen = decision.chosen
-        is_wished = wish is not None and wish.num_workers == num_workers and wish.binding == followed
-        if wish is not None and is_wished and _is_tuned(wish, chosen):
-            return
         proposed = PlanRecord(
             num_workers=num_workers,
             source="planner",
@@ -286,6 +283,8 @@ class Analyst:
             intra_op_threads=chosen.intra_op_threads,
             prefetch_factor=chosen.prefetch_factor,
         )
+        if wish is not None and _asked(wish) == _asked(proposed):
+            return
         membership.update_plan(lambda now: None if now is not None and now.source == "user" else proposed)
 
     def _judge(self, settings: Settings) -> None:
@@ -446,6 +445,11 @@ class _Keeper:
             if not self._has_failed:
                 log.warning("%s, training goes on: %s", consequence, error)
             self._has_failed = True
+
+
+def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
+    """What a plan asks for."""
+    return plan.num_workers, plan.binding, plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
 
 
 def _is_tuned(wish: PlanRecord, settings: Settings) -> bool:

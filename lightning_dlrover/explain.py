@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_dlrover.job_story import JobStory, outcome_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
 
 __all__ = ["cost_text", "explain_text"]
 
@@ -73,7 +73,7 @@ def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
         head += f", {decision.current.short} -> {decision.chosen.short}"
     left = f"{decision.left_s:.0f} s of work left" if decision.left_s is not None else "nobody knows how much work is left"
     seen = (
-        f"saw {_settings(decision.current)}: {1000 * decision.observed_step_time_s:.3g} ms a step; {left}; "
+        f"saw {_settings(decision.current)}: {step_text(decision.observed_step_time_s)} a step; {left}; "
         f"{decision.num_windows} windows measured; {decision.num_considered} settings considered"
     )
     lines = [head, *_wrapped(seen), *_wrapped(decision.reason)]
@@ -93,7 +93,7 @@ def _telling(decision: Decision) -> list[Candidate]:
 
 
 def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
-    rows = [f"    {'settings':>10} {'step':>9} {'90 % interval':>17} {'samples/s':>10} {'cores':>6} {'to the end':>10}  "]
+    rows = [f"    {'settings':>10} {'step':>9} {'90 % interval':>19} {'samples/s':>10} {'cores':>6} {'to the end':>10}  "]
     for c in candidates:
         marks = [
             *(["chosen"] if c.settings == decision.chosen else []),
@@ -101,10 +101,10 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
             *(["on the front"] if c.on_front else []),
             *([c.note] if c.note else []),
         ]
-        interval = f"{1000 * c.low_s:.3g}-{1000 * c.high_s:.3g} ms"
+        interval = f"{step_text(c.low_s)}-{step_text(c.high_s)}"
         money = f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown"
-        step = f"{1000 * c.step_time_s:.3g} ms"
-        row = f"    {c.settings.short:>10} {step:>9} {interval:>17} {c.samples_per_s:>10,.0f} {c.cores:>6.3g} {money:>10}"
+        step = step_text(c.step_time_s)
+        row = f"    {c.settings.short:>10} {step:>9} {interval:>19} {c.samples_per_s:>10,.0f} {c.cores:>6.3g} {money:>10}"
         rows.append(f"{row}  {', '.join(marks)}")
     return rows
 

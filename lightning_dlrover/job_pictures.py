@@ -274,7 +274,7 @@ def plans_picture(story: JobStory) -> Figure:
         times = [1000 * d.predicted_step_time_s for _, d in pending]
         plans.plot([i for i, _ in pending], times, "x", color=INK, markersize=8, label="never measured")
     names = [f"{d.decision_id}\n{d.chosen.short}" for d in decisions]
-    plans.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if len(names) <= 8 else 60)
+    plans.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 8 else 7, rotation=0 if len(names) <= 12 else 90)
     plans.set_xlim(-0.6, max(len(names), 1) - 0.4)
     plans.set_ylim(0)
     plans.set_ylabel("step time (ms)")
@@ -318,7 +318,7 @@ def _draw_choice(axes: Axes, decision: Decision) -> None:
     axes.margins(x=0.18, y=0.15)
     axes.set_ylim(0)
     axes.set_title(f"what plan {decision.decision_id} chose from")
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _draw_predictions(axes: Axes, placed: Sequence[tuple[float, Candidate]], colour: str, label: str | None = None) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_dlrover.perf import Configuration, MemoryModel, Prediction
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
 from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
 from lightning_dlrover.planner.warm_start import Suggestion
 
@@ -465,7 +465,7 @@ class _Search:
         return describe_change(self.field.settings[self.field.now], self.field.settings[to])
 
     def _times(self, to: int) -> str:
-        return f"{_ms(self.field.step_s[to])} instead of {_ms(self.field.step_s[self.field.now])} a step"
+        return f"{step_text(self.field.step_s[to])} instead of {step_text(self.field.step_s[self.field.now])} a step"
 
     def _left(self) -> str:
         known = self.situation.remaining_samples is not None
@@ -478,11 +478,12 @@ class _Search:
 
     def _reason_to_try(self, trial: int, best: int, worth_s: float) -> str:
         field = self.field
-        beside = "" if best == field.now else f", best so far {_ms(field.step_s[best])}"
+        beside = "" if best == field.now else f", best so far {step_text(field.step_s[best])}"
+        interval = f"{step_text(field.low_s[trial])} to {step_text(field.high_s[trial])}"
         return (
-            f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({_ms(field.low_s[trial])} to "
-            f"{_ms(field.high_s[trial])}{beside}); trying costs at most {_seconds(self._trial_cost_s(trial, best))} of the "
-            f"{self._left()} and is expected to save {_seconds(worth_s)}"
+            f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({interval}{beside}); "
+            f"trying costs at most {_seconds(self._trial_cost_s(trial, best))} of the {self._left()} and "
+            f"is expected to save {_seconds(worth_s)}"
         )
 
     def _reason_to_move(self, best: int) -> str:
@@ -509,9 +510,10 @@ class _Search:
         others = [i for i in allowed if i != field.now]
         next_best = min(others, key=lambda i: float(field.loss[i]))
         known = "measured" if field.measured[next_best] else "predicted"
+        interval = f"{step_text(field.low_s[next_best])} to {step_text(field.high_s[next_best])}"
         return (
-            f"{self._stay}: {_ms(field.step_s[field.now])} a step; the next best ({self._move(next_best)}) takes "
-            f"{_ms(field.step_s[next_best])} ({known}, {_ms(field.low_s[next_best])} to {_ms(field.high_s[next_best])}), "
+            f"{self._stay}: {step_text(field.step_s[field.now])} a step; the next best ({self._move(next_best)}) takes "
+            f"{step_text(field.step_s[next_best])} ({known}, {interval}), "
             "which is not worth a trial or a change"
         )
 
@@ -550,10 +552,6 @@ def describe_change(now: Settings, then: Settings) -> str:
 
 def _workers(number: int) -> str:
     return f"{number} worker{'s' if number != 1 else ''}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome"]
+__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "step_text"]
 
 
 LARGEST = 1e18  # of any quantity; beyond lies a broken record, infinity or a whole number that is no float
@@ -147,14 +147,18 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
     expected = chosen.low_s <= observed_step_time_s <= chosen.high_s
     text = (
         f"decision {decision.decision_id}, {decision.chosen.short}: "
-        f"{observed_step_time_s * 1e3:.3g} ms a step, {ratio:.2f} times the "
-        f"{decision.predicted_step_time_s * 1e3:.3g} ms predicted "
-        f"({'inside' if expected else 'outside'} {chosen.low_s * 1e3:.3g}-{chosen.high_s * 1e3:.3g})"
+        f"{step_text(observed_step_time_s)} a step, {ratio:.2f} times the {step_text(chosen.step_time_s)} predicted "
+        f"({'inside' if expected else 'outside'} {step_text(chosen.low_s)} to {step_text(chosen.high_s)})"
     )
     if decision.is_change:
         before = decision.observed_step_time_s / observed_step_time_s
         text += f"; {before:.2f} times as fast as with {decision.current.short}"
     return Outcome(decision.decision_id, observed_step_time_s, ratio, expected, text)
+
+
+def step_text(seconds: float) -> str:
+    """A step time for people: `41.7 ms`, `1.04 s`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 T = TypeVar("T")

@@ -94,6 +94,7 @@ def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
                 client.put(own.job, encode(JobRecord("training", True, 1, 4, "1", created_at=time.time() - 10)))
             if with_controller:
                 client.put(own.controller, encode(ControllerRecord("host", 1, "local")))
+                client.put(own.plan, encode(PlanRecord(1, "initial", "start with 1 workers", True)))
             port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             config = MembershipConfig(
                 run_id=own.run_id,

@@ -281,7 +281,7 @@ def test_an_explanation_names_what_was_seen_chosen_and_got() -> None:
         "1x1 -> 2x1",
         "2 workers are faster",
         "saw 1 worker with 1 thread and 0 loader workers each: 130 ms a step",
-        "came out: decision 1, 2x1: 100 ms a step, 1.25 times the 80 ms predicted (inside 70-100)",
+        "came out: decision 1, 2x1: 100 ms a step, 1.25 times the 80 ms predicted (inside 70 ms to 100 ms)",
         "cost: unknown, as no prices were given",
         "on the front",
     ):

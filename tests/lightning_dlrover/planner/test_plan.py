@@ -95,7 +95,7 @@ def test_an_outcome_compares_what_was_measured_with_what_was_predicted() -> None
     assert good.expected
     assert not bad.expected
     assert good.text == (
-        "decision 7, 2x1: 50 ms a step, 1.25 times the 40 ms predicted (inside 30-60); 1.60 times as fast as with 1x1"
+        "decision 7, 2x1: 50 ms a step, 1.25 times the 40 ms predicted (inside 30 ms to 60 ms); 1.60 times as fast as with 1x1"
     )
 
 
