@@ -92,7 +92,7 @@ class Perceptron(L.LightningModule):
 
 class ClickModel(L.LightningModule):
     def __init__(self) -> None:
-        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         from torchrec.optim import RowWiseAdagrad
 
@@ -172,8 +172,13 @@ def main() -> None:
     options = Options.from_command_line()
     L.seed_everything(7, verbose=False)
     module: L.LightningModule
-    module = {"dense": lambda: Perceptron(640, 3), "embedding": ClickModel, "input": lambda: Perceptron(64, 1)}[options.job]()
-    data: Dataset[Any] = {"dense": Rows, "embedding": Clicks, "input": Packed}[options.job]()
+    data: Dataset[Any]
+    if options.job == "dense":
+        module, data = Perceptron(640, 3), Rows()
+    elif options.job == "embedding":
+        module, data = ClickModel(), Clicks()
+    else:
+        module, data = Perceptron(64, 1), Packed()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
