@@ -21,7 +21,7 @@ from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windo
 from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
-__all__ = ["Prediction", "StepTimeModel"]
+__all__ = ["Prediction", "StepTimeModel", "one_thread"]
 
 COVERAGE = 0.9  # of measured windows, that an interval should hold
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
@@ -378,12 +378,12 @@ def _bent(trees: Any, columns: Columns) -> Floats:
     """Log correction by `trees`, none if there are none."""
     if trees is None:
         return np.zeros(len(columns))
-    with _one_thread():
+    with one_thread():
         bent: Floats = np.clip(trees.predict(_features(columns)), -MAX_CORRECTION, MAX_CORRECTION)
     return bent
 
 
-def _one_thread() -> AbstractContextManager[Any]:
+def one_thread() -> AbstractContextManager[Any]:
     """Keeps OpenMP to the calling thread, whose own setting for training comes back afterwards.
 
     Beside a training job every core is busy, and threads that wait for each other at the barrier of each tree node
@@ -414,7 +414,7 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
         early_stopping=False,
         random_state=0,
     )
-    with _one_thread():
+    with one_thread():
         return trees.fit(_features(columns), log_residuals, sample_weight=weights)
 
 

@@ -37,7 +37,6 @@ OVERLAPS = (1.0, 2.0, 4.0)  # g
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
 LOADER_OVERLAP = 8.0  # h: close to the longer of the two
 ITERATIONS = 6
-CONFIGURATIONS_PER_PULL = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def _serially(c: Columns) -> Floats:
     return np.minimum(1.0, c.core_share)
 
 
-def _ring_bytes(c: Columns) -> Floats:
-    return 2 * (c.num_workers - 1) / c.num_workers * np.maximum(c.dense_bytes, 1.0)
+def _ring(c: Columns) -> Floats:
+    return 2 * (c.num_workers - 1) / c.num_workers
 
 
 def _exchanged_rows(c: Columns) -> Floats:
@@ -141,7 +140,7 @@ TERMS: tuple[Term, ...] = (
         "workers of one node share what the figures do not show: memory, PCIe, the power budget",
         lambda c: c.fullest - 1,
         default=0.0,
-        doubt=0.6,
+        doubt=0.2,
     ),
     Term(
         "neighbours_per_sample",
@@ -149,7 +148,7 @@ TERMS: tuple[Term, ...] = (
         "as before, for what grows with the batch",
         lambda c: (c.fullest - 1) * _flops(c),
         default=0.0,
-        doubt=0.6,
+        doubt=0.2,
     ),
     Term(
         "data_loading",
@@ -163,15 +162,15 @@ TERMS: tuple[Term, ...] = (
         "ring_inside_node",
         "communication",
         "ring all-reduce: 2 (W - 1) / W of the bytes on every link (Patarasuk, Yuan, JPDC 69(2), 2009)",
-        lambda c: _ring_bytes(c) * (1 - _several(c)),
+        lambda c: _ring(c) * np.maximum(c.dense_bytes, 1.0) * (1 - _several(c)),
         default=1 / INTRA_NODE_BYTES_PER_S,
         doubt=0.2,
     ),
     Term(
         "ring_between_nodes",
         "communication",
-        "the same ring, but its slowest link is the network",
-        lambda c: _ring_bytes(c) * _several(c),
+        "the same ring, but its slowest link is the network; nothing where bytes are unknown, for `network` says as much then",
+        lambda c: _ring(c) * c.dense_bytes * _several(c),
         default=1 / INTER_NODE_BYTES_PER_S,
         doubt=1.0,
     ),
@@ -214,7 +213,7 @@ TERMS: tuple[Term, ...] = (
         "than the average by about log W (Dean, Barroso, CACM 56(2), 2013)",
         lambda c: np.log2(c.num_workers),
         default=LATENCY_S,
-        doubt=0.2,
+        doubt=0.06,
     ),
     Term(
         "pair_of_nodes",
@@ -386,7 +385,7 @@ def _fit_shape(
     scale = np.sqrt(((amounts / step_s[:, None]) ** 2).mean(axis=0))
     used = used & (scale > 0)
     defaults = np.array([term.default for term in TERMS])
-    pull = np.array([1e-3 + term.doubt for term in TERMS]) * CONFIGURATIONS_PER_PULL
+    pull = np.array([1e-3 + term.doubt for term in TERMS])
     latency = [term.name for term in TERMS].index("latency_of_workers")
     pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
     unit = amounts[:, used] / scale[used]
