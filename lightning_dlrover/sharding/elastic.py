@@ -11,8 +11,10 @@ has all it should have, the snapshot counts, and the room of the one before it m
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -72,6 +74,12 @@ PLANNED = ("grow", "shrink", "replace")
 
 SWAP_S = 300.0
 """For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
+
+NICENESS = 15
+"""Of the thread that copies: training has the cores first."""
+
+EVERYTHING, CHANGES, NOTHING = range(3)
+"""What a neighbour wants of a part."""
 
 PAUSE_S = 0.004
 """Between two messages to a neighbour: training has the wire first."""
@@ -438,6 +446,8 @@ class _Snapshots:
         result: Future[int] = Future()
 
         def work() -> None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             try:
                 result.set_result(run(*args))
             except BaseException as error:
@@ -557,18 +567,21 @@ class _Snapshots:
         counts = [-1 if rows is None else len(rows) for rows in self._changed]
         said = json.dumps({"header": part.header.encode().decode(), "base": self._base, "counts": counts}).encode()
         incoming = self._introduce(group, torch.frombuffer(bytearray(said), dtype=torch.uint8), stopping)
-        # Who has the base that a part was written over is sent what has changed since.
         answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self._neighbours}
-        _swap(group, {rank: torch.tensor([each.has_base], dtype=torch.uint8) for rank, each in incoming.items()}, answers)
-        changes = changes_of(part, self._changed) if any(int(answer) for answer in answers.values()) else None
-        outgoing = {rank: changes if changes is not None and int(answer) else part.values for rank, answer in answers.items()}
-        sizes = [len(values) for values in (*outgoing.values(), *(each.values for each in incoming.values()))]
+        _swap(group, {rank: torch.tensor([each.wants], dtype=torch.uint8) for rank, each in incoming.items()}, answers)
+        wanted = {rank: int(answer) for rank, answer in answers.items()}
+        changes = changes_of(part, self._changed) if CHANGES in wanted.values() else None
+        outgoing = {rank: changes if want == CHANGES else part.values for rank, want in wanted.items() if want != NOTHING}
+        by_wire = {rank: each.values for rank, each in incoming.items() if each.wants != NOTHING}
+        sizes = [len(values) for values in (*outgoing.values(), *by_wire.values()) if values is not None]
         for start in range(0, max(sizes, default=0), CHUNK_BYTES):
             end = start + CHUNK_BYTES
-            mine = {rank: values[start:end] for rank, values in outgoing.items()}
-            _swap(group, mine, {rank: each.values[start:end] for rank, each in incoming.items()})
+            mine = {rank: values[start:end] for rank, values in outgoing.items() if values is not None}
+            _swap(group, mine, {rank: values[start:end] for rank, values in by_wire.items()})
             if stopping.wait(PAUSE_S):
                 raise RoundEndedError("the round ended")
+        for each in incoming.values():
+            each.copy_from_host(stopping)
         with self._lock:
             if stopping.is_set():
                 raise RoundEndedError("the round ended")
@@ -611,7 +624,12 @@ class _Snapshots:
 
 
 class _Incoming:
-    """A part that comes from another worker: all of it, or what has changed since one that is here."""
+    """A part of another worker that comes: all of it, or what has changed since one that is here, by wire or through memory.
+
+    Attributes:
+        wants: of its owner: EVERYTHING, CHANGES, or NOTHING where this worker finds the part in their host's memory.
+        values: for what comes by wire.
+    """
 
     def __init__(
         self,
@@ -624,23 +642,39 @@ class _Incoming:
         self._counts = counts
         self._writer: PartWriter | None = None
         self._problem: SnapshotError | None = None
+        self.values = torch.empty(0, dtype=torch.uint8)
         try:
             self._writer = store.begin(header, keep)
         except SnapshotError as error:
-            self._problem = error  # received all the same, so that its owner is not kept waiting
-        self.has_base = self._writer is not None and base is not None and self._writer.base == base
-        if self._writer is not None and not self.has_base:
-            self.values = self._writer.values
+            self._problem = error  # its owner is told to send nothing, so that it is not kept waiting
+        self._original = store.part_of(header.owner, header.name)
+        if self._writer is None or self._original is not None:
+            self.wants = NOTHING
+        elif base is not None and self._writer.base == base:
+            self.wants = CHANGES
+            self.values = torch.empty(size_of_changes(header, counts), dtype=torch.uint8)
         else:
-            num_bytes = size_of_changes(header, counts) if self.has_base else header.num_bytes
-            self.values = torch.empty(num_bytes, dtype=torch.uint8)
+            self.wants = EVERYTHING
+            self.values = self._writer.values
+
+    def copy_from_host(self, stopping: threading.Event) -> None:
+        """Make the copy of a part that is in this host's memory, if it is."""
+        if self._writer is None or self._original is None:
+            return
+        there, here = self._writer.values, self._original.values
+        for start in range(0, len(there), CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, len(there) - start)
+            # Not a tensor's copy, which would wake the threads that train.
+            ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, num_bytes)
+            if stopping.is_set():
+                raise RoundEndedError("the round ended")
 
     def finish(self) -> None:
         """All of it has come."""
         if self._problem is not None:
             raise self._problem
         assert self._writer is not None
-        if self.has_base:
+        if self.wants == CHANGES:
             put_changes(self._writer, self._counts, self.values)
         self._writer.commit()
 

@@ -319,6 +319,12 @@ class SnapshotStore:
             paths += sorted(self._disk.glob("*/*-*-*"))
         return [part for path in paths if (part := self._read(path)) is not None]
 
+    def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:
+        """The owner's own part of a snapshot, if it is in this host's memory and complete."""
+        paths = (self.folder / f"{_short(owner)}-{_short(owner)}-{slot}" for slot in (0, 1))
+        found = [part for path in paths if path.exists() and (part := self._read(path)) is not None]
+        return next((part for part in found if part.header.name == name and part.header.owner == owner), None)
+
     def on_disk(self, name: tuple[int, int]) -> tuple[Path, Path] | None:
         """Where this worker's own part of a snapshot is, and where on disk it belongs; None if it is not there."""
         if self._disk is None:

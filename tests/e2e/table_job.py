@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.sharding import elastic, snapshot
 from lightning_dlrover.sharding.elastic import SnapshotConfig
+from lightning_dlrover.sharding.snapshot import ROOT
 
 __all__ = ["TableSettings", "train_tables"]
 
@@ -51,6 +53,7 @@ class TableSettings:
     save_at: int | None = None  # step after which the script saves a checkpoint, to `checkpoint` in the job's folder
     ckpt_path: str | None = None
     on_disk: bool = False  # snapshots are copied to `disk` in the job's folder
+    apart: bool = True  # each worker has memory of its own, as on hosts of their own; else they share this host's
 
     @property
     def batches_per_epoch(self) -> int:
@@ -164,6 +167,8 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
     """The script of these tests."""
     add_moments(recorder)
     L.seed_everything(SEED, verbose=False)
+    memory = Path(recorder.place.folder) / "memory" / str(os.getpid()) if settings.apart else ROOT
+    memory.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(
@@ -176,6 +181,7 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
                 settings.snapshot_s,
                 settings.replicas,
                 settings.max_bytes,
+                memory,
                 disk=Path(recorder.place.folder) / "disk" if settings.on_disk else None,
                 disk_interval_s=0.1,
             ),

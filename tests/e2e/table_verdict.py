@@ -30,7 +30,7 @@ _REFERENCES: dict[TableSettings, Job] = {}
 def undisturbed(make_job: Callable[..., Job], settings: TableSettings) -> Job:
     """The finished job of one worker; made once for all settings that compute the same."""
     same = replace(
-        settings, step_s=0.0, snapshot_s=0.0, replicas=1, max_bytes=None, save_at=None, ckpt_path=None
+        settings, step_s=0.0, snapshot_s=0.0, replicas=1, max_bytes=None, save_at=None, ckpt_path=None, apart=False
     )  # nothing of it changes what is computed
     if same not in _REFERENCES:
         job = make_job(same, script=train_tables)

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from harness import Job
@@ -78,7 +78,8 @@ def random_schedule(seed: int) -> Schedule:
         moments = {"kill": MOMENTS if settings.num_val_rows else MOMENTS[:-1], "kill_changing": CHANGE_MOMENTS}.get(kind, ("",))
         delay_s = rng.choice([0.0, rng.uniform(0.0, 0.03), rng.uniform(0.0, 0.3)])
         actions.append(Action(kind, rng.randint(0, 6), delay_s, rng.choice(moments), rng.randrange(100)))
-    return Schedule(seed, settings, rng.choice([1, 2, 2, 3]), tuple(actions))
+    start_workers = rng.choice([1, 2, 2, 3])
+    return Schedule(seed, replace(settings, apart=rng.random() < 0.7), start_workers, tuple(actions))
 
 
 def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:

@@ -363,7 +363,7 @@ def kill_all(job: Job) -> int:
 
 @pytest.mark.parametrize("before, after", some(list(product([1, 2, 3], [1, 2, 3])), 5))
 def test_a_job_killed_as_a_whole_goes_on_from_shared_memory(new_job: MakeJob, before: int, after: int) -> None:
-    job = new_job(lease_ttl_s=8)
+    job = new_job(replace(SETTINGS, apart=False), lease_ttl_s=8)
     started(job, before)
     wait_for_snapshot(job)
     reached = kill_all(job)
@@ -380,7 +380,7 @@ def test_a_job_killed_as_a_whole_goes_on_from_shared_memory(new_job: MakeJob, be
 
 @pytest.mark.parametrize("world", some([2, 1], 2))
 def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_job: MakeJob, world: int) -> None:
-    job = new_job(lease_ttl_s=8)
+    job = new_job(replace(SETTINGS, apart=False), lease_ttl_s=8)
     workers = started(job, world)
     wait_for_snapshot(job)
     for worker in workers:
@@ -428,7 +428,7 @@ def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new
 
 
 def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, save_at=25, snapshot_s=1000.0)  # one snapshot, at the beginning of each round
+    settings = replace(SETTINGS, save_at=25, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
     job = new_job(settings, lease_ttl_s=8)
     started(job, 2)
     job.wait_for_step(28)
@@ -441,7 +441,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: Make
 
 
 def test_a_checkpoint_of_the_users_that_is_newer_than_the_snapshot_left_is_preferred(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, snapshot_s=1000.0)  # one snapshot, at the beginning of each round
+    settings = replace(SETTINGS, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
     donor = new_job(replace(settings, save_at=25), lease_ttl_s=8)
     started(donor, 1)
     donor.wait_until(lambda: (donor.folder / "checkpoint").exists(), "the checkpoint")
