@@ -293,7 +293,7 @@ class Controller:
             for name, app in self._apps.items()
         ]
         # Those to be replaced train on until others have started.
-        replacements = len(view.replacements.intersection(view.survivors))
+        replacements = len(view.replacements & set(view.survivors))
         return JobView(
             phase=view.job.phase if view.job is not None else "none",
             wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)) + replacements,
