@@ -29,8 +29,9 @@ Floats = NDArray[np.float64]
 INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
 NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
 MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
+MAX_MODEL_SIGMA = 0.5  # whoever knows nothing of settings is not to be drawn there by that alone
 MIN_MODEL_SIGMA = 0.08  # of a log step time that was never measured, however sure the model is
-LENGTH = 0.4  # in log settings, over which errors of the model stay alike: about a factor of two in one of them
+LENGTH = 0.8  # in log settings, over which errors of the model stay alike: a bit more than a factor of two in one of them
 PREFETCH_WEIGHT = 0.3  # batches in stock smooth, and seldom decide
 MAX_KEPT_CANDIDATES = 16  # of a decision's record, which lies in etcd
 
@@ -324,7 +325,7 @@ def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measur
     figures[:, 3] *= PREFETCH_WEIGHT
     known = [settings.index(s) for s in measured]
     squares = ((figures[:, None, :] - figures[None, known, :]) ** 2).sum(axis=2).min(axis=1)
-    own = np.sqrt(np.maximum(of_window**2 - noise**2, MIN_MODEL_SIGMA**2))
+    own = np.sqrt(np.clip(of_window**2 - noise**2, MIN_MODEL_SIGMA**2, MAX_MODEL_SIGMA**2))
     result: Floats = np.maximum(own * np.sqrt(1 - np.exp(-squares / LENGTH**2)), 1e-3)
     return result
 
@@ -448,12 +449,12 @@ class _Search:
         return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
 
     def _gain_by_chance(self, best: int) -> float:
-        """One standard error of the gain. A job that comes home from a trial need not wait until it is sure where home is."""
+        """A gain that noise alone exceeds once in twenty times; none where a job comes home from a trial, wherever home is."""
         past = max(self.situation.past, key=lambda d: d.decision_id, default=None)
         field = self.field
         if past is None or (past.explored and past.chosen == field.settings[field.now]):
             return 0.0
-        return field.noise * math.sqrt(1 / field.num_windows[best] + 1 / max(1, field.num_windows[field.now]))
+        return INTERVAL_SIGMAS * field.noise * math.sqrt(1 / field.num_windows[best] + 1 / max(1, field.num_windows[field.now]))
 
     # --- words -----------------------------------------------------------------------------------------------------------
 

@@ -68,9 +68,7 @@ def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
     chosen = {name: front[0] for name, front in fronts.items()}
     left = budget - sum(option.cost for option in chosen.values())
     if left < 0:
-        raise ValueError(
-            f"the cheapest settings of {len(jobs)} jobs need {budget - left:g}, the budget is {budget:g}"
-        )
+        raise ValueError(f"the cheapest settings of {len(jobs)} jobs need {budget - left:g}, the budget is {budget:g}")
     for on_hull in (True, False):
         while True:
             steps = [
