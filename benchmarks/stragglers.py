@@ -46,14 +46,14 @@ WORK = {
 class ControlledJob(LiveJob):
     """A job of `dlrover run`, whose workers are seen as those of agents."""
 
-    def start(self, endpoint: str, num_workers: int) -> None:
+    def start(self, endpoint: str, min_workers: int, max_workers: int) -> None:
         command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", endpoint, "--rdzv-id", self.name]
-        command += ["--workers", f"{num_workers}:{num_workers}", "--run-dir", str(self.folder / "runs")]
+        command += ["--workers", f"{min_workers}:{max_workers}", "--run-dir", str(self.folder / "runs")]
         with (self.folder / "run.log").open("wb") as log:
             self.agents.append(
                 subprocess.Popen(
                     [*command, *self._arguments],
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -116,7 +116,7 @@ def _job(workspace: Workspace, endpoint: str, name: str, max_steps: int, work: s
     arguments = [*WORK[work], "--max-steps", str(max_steps), "--profiled", "--plan-every-s", "0"]
     job = ControlledJob(name, workspace.folder / name, endpoint, str(NUM_WORKERS), arguments)
     with contextlib.closing(job), workspace._registered(job):
-        job.start(endpoint, NUM_WORKERS)
+        job.start(endpoint, NUM_WORKERS, NUM_WORKERS)
         yield job
 
 

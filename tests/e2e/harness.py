@@ -25,7 +25,8 @@ import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import EventRecord, Keys, RoundRecord, decode
+from lightning_dlrover.rdzv.membership import read_stacks
+from lightning_dlrover.rdzv.records import EventRecord, Keys, RoundRecord, StacksRecord, decode
 from lightning_dlrover.sampler import epoch_order, share
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
@@ -237,6 +238,10 @@ class Job:
         entries = sorted(self._client.get_prefix(Keys(self.run_id).events)[1], key=lambda entry: entry.key)
         events = [decode(EventRecord, entry.value, entry.key) for entry in entries]
         return [event for event in events if event.kind == kind]
+
+    def stacks(self) -> dict[str, StacksRecord]:
+        """Where each worker stood when it was last asked."""
+        return read_stacks(self._client, Keys(self.run_id))
 
     @property
     def round_number(self) -> int:

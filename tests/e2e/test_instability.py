@@ -1,0 +1,135 @@
+"""Jobs whose workers hang or are slow: what is told about them, and what is not taken for trouble."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from harness import Job, Worker
+from unstable_jobs import UnstableSettings, train_unstable
+
+from lightning_dlrover import cli
+from lightning_dlrover.rdzv.records import EventRecord
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+MakeJob = Callable[..., Job]
+
+
+def train(job: Job, num_workers: int) -> None:
+    """Until so many workers have made more than the first few steps of their round, which are given more time."""
+    job.wait_for_step(job.wait_for_world(num_workers) + 8)
+
+
+def trouble(job: Job, worker: Worker, what: str) -> None:
+    unfinished = job.folder / f"{worker.name}.unfinished"
+    unfinished.write_text(what)
+    unfinished.rename(job.folder / f"{worker.name}.trouble")
+    job.wait_until(lambda: worker.records("trouble"), f"{what} in {worker.name}")
+
+
+def told(job: Job, kind: str) -> EventRecord:
+    return job.wait_until(lambda: next(iter(job.events(kind)), None), f"an event of kind {kind}")
+
+
+def by_pid(event: EventRecord) -> dict[int, dict[str, Any]]:
+    return {worker["pid"]: worker for worker in event.data["workers"]}
+
+
+def test_of_an_endless_loop_in_the_users_code_all_workers_tell_where_they_stand(make_job: MakeJob) -> None:
+    job = make_job(UnstableSettings(), script=train_unstable)
+    workers = [job.start() for _ in range(3)]
+    train(job, 3)
+    trouble(job, workers[1], "spin")
+    event = told(job, "hang")
+    found = by_pid(event)
+    assert set(found) == {worker.pid for worker in workers}
+    assert event.data["missing"] == []
+    spinning = found.pop(workers[1].pid)
+    assert re.search(r"unstable_jobs\.py:\d+ in spin$", spinning["place"])
+    assert f"rank {spinning['global_rank']} (" in event.text
+    assert "in spin" in event.text
+    assert (spinning["in_collective"], spinning["phase"]) == (False, "step")
+    assert "in training_step" in event.data["stacks"][spinning["stack"]]
+    assert [worker["in_collective"] for worker in found.values()] == [True, True]
+    for worker in found.values():
+        assert "backward" in event.data["stacks"][worker["stack"]]
+    # It is told once, not by every worker, nor again and again.
+    assert len(job.events("hang")) == 1
+
+
+def test_of_workers_that_wait_in_different_collectives_it_is_told_that_all_wait(make_job: MakeJob) -> None:
+    job = make_job(UnstableSettings(), script=train_unstable)
+    workers = [job.start() for _ in range(2)]
+    train(job, 2)
+    trouble(job, workers[0], "wait_alone")
+    event = told(job, "hang")
+    assert "all workers wait in a collective" in event.text
+    alone = by_pid(event)[workers[0].pid]
+    assert "in wait_alone" in alone["place"]
+
+
+def test_a_worker_that_holds_pythons_lock_is_lost_and_writes_its_stack(make_job: MakeJob) -> None:
+    job = make_job(UnstableSettings(num_steps=400), script=train_unstable, lease_ttl_s=5)
+    workers = [job.start() for _ in range(3)]
+    train(job, 3)
+    workers[2].doomed = True
+    trouble(job, workers[2], "spin_in_c")
+    job.wait_for_world(2)
+    job.wait_until(lambda: "in spin_in_c" in workers[2].output, "the stack on standard error")
+    workers[2].kill()
+
+
+def test_slow_validation_checkpoints_and_first_steps_are_no_hangs(make_job: MakeJob) -> None:
+    settings = UnstableSettings(num_steps=60, hang_after_s=1.0, num_val_rows=24, val_every=30, slow_s=3.0)
+    job = make_job(settings, script=train_unstable)
+    for _ in range(2):
+        job.start()
+    job.wait_for_step(5)
+    job.start()  # while the others train on: a joiner waits, and the round changes
+    assert job.finish() == [0, 0, 0]
+    assert job.events("hang") == []
+
+
+def test_a_worker_in_a_debugger_holds_the_job_up_but_that_is_no_hang(make_job: MakeJob) -> None:
+    job = make_job(UnstableSettings(num_steps=100, hang_after_s=1.0), script=train_unstable)
+    workers = [job.start() for _ in range(2)]
+    train(job, 2)
+    trouble(job, workers[1], "debug")
+    fifo = job.folder / f"{workers[1].name}.commands"
+    with job.wait_until(lambda: fifo if fifo.exists() else None, "the debugger").open("w") as keyboard:
+        job.wait_until(lambda: "no hang" in "".join(w.output for w in workers) or _was_asked(job), "the others to ask")
+        assert job.events("hang") == []
+        keyboard.write("c\n")
+    assert job.finish() == [0, 0]
+    assert job.events("hang") == []
+
+
+def _was_asked(job: Job) -> bool:
+    return any(answer.phase == "debugger" for answer in job.stacks().values())
+
+
+def test_dlrover_stacks_shows_where_every_worker_stands(make_job: MakeJob, etcd: EmbeddedEtcd, capsys: Any) -> None:
+    job = make_job(UnstableSettings(num_steps=3000), script=train_unstable)
+    workers = [job.start() for _ in range(2)]
+    train(job, 2)
+    assert cli.main(["stacks", "--endpoint", etcd.endpoint, job.run_id]) == 0
+    output = capsys.readouterr().out
+    for worker in workers:
+        assert re.search(rf"rank \d, .*:{worker.pid}, in (step|between)", output)
+    assert output.count("thread MainThread:") == 2
+    assert job.events("hang") == []
+
+
+def test_a_straggler_is_named_and_without_a_controller_only_recommended_to_be_replaced(make_job: MakeJob) -> None:
+    job = make_job(UnstableSettings(num_steps=3000, stragglers=("w1",)), script=train_unstable)
+    workers = [job.start() for _ in range(3)]
+    job.wait_for_world(3)
+    event = told(job, "straggler")
+    assert str(workers[1].pid) in event.text
+    assert (event.data["act"], event.data["part"]) == ("recommend", "compute")
+    assert 2.0 < event.data["ratio"] < 4.0
+    members = job.members
+    job.wait_for_step(job.step + 100)
+    assert len(job.events("straggler")) == 1
+    assert job.members == members
