@@ -66,19 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from lightning_dlrover.rdzv.records import RecordError
     from lightning_dlrover.rdzv.server import EtcdServerError
 
+    refusals = (UsageError, HistoryError, JobNotFoundError, ControllerBusyError, EtcdError, EtcdServerError, RecordError)
     try:
         result: int = options.run(options)
         return result
-    except (UsageError, HistoryError, JobNotFoundError, ControllerBusyError, EtcdError, EtcdServerError, RecordError) as error:
-        print(f"dlrover: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ValueError as error:
-        print(f"dlrover: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except BrokenPipeError:
         _stop_printing()
         return EXIT_OK
-    except OSError as error:
+    except (*refusals, ValueError, OSError) as error:
         print(f"dlrover: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
