@@ -28,9 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from jobs import BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.perf import StepProfile, StepTimeModel, configuration_of
+from lightning_dlrover.perf import Columns, StepProfile, StepTimeModel, configuration_of
 from lightning_dlrover.perf.evaluation import Evaluation, evaluate
 from lightning_dlrover.perf.traces import TraceError, read_trace
 
@@ -107,12 +108,12 @@ def cost() -> tuple[float, float]:
         )
 
     samples = [sample(step) for step in range(2000)]
-    asked = [configuration_of(sample(step)) for step in range(100_000)]
-    StepTimeModel.fit(samples[:100]).predict(asked[0])  # pays for the imports
+    asked = Columns.of([configuration_of(sample(step)) for step in range(100_000)])
+    StepTimeModel.fit(samples[:100]).predict_columns(asked.rows(np.arange(2)))  # pays for the imports
     started = time.process_time()
     model = StepTimeModel.fit(samples)
     fitted = time.process_time()
-    model.predict_many(asked)
+    model.predict_columns(asked)
     return fitted - started, time.process_time() - fitted
 
 
@@ -132,7 +133,8 @@ def main() -> None:
     ratios: dict[tuple[str, str], float] = {}
     inside: list[float] = []
     print(
-        f"{'model':12} {'split':7} {'ours':>6} {'prior':>6} {'trees':>6} {'Pollux*':>8} {'trees*':>7} {'ratio*':>7} {'inside':>7}"
+        f"{'model':12} {'split':7}"
+        + "".join(f"{name:>9}" for name in ("ours", "prior", "trees", "Pollux*", "trees*", "ratio*", "inside"))
     )
     for model, published in PUBLISHED.items():
         placed, scaled = (read(folder, model, kind, not options.without_sync) for kind in ("placements", "scalability"))
@@ -141,8 +143,8 @@ def main() -> None:
             scores[model, split], ratios[model, split] = score, score.mape / min(references)
             inside.append(score.coverage)
             print(
-                f"{model:12} {split:7} {score.mape:6.1f} {score.prior:6.1f} {score.trees:6.1f} {references[0]:8.1f} "
-                f"{references[1]:7.1f} {ratios[model, split]:7.2f} {score.coverage:7.1f}",
+                f"{model:12} {split:7}{score.mape:9.1f}{score.prior:9.1f}{score.trees:9.1f}"
+                f"{references[0]:9.1f}{references[1]:9.1f}{ratios[model, split]:9.2f}{score.coverage:9.1f}",
                 flush=True,
             )
     print("* as published")

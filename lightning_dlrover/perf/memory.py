@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_dlrover.perf.columns import Configuration, configuration_of
+from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
 from lightning_dlrover.perf.samples import StepProfile
 
 __all__ = ["MEMORY_TERMS", "MemoryModel", "MemoryPrediction", "MemoryTerm"]
 
-Floats = NDArray[np.float64]
-
 MIB = float(1 << 20)
-INTERVAL_SIGMAS = 1.645
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine of ten of a normal error
 MIN_SIGMA = 0.03  # allocators keep what they like: peaks of the same run twice differ by about this much
 UNTESTED_SIGMA = 0.15  # of terms fitted to so few configurations that none can be held out
+MIN_TESTED_CONFIGURATIONS = 4
+MAX_FOLDS = 10
+PULL = 0.03  # of a coefficient to its default, as a share of the peak: what samples leave open, defaults decide
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,43 @@ class MemoryTerm:
 
     name: str
     source: str
-    amount: Callable[[Configuration], float]
+    amount: Callable[[Columns], Floats]
     default: float  # the coefficient until samples say otherwise
 
 
 MEMORY_TERMS: tuple[MemoryTerm, ...] = (
-    MemoryTerm("process", "interpreter, libraries, and the data set held in memory", lambda c: 1.0, 400 * MIB),
+    MemoryTerm("process", "interpreter, libraries, and the data set held in memory", lambda c: np.ones(len(c)), 400 * MIB),
     MemoryTerm(
         "dense_state",
         "parameters, gradients, optimizer state and reduction buckets: 3 to 6 times the bytes of the dense parameters "
         "(ZeRO, Rajbhandari et al., SC 2020, section 3.1)",
-        lambda c: float(c.dense_bytes),
+        lambda c: c.dense_bytes,
         4.0,
     ),
     MemoryTerm(
         "activations",
         "what forward keeps for backward, once for each sample of the local batch (ZeRO, section 3.2)",
-        lambda c: float(c.local_batch),
+        lambda c: c.local_batch,
         0.0,
     ),
-    MemoryTerm("loader_processes", "pages that a loader worker does not share", lambda c: float(c.loader_workers), 50 * MIB),
+    MemoryTerm(
+        "loader_processes",
+        "pages that a loader worker does not share with its worker, or shares and is counted with all the same",
+        lambda c: c.loader_workers,
+        50 * MIB,
+    ),
     MemoryTerm(
         "prefetched_batches",
-        "each loader worker prepares prefetch_factor batches ahead",
-        lambda c: float(c.loader_workers * max(1, c.prefetch_factor) * c.local_batch),
+        "each loader worker prepares prefetch_factor batches ahead (torch.utils.data.DataLoader: 2 where nothing is said)",
+        lambda c: c.loader_workers * np.where(c.prefetch_factor > 0, c.prefetch_factor, 2.0) * c.local_batch,
         0.0,
     ),
-    MemoryTerm("tables", "table shards, spread over the workers", lambda c: c.embedding_bytes / c.num_workers, 1.5),
+    MemoryTerm(
+        "tables",
+        "table shards with their optimizer state, spread over the workers",
+        lambda c: c.embedding_bytes / c.num_workers,
+        1.5,
+    ),
 )
 
 
@@ -75,66 +85,75 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
 class MemoryModel:
     """Peak memory of one worker of one job; make it with `fit`."""
 
-    coefficients: tuple[float, ...]  # of `MEMORY_TERMS`, in their order
+    coefficients: Floats  # of `MEMORY_TERMS`, in their order
     sigma: float  # of the log error in a configuration that was not measured
+    reach: Floats  # largest amount of each term that was measured
 
     @classmethod
     def fit(cls, samples: Sequence[StepProfile]) -> MemoryModel:
         """The model of windows of one job; those without a peak count with the resident set at their end.
 
         Raises:
-            ValueError: no sample holds a figure above 0.
+            ValueError: no sample holds a figure above 0, or one holds a negative one.
         """
-        used = [s for s in samples if _peak_bytes(s) > 0]
+        for index, sample in enumerate(samples):
+            for name in ("peak_memory_bytes", "memory_bytes"):
+                if getattr(sample, name) < 0:
+                    raise ValueError(
+                        f"cannot fit a memory model: sample {index} (worker {sample.worker_id!r}, round {sample.round_number}, "
+                        f"first step {sample.first_step}) has {name}={getattr(sample, name)!r}; leave this window out"
+                    )
+        used = [sample for sample in samples if _peak_bytes(sample) > 0]
         if not used:
             raise ValueError(
                 f"cannot fit a memory model: none of {len(samples)} samples has peak_memory_bytes or memory_bytes above 0; "
                 "wait for the first profile window of the job"
             )
-        configurations = [configuration_of(s) for s in used]
-        peaks = np.array([_peak_bytes(s) for s in used], dtype=np.float64)
-        coefficients = _fit(configurations, peaks)
-        groups: dict[Configuration, list[int]] = {}
-        for index, configuration in enumerate(configurations):
-            groups.setdefault(configuration, []).append(index)
+        groups = windows_by_configuration(used, 0.0)
+        amounts = _amounts(Columns.of([*groups]))
+        peaks = np.array([max(_peak_bytes(sample) for sample in group) for group in groups.values()], dtype=np.float64)
         sigma = UNTESTED_SIGMA
-        if len(groups) > 3:
-            errors: list[float] = []
-            for held_out in groups.values():
-                train = [i for i in range(len(used)) if i not in set(held_out)]
-                left_out = _fit([configurations[i] for i in train], peaks[train])
-                errors.extend(math.log(peaks[i] / _bytes(left_out, configurations[i])) for i in held_out)
-            sigma = float(np.sqrt(np.mean(np.square(errors)) * (1 + 2 / len(groups))))
-        return cls(tuple(float(k) for k in coefficients), max(sigma, MIN_SIGMA))
+        if len(groups) >= MIN_TESTED_CONFIGURATIONS:
+            order = np.random.default_rng(0).permutation(len(groups))
+            num_folds = min(MAX_FOLDS, len(groups))
+            errors = []
+            for fold in range(num_folds):
+                test, train = order[fold::num_folds], np.delete(order, np.s_[fold::num_folds])
+                errors.append(np.log(peaks[test] / (amounts[test] @ _fit(amounts[train], peaks[train]))))
+            sigma = math.sqrt(np.square(np.concatenate(errors)).mean() * (1 + 2 / len(groups)))
+        return cls(_fit(amounts, peaks), max(sigma, MIN_SIGMA), amounts.max(axis=0))
 
     def predict(self, configuration: Configuration) -> MemoryPrediction:
-        peak = _bytes(np.array(self.coefficients), configuration)
-        width = math.exp(INTERVAL_SIGMAS * self.sigma)
+        """The peak in `configuration`; what lies beyond the amounts that were measured widens the interval."""
+        amounts = _amounts(Columns.of([configuration]))[0]
+        peak = max(1.0, float(amounts @ self.coefficients))
+        beyond = float(np.maximum(0.0, amounts - self.reach) @ self.coefficients) / peak
+        width = math.exp(NORMAL_WIDTH * math.hypot(self.sigma, UNTESTED_SIGMA * beyond))
         return MemoryPrediction(round(peak), round(peak / width), round(peak * width))
 
     def parts_bytes(self, configuration: Configuration) -> dict[str, float]:
         """Bytes of each term, by its name."""
-        return {t.name: k * t.amount(configuration) for t, k in zip(MEMORY_TERMS, self.coefficients, strict=True)}
+        amounts = _amounts(Columns.of([configuration]))[0]
+        return {t.name: float(k * a) for t, k, a in zip(MEMORY_TERMS, self.coefficients, amounts, strict=True)}
 
 
 def _peak_bytes(sample: StepProfile) -> int:
     return max(sample.peak_memory_bytes, sample.memory_bytes)
 
 
-def _bytes(coefficients: Floats, configuration: Configuration) -> float:
-    return max(1.0, float(sum(k * t.amount(configuration) for t, k in zip(MEMORY_TERMS, coefficients, strict=True))))
+def _amounts(columns: Columns) -> Floats:
+    return np.stack([term.amount(columns) for term in MEMORY_TERMS], axis=1)
 
 
-def _fit(configurations: Sequence[Configuration], peaks: Floats) -> Floats:
-    from scipy.optimize import nnls  # type: ignore[import-untyped]
+def _fit(amounts: Floats, peaks: Floats) -> Floats:
+    """Coefficients, of shape ``(num_terms,)``."""
+    from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
 
-    amounts = np.array([[t.amount(c) for t in MEMORY_TERMS] for c in configurations])
     rows = amounts / peaks[:, None]
     scale = np.sqrt((rows**2).mean(axis=0))
     seen = scale > 0
-    coefficients = np.array([t.default for t in MEMORY_TERMS])
-    # Weighs a hundredth of a window: what the samples leave open, the defaults decide.
-    pull = 0.1 * np.eye(int(seen.sum()))
-    target = np.concatenate([np.ones(len(peaks)), 0.1 * coefficients[seen] * scale[seen]])
+    coefficients = np.array([term.default for term in MEMORY_TERMS])
+    pull = PULL * np.eye(int(seen.sum()))
+    target = np.concatenate([np.ones(len(peaks)), PULL * coefficients[seen] * scale[seen]])
     coefficients[seen] = nnls(np.vstack([rows[:, seen] / scale[seen], pull]), target)[0] / scale[seen]
     return coefficients

@@ -21,7 +21,7 @@ from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windo
 from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
-__all__ = ["Prediction", "StepTimeModel", "one_thread"]
+__all__ = ["Prediction", "Predictions", "StepTimeModel", "one_thread"]
 
 COVERAGE = 0.9  # of measured windows, that an interval should hold
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
@@ -55,6 +55,17 @@ class Prediction:
     high_s: float
     samples_per_s: float  # of the whole job
     parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data, communication; they add up to the step
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Many of them: arrays of shape ``(num_configurations,)``, parts of shape ``(num_configurations, 3)`` as `PARTS`."""
+
+    step_time_s: Floats
+    low_s: Floats
+    high_s: Floats
+    samples_per_s: Floats
+    parts_s: Floats
 
 
 @dataclass(frozen=True)
@@ -97,14 +108,12 @@ class _Layers:
     prior: PhysicalPrior
     trees: Any  # None: samples do not justify them
     carries: bool
-    near: Any  # a k-d tree over the places of measured configurations
+    places: _Places  # of measured configurations
     residuals: Floats  # there, log of measured over predicted by prior and trees
     trust: Floats  # there, from 0 to 1: how much of the residual is no noise
 
     @classmethod
     def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
-        from scipy.spatial import KDTree  # type: ignore[import-untyped]
-
         columns, measured = observed.columns, observed.measured
         residuals = np.log(measured.step_s) - prior.log_step_time(columns)[0]
         trees = _fit_trees(columns, residuals, measured.weight) if variant.with_trees else None
@@ -114,13 +123,12 @@ class _Layers:
         # Of what is left over, what noise does not explain (method of moments).
         wrong = max(least**2, float((residuals**2 - from_noise).mean())) * measured.weight**2
         trust = wrong / (wrong + from_noise)
-        return cls(prior, trees, variant.carries, KDTree(_places(columns)), residuals, trust)
+        return cls(prior, trees, variant.carries, _Places.of(columns), residuals, trust)
 
     def predict(self, columns: Columns) -> _Raw:
         log_s, spread = self.prior.log_step_time(columns)
         count = min(NEIGHBOURS if self.carries else 1, len(self.residuals))
-        distances, index = self.near.query(_places(columns), k=count, p=np.inf)
-        distances, index = distances.reshape(-1, count), index.reshape(-1, count)
+        distances, index = self.places.nearest(columns, count)
         log_s = log_s + _bent(self.trees, columns)
         if self.carries:
             closeness = np.exp(-distances / REACH)
@@ -128,6 +136,33 @@ class _Layers:
             share = weights / weights.sum(axis=1, keepdims=True)
             log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
         return _Raw(log_s, spread, distances[:, 0], index[:, 0])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where measured configurations lie, see `_places`."""
+
+    tree: Any  # over the coordinates in which they differ
+    varies: NDArray[np.bool_]
+    common: Floats  # the other coordinates
+
+    @classmethod
+    def of(cls, columns: Columns) -> _Places:
+        from scipy.spatial import KDTree  # type: ignore[import-untyped]
+
+        points = _places(columns)
+        varies = np.ptp(points, axis=0) > 0
+        return cls(KDTree(points[:, varies]) if varies.any() else None, varies, points[0, ~varies])
+
+    def nearest(self, columns: Columns, count: int) -> tuple[Floats, NDArray[np.intp]]:
+        """Distances of the nearest ones and which these are, both of shape ``(num_configurations, count)``."""
+        points = _places(columns)
+        # The largest difference counts, so what all have in common sets a floor, and changes no order above it.
+        floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)[:, None]
+        if self.tree is None:
+            return floor, np.zeros((len(points), 1), dtype=np.intp)
+        distances, index = self.tree.query(points[:, self.varies], k=count, p=np.inf)
+        return np.maximum(distances.reshape(-1, count), floor), index.reshape(-1, count)
 
 
 @dataclass(frozen=True)
@@ -175,8 +210,9 @@ class StepTimeModel:
     noise: float  # of the log of one window's step time, from window to window
     num_sizes: int  # world sizes measured, in earlier jobs too
     layers: _Layers = field(repr=False)
-    seen: Columns = field(repr=False)  # measured configurations, those of earlier jobs too
+    seen: Columns = field(repr=False)  # measured configurations: this job's as in `evidence`, then those of earlier jobs
     seen_s: Floats = field(repr=False)  # predicted step times there
+    seen_counts: Floats = field(repr=False)  # windows there
 
     @classmethod
     def fit(
@@ -234,6 +270,7 @@ class StepTimeModel:
             layers=layers,
             seen=observed.columns,
             seen_s=np.exp(there + layers.trust * layers.residuals),
+            seen_counts=observed.counts,
         )
 
     def predict(self, configuration: Configuration) -> Prediction:
@@ -244,35 +281,35 @@ class StepTimeModel:
         """`predict` of each: many at once cost little more than one."""
         if not configurations:
             return []
-        columns = Columns.of(configurations)
+        predicted = self.predict_columns(Columns.of(configurations))
+        figures = (predicted.step_time_s, predicted.low_s, predicted.high_s, predicted.samples_per_s, predicted.parts_s)
+        return [
+            Prediction(step_s, low_s, high_s, samples_per_s, dict(zip(PARTS, parts_s, strict=True)))
+            for step_s, low_s, high_s, samples_per_s, parts_s in zip(*(f.tolist() for f in figures), strict=True)
+        ]
+
+    def predict_columns(self, columns: Columns) -> Predictions:
+        """`predict` of each row, as arrays."""
         raw = self.layers.predict(columns)
-        log_s, near_s = raw.log_s, self.seen_s[raw.nearest]
+        log_s, near_s, near = raw.log_s, self.seen_s[raw.nearest], self.seen.rows(raw.nearest)
         # From one world size, the model may miss all of the gain, and as much the other way. Further sizes test the shape,
         # but no number of small ones vouches for a far larger one.
         doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
         high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.spread) ** 2)
         # Adding workers is no faster than perfect scaling of what was measured.
-        near = self.seen.rows(raw.nearest)
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
         low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
-        for i in np.flatnonzero(raw.distance == 0).tolist():
-            evidence = self.evidence.get(configurations[i])
-            if evidence is not None:
-                log_s[i] = math.log(near_s[i])
-                low[i] = high[i] = NORMAL_WIDTH * self.noise * math.sqrt(1 + 1 / evidence.num_samples)
-        step_s = np.exp(log_s)
-        parts = (self.layers.prior.shares(columns) * step_s[:, None]).tolist()
-        samples_per_s = columns.num_workers * columns.local_batch / step_s
-        figures = zip(
-            step_s.tolist(),
-            (step_s * np.exp(-low)).tolist(),
-            (step_s * np.exp(high)).tolist(),
-            samples_per_s.tolist(),
-            parts,
-            strict=True,
+        own = (raw.distance == 0) & (raw.nearest < len(self.evidence))
+        repeated = NORMAL_WIDTH * self.noise * np.sqrt(1 + 1 / self.seen_counts[raw.nearest])
+        step_s = np.where(own, near_s, np.exp(log_s))
+        return Predictions(
+            step_time_s=step_s,
+            low_s=step_s * np.exp(-np.where(own, repeated, low)),
+            high_s=step_s * np.exp(np.where(own, repeated, high)),
+            samples_per_s=columns.num_workers * columns.local_batch / step_s,
+            parts_s=self.layers.prior.shares(columns) * step_s[:, None],
         )
-        return [Prediction(s, lo, hi, rate, dict(zip(PARTS, part, strict=True))) for s, lo, hi, rate, part in figures]
 
     @property
     def num_workers_seen(self) -> tuple[int, ...]:
@@ -414,8 +451,9 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
         early_stopping=False,
         random_state=0,
     )
+    uneven = weights if np.ptp(weights) > 0 else None  # equal weights triple the time of a fit
     with one_thread():
-        return trees.fit(_features(columns), log_residuals, sample_weight=weights)
+        return trees.fit(_features(columns), log_residuals, sample_weight=uneven)
 
 
 def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
