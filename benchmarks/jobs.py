@@ -195,7 +195,8 @@ class Job:
         self.name = name
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
-        self.environment: dict[str, str] = {}  # of agents started from now on, beside our own
+        # Of agents started from now on, beside our own; no job starts from what another one has left to the user.
+        self.environment = {"DLROVER_HISTORY": str(folder / "history.sqlite")}
         recorded = ["--records", str(folder / "records")] if script in RECORDING_SCRIPTS else []
         self._num_started = 0
         self._given_up: list[subprocess.Popen[bytes]] = []

@@ -187,7 +187,10 @@ def main() -> None:
     options = Options.from_command_line()
     is_live = options.strategy == "dlrover"
     L.seed_everything(7, verbose=False)
-    callbacks: list[L.Callback] = [DLRoverCallback(plan_every_s=options.plan_every_s)] if options.profiled else []
+    callbacks: list[L.Callback] = []
+    if options.profiled:
+        # Threads and loader workers stay as they are: what is measured here must not change because of a plan.
+        callbacks.append(DLRoverCallback(plan_every_s=options.plan_every_s, tune=["num_workers"]))
     callbacks.append(Recorder(options.records, options.digests))
     if options.checkpoint is not None:
         callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))
