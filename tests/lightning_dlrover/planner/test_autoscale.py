@@ -66,8 +66,9 @@ def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: in
             shares.append(throughput_share(truth, end, space))
             found.append(f"{truth.name} {cores} cores seed {seed}: {shares[-1]:.3f} at {end.short}")
             assert len(job.visited) <= 6, found[-1]
-            assert job.num_changes <= 7, found[-1]
-            assert not any(d.is_change for d in job.decisions[8:]), f"{found[-1]} does not settle"
+            assert job.num_changes <= 8, found[-1]
+            # More windows may show once that another of the measured settings is better after all.
+            assert sum(d.is_change for d in job.decisions[7:]) <= 1, f"{found[-1]} does not settle"
     assert sum(share >= 0.95 for share in shares) >= 6, found
     assert min(shares) >= 0.8, found
     assert sum(shares) / len(shares) >= 0.95, found
@@ -93,7 +94,7 @@ def test_the_planner_settles_from_anywhere_and_ends_no_worse_than_it_began(
     assert len(explored) == len(set(explored)), "settings were tried twice"
     assert len(explored) <= Rules().max_trials
     assert job.num_changes <= 10, [d.reason for d in job.decisions]
-    assert not any(d.is_change for d in job.decisions[12:])
+    assert sum(d.is_change for d in job.decisions[8:]) <= 1, [d.reason for d in job.decisions]
     assert truth.parts(end).step_s <= truth.parts(first).step_s * (1.03 + 2 * noise)
 
 
