@@ -475,7 +475,9 @@ class _Search:
     def _reason_to_follow(self, warm: int) -> str:
         suggestion = self.situation.suggestion
         assert suggestion is not None
-        return f"{self._move(warm)}: {suggestion.reason}; {self._times(warm)} predicted"
+        field = self.field
+        interval = f"{step_text(field.low_s[warm])} to {step_text(field.high_s[warm])}"
+        return f"{self._move(warm)}: {suggestion.reason}; predicted here: {step_text(field.step_s[warm])} ({interval})"
 
     def _reason_to_try(self, trial: int, best: int, worth_s: float) -> str:
         field = self.field
