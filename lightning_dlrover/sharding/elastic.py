@@ -5,8 +5,9 @@ not, after a step or an exchange that broke off, and then nothing of it is used 
 snapshot of which every part is left. `ElasticTables.whole_in` says which.
 
 A snapshot is agreed on by the vote that workers take between steps anyway (`World.wishes`): when all of them are ready for one,
-all copy their state at the same place. A thread then sends the copy to the neighbours. When the next vote says that everybody
-has all it should have, the snapshot counts, and the room of the one before it may be used.
+all begin a copy of their state at the same place. A thread makes it while training goes on: rows that are trained meanwhile are
+kept as they were before. It sends the copy to the neighbours. When the next vote says that everybody has all it should have,
+the snapshot counts, and the room of the one before it may be used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -507,12 +509,12 @@ class _Snapshots:
         self._number += 1
         self._taken_at = time.monotonic()
         try:
-            part = self._take(batch, tables, pack_state)
+            writer, blocks = self._take(batch, tables, pack_state)
         except SnapshotError as error:
             self._work = Future()
             self._work.set_exception(error)  # see `_done`
             return False
-        self._work = self._begin(self._replicate, self._number, part, self._group, self._stopping)
+        self._work = self._begin(self._complete, self._number, writer, blocks, self._touched, self._group, self._stopping)
         if self._number > 2:  # the first two touch their memory for the first time
             self._stall_s = time.perf_counter() - started
         return True
@@ -534,8 +536,10 @@ class _Snapshots:
             self._on_disk_at = time.monotonic()
             self._persister.persist(*paths)
 
-    def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> Part:
+    def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:
+        """Begin this worker's part; what training cannot change unseen is left for `_complete` to copy, and returned."""
         assert self._formation is not None
+        assert self._touched is not None
         assert tables.plan is not None
         blocks, state = tables.blocks(), pack_state()
         round_ = self._formation.round
@@ -544,13 +548,12 @@ class _Snapshots:
         )
         self._name = header.name
         writer = self._store.begin(header, self._keep)
-        assert self._touched is not None
         self._changed = [self._changed_rows(self._touched, writer, block) for block in blocks]
-        changed = dict(zip(map(id, blocks), self._changed, strict=True))
-        writer.put(blocks, state, lambda block: changed[id(block)])
-        self._touched.mark(writer.slot)
         self._base = writer.base
-        return writer.commit()
+        writer.put([block for block in blocks if not self._touched.is_tracked(block)], state)
+        self._touched.begin_copy()
+        self._touched.mark(writer.slot)
+        return writer, blocks
 
     @staticmethod
     def _changed_rows(touched: TouchedRows, writer: PartWriter, block: Block) -> torch.Tensor | None:
@@ -560,10 +563,31 @@ class _Snapshots:
 
     # --- in the thread -------------------------------------------------------------------------------------------------
 
-    def _replicate(self, number: int, part: Part, group: Group | None, stopping: threading.Event) -> int:
+    def _complete(
+        self,
+        number: int,
+        writer: PartWriter,
+        blocks: Sequence[Block],
+        touched: TouchedRows,
+        group: Group | None,
+        stopping: threading.Event,
+    ) -> int:
+        """Copy the shards, as they were when the part was begun, while training goes on; let the neighbours have the copy."""
+        for block, rows in zip(blocks, self._changed, strict=True):
+            if touched.is_tracked(block):
+                writer.put([block], changed=partial(_as_given, rows))
+            if stopping.is_set():
+                raise RoundEndedError("the round ended")
+        for block, rows, values in touched.end_copy():
+            writer.put_rows(block, rows, values)
+        with self._lock:
+            if stopping.is_set():
+                raise RoundEndedError("the round ended")
+            part = writer.commit()
+        return self._replicate(number, part, group, stopping) if group is not None else number
+
+    def _replicate(self, number: int, part: Part, group: Group, stopping: threading.Event) -> int:
         """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other."""
-        if group is None:
-            return number
         counts = [-1 if rows is None else len(rows) for rows in self._changed]
         said = json.dumps({"header": part.header.encode().decode(), "base": self._base, "counts": counts}).encode()
         incoming = self._introduce(group, torch.frombuffer(bytearray(said), dtype=torch.uint8), stopping)
@@ -680,6 +704,10 @@ class _Incoming:
 
 
 # --- small decisions ----------------------------------------------------------------------------------------------------------
+
+
+def _as_given(rows: torch.Tensor | None, block: Block) -> torch.Tensor | None:
+    return rows
 
 
 def _meet(group: Any) -> None:

@@ -11,6 +11,7 @@ The files stay when a worker is killed, so another one on the same host, also on
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
@@ -159,24 +160,32 @@ class PartWriter:
         self.values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
         self._mapping = mapping
         self._holder = holder
+        self._places = {(place.table, place.what, place.region): place for place in header.blocks}
 
     def put(
-        self, blocks: Iterable[Block], state: bytes, changed: Callable[[Block], torch.Tensor | None] = lambda block: None
+        self, blocks: Iterable[Block], state: bytes = b"", changed: Callable[[Block], torch.Tensor | None] = lambda block: None
     ) -> None:
-        """Copy the owner's shards and the packed rest of its state.
+        """Copy shards of the owner's, all or some of them, and the packed rest of its state, if it is given.
 
         Args:
             changed: rows of a block that are not as in the base; None: all are copied.
         """
-        for place, block in zip(self.header.blocks, blocks, strict=True):
-            there, rows = _view(self.values, place), changed(block)
+        for block in blocks:
+            there, rows = self._there(block), changed(block)
             if rows is None:
-                there.copy_(block.values)
+                _copy(there, block.values)
             elif len(rows):
-                there.index_copy_(0, rows, block.values.index_select(0, rows))
+                there.index_copy_(0, rows, block.values.index_select(0, rows.to(block.values.device)).to(there.device))
         if state:
             part = self.values[self.header.state_offset : self.header.num_bytes]
             part.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def put_rows(self, block: Block, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Write some rows of a block."""
+        self._there(block).index_copy_(0, rows, values.to(self.values.device))
+
+    def _there(self, block: Block) -> torch.Tensor:
+        return _view(self.values, self._places[block.table, block.what, block.region])
 
     def commit(self) -> Part:
         """From here on the part is valid, also when this process dies."""
@@ -492,6 +501,14 @@ def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[
 
 def _short(worker: str) -> str:
     return hashlib.sha256(worker.encode()).hexdigest()[:16]
+
+
+def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
+    """Copy values without waking the threads that train, which a tensor's own copy would."""
+    if here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous():
+        ctypes.memmove(there.data_ptr(), here.data_ptr(), here.nbytes)
+    else:
+        there.copy_(here)
 
 
 def _num_bytes(place: Place) -> int:

@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ __all__ = ["Block", "ShardedTables", "TorchrecMissingError", "has_tables"]
 log = logging.getLogger(__name__)
 
 INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
+
+KEPT = 4
+"""The bit of a row that was kept for a copy."""
 
 INIT_ROWS = 4096
 """Rows that are initialised from one seed, so that a table's first values do not depend on how it is sharded."""
@@ -355,7 +359,7 @@ class ShardedTables:
 
     def track(self) -> TouchedRows:
         """Note from now on which rows are trained, until the next `build`."""
-        return TouchedRows([kernel for path in self._templates for kernel in self._kernels_of(path)])
+        return TouchedRows([kernel for path in self._templates for kernel in self._kernels_of(path)], self.blocks())
 
     def _kernels_of(self, path: str) -> list[tuple[str, Any]]:
         return [(path, kernel) for kernel in _kernels(self.module.get_submodule(path))]
@@ -408,12 +412,22 @@ class ShardedTables:
 class TouchedRows:
     """Which rows of a worker's shards were trained since each of two moments, called 0 and 1. One byte per row.
 
-    Only rows that are looked up are changed by optimizers in the backward pass.
+    Only rows that are looked up are changed by optimizers in the backward pass. So while somebody copies the shards as they are
+    at one moment, from `begin_copy` to `end_copy`, training may go on: what a row was like is kept before it is trained.
+
+    Args:
+        kernels: of torchrec, each with the path of its collection.
+        blocks: what they hold.
     """
 
-    def __init__(self, kernels: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
         self._masks: dict[tuple[str, Region], torch.Tensor] = {}
         self._marked = [False, False]
+        self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # while there is a copy being made
+        self._lock = threading.Lock()  # held while rows are kept: by the thread that trains, when another one ends the copy
+        held: dict[tuple[str, Region], list[Block]] = {}
+        for block in blocks:
+            held.setdefault((block.table, block.region), []).append(block)
         for path, kernel in kernels:
             masks: list[torch.Tensor] = []
             for config in kernel.config.embedding_tables:
@@ -423,21 +437,53 @@ class TouchedRows:
                 region = _region(config.local_metadata)
                 masks.append(torch.zeros(region.num_rows, dtype=torch.uint8))
                 self._masks[_key(path, config.name), region] = masks[-1]
+            of_tables = [held[_key(path, config.name), _held(config)] for config in kernel.config.embedding_tables]
             features = [config.num_features() for config in kernel.config.embedding_tables]
-            kernel.register_forward_pre_hook(functools.partial(self._note, masks, features))
+            kernel.register_forward_pre_hook(functools.partial(self._note, masks, of_tables, features))
 
-    @staticmethod
-    def _note(masks: Sequence[torch.Tensor], num_features: Sequence[int], kernel: Any, arguments: tuple[Any, ...]) -> None:
+    def _note(
+        self,
+        masks: Sequence[torch.Tensor],
+        blocks: Sequence[Sequence[Block]],
+        num_features: Sequence[int],
+        kernel: Any,
+        arguments: tuple[Any, ...],
+    ) -> None:
         if not torch.is_grad_enabled():
             return
         features = arguments[0]
         values, lengths = features.values(), features.length_per_key()
         start = key = 0
-        for mask, count in zip(masks, num_features, strict=True):
-            end = start + sum(lengths[key : key + count])
-            if len(mask) and end > start:
-                mask.index_fill_(0, values[start:end].long().to(mask.device), 3)
-            start, key = end, key + count
+        with self._lock:
+            for mask, of_table, count in zip(masks, blocks, num_features, strict=True):
+                end = start + sum(lengths[key : key + count])
+                if len(mask) and end > start:
+                    rows = values[start:end].long().to(mask.device)
+                    if self._kept is not None:
+                        self._keep(rows[mask[rows] < KEPT].unique(), of_table)
+                    mask.index_fill_(0, rows, 3 if self._kept is None else 3 | KEPT)
+                start, key = end, key + count
+
+    def _keep(self, rows: torch.Tensor, blocks: Sequence[Block]) -> None:
+        assert self._kept is not None
+        self._kept += [(block, rows, block.values.detach()[rows.to(block.values.device)]) for block in blocks if len(rows)]
+
+    def is_tracked(self, block: Block) -> bool:
+        """Whether it is known which rows of the block are trained."""
+        return (block.table, block.region) in self._masks
+
+    def begin_copy(self) -> None:
+        """The blocks are to be copied as they are now."""
+        with self._lock:
+            for mask in self._masks.values():
+                mask &= 3
+            self._kept = []
+
+    def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
+        """All is copied: rows, of shape ``(n,)``, that were trained since `begin_copy`, and their values until then."""
+        with self._lock:
+            kept, self._kept = self._kept or [], None
+            return kept
 
     def since(self, moment: int, block: Block) -> torch.Tensor | None:
         """Rows of the block, from its first, that were trained since a moment; None: they are not known."""

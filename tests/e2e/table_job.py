@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -27,7 +27,6 @@ from lightning_dlrover.sharding.snapshot import ROOT
 
 __all__ = ["TableSettings", "train_tables"]
 
-T = TypeVar("T")
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 NUM_ROWS = (41, 30, 7, 19)
@@ -216,8 +215,10 @@ def add_moments(recorder: Recorder) -> None:
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
         return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)
 
-    def watched_put(self: Any, blocks: Iterable[Any], *args: Any) -> None:
-        put(self, between(blocks, lambda: recorder.moment("copying")), *args)
+    def watched_put(self: Any, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        put(self, blocks, *args, **kwargs)
+        if "changed" in kwargs:  # one of several
+            recorder.moment("copying")
 
     def watched_commit(self: Any) -> Any:
         recorder.moment("commit" if snapshot._short(self.header.owner) == snapshot._short(self._holder) else "commit_copy")
@@ -259,13 +260,6 @@ def around(recorder: Recorder, owner: type, name: str) -> None:
         return result
 
     setattr(owner, name, watched)
-
-
-def between(items: Iterable[T], then: Callable[[], None]) -> Iterator[T]:
-    for i, item in enumerate(items):
-        if i == 1:
-            then()
-        yield item
 
 
 class WatchedGroup:

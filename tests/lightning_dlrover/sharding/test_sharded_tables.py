@@ -92,6 +92,34 @@ def test_rows_that_are_only_read_are_not_noted(tables: ShardedTables) -> None:
     assert all(rows is None or not len(rows) for rows in (touched.since(0, block) for block in tables.blocks()))
 
 
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_a_copy_that_is_made_while_tables_are_trained_is_as_they_were_when_it_was_begun(
+    tables: ShardedTables, steps_before: int
+) -> None:
+    touched = tables.track()
+    for first in (0, 100):  # what was kept for one copy is no part of the next
+        blocks = [block for block in tables.blocks() if touched.is_tracked(block)]
+        as_begun = [block.values.clone() for block in blocks]
+        touched.begin_copy()
+        for i in range(steps_before):
+            train(tables, first + i)
+        copies = [block.values.clone() for block in blocks]
+        for i in range(steps_before, 3):
+            train(tables, first + i)
+        kept = touched.end_copy()
+        assert kept
+        for block, rows, values in kept:
+            (copy,) = (
+                c
+                for b, c in zip(blocks, copies, strict=True)
+                if (b.table, b.what, b.region) == (block.table, block.what, block.region)
+            )
+            copy[rows] = values
+        train(tables, first + 50)
+        assert all(torch.equal(copy, was) for copy, was in zip(copies, as_begun, strict=True))
+        assert not all(torch.equal(copy, block.values) for copy, block in zip(copies, blocks, strict=True))
+
+
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
     keys = [feature for features in FEATURES.values() for feature in features]
     batch = KeyedJaggedTensor(keys=keys, values=torch.zeros(len(keys), dtype=torch.int64), lengths=torch.ones(len(keys)).long())
