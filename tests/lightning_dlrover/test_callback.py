@@ -107,3 +107,8 @@ def test_another_strategy_is_refused_with_the_line_to_change(tmp_path: Path) -> 
 def test_settings_without_meaning_are_refused(window_s: float, plan_every_s: float) -> None:
     with pytest.raises(ValueError, match="window_s"):
         DLRoverCallback(window_s, plan_every_s)
+
+
+def test_what_cannot_be_tuned_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"tune names \['batch_size'\].*num_workers, loader_workers"):
+        DLRoverCallback(tune=["num_workers", "batch_size"])  # type: ignore[list-item]
