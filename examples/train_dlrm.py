@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from ctr_data import ClickData, DataError, load_generated, collate, load
+from ctr_data import ClickData, DataError, collate, load, load_generated
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
