@@ -147,7 +147,7 @@ def _amounts(columns: Columns) -> Floats:
 
 def _fit(amounts: Floats, peaks: Floats) -> Floats:
     """Coefficients, of shape ``(num_terms,)``."""
-    from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
+    from scipy.optimize import nnls  # 0.3 s, which a reader of profiles need not pay
 
     rows = amounts / peaks[:, None]
     scale = np.sqrt((rows**2).mean(axis=0))

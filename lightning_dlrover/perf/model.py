@@ -148,7 +148,7 @@ class _Places:
 
     @classmethod
     def of(cls, columns: Columns) -> _Places:
-        from scipy.spatial import KDTree  # type: ignore[import-untyped]
+        from scipy.spatial import KDTree
 
         points = _places(columns)
         varies = np.ptp(points, axis=0) > 0
@@ -249,7 +249,7 @@ class StepTimeModel:
             noise=_noise(groups),
         )
         prior = PhysicalPrior.fit(observed.columns, observed.measured)
-        variants = _VARIANTS[:1]
+        variants: Sequence[_Variant] = _VARIANTS[:1]
         if observed.counts.sum() >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
             variants = _VARIANTS
         held_out = _hold_out(observed, prior, variants) if len(groups) >= MIN_TESTED_CONFIGURATIONS else {}

@@ -378,13 +378,13 @@ def _fit_shape(
     amounts: Floats, loader_overlap: Floats, measured: Measured, used: NDArray[np.bool_], overlap: float
 ) -> tuple[float, _Shape]:
     """The fit's objective, and the shape."""
-    from scipy.optimize import nnls  # type: ignore[import-untyped]  # 0.3 s, which a reader of profiles need not pay
+    from scipy.optimize import nnls  # 0.3 s, which a reader of profiles need not pay
 
     step_s, weight = measured.step_s, measured.weight
     # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
     scale = np.sqrt(((amounts / step_s[:, None]) ** 2).mean(axis=0))
+    defaults = np.array([term.default for term in TERMS]) * used
     used = used & (scale > 0)
-    defaults = np.array([term.default for term in TERMS])
     pull = np.array([1e-3 + term.doubt for term in TERMS])
     latency = [term.name for term in TERMS].index("latency_of_workers")
     pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
@@ -397,12 +397,12 @@ def _fit_shape(
     best: tuple[float, _Shape] | None = None
     rows = unit / step_s[:, None]  # of the first iteration, which takes the step for a sum
     goal = np.ones(len(step_s))
-    coefficients = np.zeros(len(TERMS))
+    coefficients = defaults  # which stay where nothing was measured that a term takes part in
     for iteration in range(ITERATIONS):
         stacked = np.vstack([rows * weight[:, None], fixed_rows])
         goals = np.concatenate([goal * weight, fixed_targets])
         # The triangle holds all there is to know: 20 rows instead of thousands.
-        triangle: Floats = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
+        triangle: Any = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
         found = nnls(triangle[:, :-1], triangle[:, -1])[0] / scale[used]
         coefficients[used] = found if iteration == 0 else (coefficients[used] + found) / 2
         shape = _Shape(coefficients.copy(), overlap)

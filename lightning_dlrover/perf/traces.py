@@ -72,7 +72,8 @@ def read_trace(path: Path) -> Trace:
                 f"{path}:{line}: sync_time={sample.communication_s:g} s is longer than step_time={sample.step_time_s:g} s; "
                 "parts of this row are not used. If all rows are like that, the two are not in the same unit"
             )
-            sample = dataclasses.replace(sample, **{f"{part}_s": 0.0 for part in STEP_PARTS})
+            no_parts: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
+            sample = dataclasses.replace(sample, **no_parts)
         key = (row.get("placement"), *(getattr(sample, name) for name in _CONFIGURED_BY))
         before, before_s = seen.setdefault(key, (line, sample.step_time_s))
         if not 1 / MAX_CONTRADICTION <= sample.step_time_s / before_s <= MAX_CONTRADICTION:

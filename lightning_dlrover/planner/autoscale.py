@@ -528,7 +528,7 @@ def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: fl
         step_s: medians, shape ``(n,)``; sigma: standard deviations of the log.
         best: the least loss that was measured.
     """
-    from scipy.special import ndtr  # type: ignore[import-untyped]
+    from scipy.special import ndtr
 
     mean_s = step_s * np.exp(sigma**2 / 2)
     top = np.minimum(best / factor, bound_s)
