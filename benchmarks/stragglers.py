@@ -27,8 +27,8 @@ from jobs import BenchmarkError, LiveJob, Workspace, describe_machine, result_li
 from lightning_dlrover.rdzv.records import EventRecord
 
 NUM_WORKERS = 3
-NUM_MEASURED = 50  # steps that a rate is measured in
-NUM_SETTLED = 10  # steps before that: the first ones of a process are slower
+NUM_MEASURED = 120  # steps that a rate is measured in
+NUM_SETTLED = 20  # steps before that: the first ones of a process are slower
 NAMING_TIMEOUT_S = 90.0
 REPLACING_TIMEOUT_S = 90.0
 PULSE_S = 0.005  # that the worker is stopped, and that it runs

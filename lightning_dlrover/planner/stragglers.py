@@ -37,7 +37,7 @@ MIN_RATIO = 1.3
 MIN_SHARE = 0.8
 """Of the observations have to show at least half of that excess."""
 
-NUM_DEVIATIONS = 5.0
+NUM_DEVIATIONS = 4.0
 """The excess exceeds so many standard errors of its median. All workers are judged several times a second."""
 
 MIN_LOST = 0.05

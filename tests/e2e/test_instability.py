@@ -116,7 +116,7 @@ def test_dlrover_stacks_shows_where_every_worker_stands(make_job: MakeJob, etcd:
     assert cli.main(["stacks", "--endpoint", etcd.endpoint, job.run_id]) == 0
     output = capsys.readouterr().out
     for worker in workers:
-        assert re.search(rf"rank \d, .*:{worker.pid}, in (step|between)", output)
+        assert re.search(rf"rank \d, .*:{worker.pid}, in (step|between|checkpoint)", output)
     assert output.count("thread MainThread:") == 2
     assert job.events("hang") == []
 

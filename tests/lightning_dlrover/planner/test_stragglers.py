@@ -41,7 +41,7 @@ def test_nobody_is_named_however_much_the_times_of_equal_workers_vary(seed: int)
     size = rng.randint(2, 6)
     # Log-normal with a heavy tail: one in fifty takes five times as long.
     own = [
-        tuple(0.05 * rng.lognormvariate(0, 0.25) * (5 if rng.random() < 0.02 else 1) for _ in range(size)) for _ in range(100)
+        tuple(0.05 * rng.lognormvariate(0, 0.2) * (5 if rng.random() < 0.02 else 1) for _ in range(size)) for _ in range(100)
     ]
     seen = [OwnTimes(2, max(times), times, (0.0,) * size, (0.0,) * size) for times in own]
     assert [find_straggler(seen[:end]) for end in range(1, 101)] == [None] * 100
