@@ -62,7 +62,7 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
     ),
     MemoryTerm(
         "loader_processes",
-        "pages that a loader worker does not share with its worker, or shares and is counted with all the same",
+        "pages that a loader worker does not share with its worker",
         lambda c: c.loader_workers,
         50 * MIB,
     ),

@@ -444,8 +444,8 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
 
     trees = HistGradientBoostingRegressor(
         learning_rate=0.08,
-        max_iter=40,
-        max_leaf_nodes=8,
+        max_iter=80,
+        max_leaf_nodes=4,  # few interactions: larger trees learn single placements, and are worse on larger worlds
         min_samples_leaf=8,
         monotonic_cst=_DIRECTIONS,
         early_stopping=False,

@@ -32,7 +32,7 @@ INTRA_NODE_BYTES_PER_S = 2e9  # gloo through one machine's loopback
 LATENCY_S = 2e-4  # of one more participant in a collective over TCP
 MAX_LATENCY_S = 1e-2  # the order of magnitude that no hop exceeds, however much a model has to send
 
-PART_WEIGHT = 0.5  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
+PART_WEIGHT = 0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # g
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
 LOADER_OVERLAP = 8.0  # h: close to the longer of the two

@@ -1,6 +1,6 @@
 """Trains a small model for a few steps in a process of its own, for each configuration asked for on standard input.
 
-Prints a JSON line for each: the highest sum of resident sets of the training process and its loader workers.
+Prints a JSON line for each: the peak of the training process and its loader workers, as a profile has it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dlrover.resources import MemoryWatch
+
 WIDTH, NUM_LAYERS, SAMPLE_FLOATS, EMBEDDING_DIM = 1024, 8, 12_288, 64
+NUM_STEPS = 3
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -44,32 +45,15 @@ def train(asked: dict[str, Any]) -> int:
     loader = DataLoader(
         Samples(), batch_size=asked["local_batch"], num_workers=asked["loader_workers"], prefetch_factor=prefetch
     )
-    done, peak = threading.Event(), 0
-
-    def watch() -> None:
-        nonlocal peak
-        this = psutil.Process()
-        while not done.wait(0.005):
-            total = this.memory_info().rss
-            for child in this.children():
-                try:
-                    total += child.memory_info().rss
-                except psutil.Error:
-                    continue
-            peak = max(peak, total)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for step, batch in enumerate(loader):
-        network(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        table[step % len(table)] += 1
-        if step == 3:
-            break
-    done.set()
-    watcher.join()
-    return peak
+    with MemoryWatch(sample_s=0.02) as watch:
+        for step, batch in enumerate(loader):
+            network(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            table[step % len(table)] += 1
+            if step == NUM_STEPS:
+                break
+        return watch.take().peak_bytes
 
 
 def main() -> None:

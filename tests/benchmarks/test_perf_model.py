@@ -1,0 +1,65 @@
+"""The benchmark of the resource-performance model keeps what the documentation promises, on the measured traces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
+needs_traces = pytest.mark.skipif(
+    not (DATA / "step_traces").is_dir(), reason=f"no step_traces in {DATA}: set DLROVER_SHARED_DATA to their folder"
+)
+
+
+def result(*arguments: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "perf_model.py"), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
+
+
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_errors_on_measured_traces_stay_within_their_bounds_and_the_interval_is_honest() -> None:
+    measured = result("--quick")
+    assert list(measured) == ["interp", "extrap", "scale", "few", "worst_ratio", "coverage"]
+    assert measured["interp"] <= 5
+    assert measured["extrap"] <= 5
+    assert measured["scale"] <= 8
+    assert measured["few"] <= 9
+    assert measured["worst_ratio"] <= 1.15  # two seeds; 1.1 over ten
+    assert 85 <= measured["coverage"] <= 95
+
+
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
+    measured = result("--quick", "--without-sync")
+    assert measured["interp"] <= 5.5
+    assert measured["few"] <= 9
+    assert 85 <= measured["coverage"] <= 95
+
+
+def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "perf_model.py"), "--data", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "step_traces does not exist" in done.stderr

@@ -1,0 +1,114 @@
+"""Files of measured windows are read whole or refused by name and line; what contradicts itself is reported."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from test_model import window
+
+from lightning_dlrover.perf import configuration_of
+from lightning_dlrover.perf.__main__ import main
+from lightning_dlrover.perf.traces import TraceError, read_trace
+
+
+def written(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_placement_is_workers_on_each_node(tmp_path: Path) -> None:
+    (sample,) = read_trace(written(tmp_path, "placement,local_bsz,step_time,sync_time\n124,32,0.5,0.2\n")).samples
+    configuration = configuration_of(sample)
+    assert (configuration.num_nodes, configuration.num_workers, configuration.local_batch) == (3, 7, 32)
+    assert (configuration.fullest_node, configuration.emptiest_node) == (4, 1)
+    assert (sample.step_time_s, sample.communication_s, sample.forward_s) == (0.5, 0.2, pytest.approx(0.3))
+
+
+def test_nodes_and_replicas_serve_as_well_and_sync_time_may_be_missing(tmp_path: Path) -> None:
+    (sample,) = read_trace(written(tmp_path, "num_nodes,num_replicas,local_bsz,step_time,note\n2,8,32,0.5,x\n")).samples
+    assert (sample.num_nodes, sample.num_workers, sample.global_batch) == (2, 8, 256)
+    assert sample.communication_s == sample.forward_s == 0.0
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_profiles_of_our_own_are_read_back_as_they_were(tmp_path: Path, form: str) -> None:
+    profiles = [window(2, 0.125, communication_s=0.025), window(3, 0.1)]
+    rows = [dataclasses.asdict(profile) for profile in profiles]
+    path = tmp_path / f"windows.{form}"
+    with path.open("w", newline="") as file:
+        if form == "jsonl":
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    assert read_trace(path).samples == tuple(profiles)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "has no rows"),
+        ("placement,local_bsz\n1,32\n", r":2 has no step_time_s \(step_time\), in seconds"),
+        ("placement,step_time\n1,0.1\n", r":2 has no local_batch \(local_bsz\)"),
+        ("local_bsz,step_time\n32,0.1\n", r":2 has no num_workers \(num_replicas or placement\)"),
+        ("placement,local_bsz,step_time\n1,32,0.1\n1,64,-0.1\n", r":3: step_time='-0.1' must be finite and not negative"),
+        ("placement,local_bsz,step_time\n1,32,0\n", r":2: step_time=0.0 is no time of a step"),
+        ("placement,local_bsz,step_time\n1,32,nan\n", r":2: step_time='nan' must be finite"),
+        ("placement,local_bsz,step_time\n1,32,45000\n", r":2: step_time=45000 would be hours; .*milliseconds"),
+        ("placement,local_bsz,step_time\n1,32,fast\n", r":2: step_time='fast' is no number"),
+        ("placement,local_bsz,step_time\n1-2,32,0.1\n", r":2: placement='1-2' is not one digit"),
+        ("placement,local_bsz,step_time\n102,32,0.1\n", r":2: placement='102' is not one digit"),
+        ("placement,local_bsz,step_time\n1,32.5,0.1\n", r":2: local_bsz='32.5' must be a whole number"),
+        ("placement,local_bsz,step_time\n1,0,0.1\n", r":2: local_batch=0 must be 1 or more"),
+        ("num_nodes,num_replicas,local_bsz,step_time\n8,2,32,0.1\n", r":2: 2 workers cannot be on 8 nodes"),
+        ("placement,local_bsz,step_time\n1,32\n", r":2 has another number of fields"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_line_and_the_cause(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        read_trace(written(tmp_path, text))
+
+
+def test_a_line_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1 is no JSON object"):
+        read_trace(written(tmp_path, "hello\n", "trace.jsonl"))
+
+
+def test_contradictions_between_rows_and_between_units_are_reported(tmp_path: Path) -> None:
+    text = "placement,local_bsz,step_time,sync_time\n11,32,0.1,0.05\n11,32,0.11,0.05\n11,32,0.9,0.05\n1,64,0.1,50\n"
+    trace = read_trace(written(tmp_path, text))
+    assert len(trace.samples) == 4
+    assert len(trace.remarks) == 2
+    assert "trace.csv:4: step_time=0.9 s contradicts 0.1 s in line 2" in trace.remarks[0]
+    assert "trace.csv:5: sync_time=50 s is longer than step_time=0.1 s" in trace.remarks[1]
+
+
+def rows(sizes: range) -> str:
+    lines = [f"{w},{b},{0.01 + 0.001 * b + 0.002 * w}" for w in sizes for b in (8, 16, 32, 64)]
+    return "\n".join(["placement,local_bsz,step_time", *lines, ""])
+
+
+def test_the_command_prints_errors_of_model_prior_and_trees_and_the_coverage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, test = written(tmp_path, rows(range(1, 8)), "a.csv"), written(tmp_path, rows(range(8, 10)), "b.csv")
+    assert main(["evaluate", "--train", str(train), "--test", str(test)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    values = {name: float(value) for name, value in (pair.split("=") for pair in last.split())}
+    assert list(values) == ["mape", "prior_mape", "trees_mape", "coverage"]
+    assert values["mape"] < 5
+    assert 0 <= values["coverage"] <= 100
+
+
+def test_the_command_names_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = written(tmp_path, rows(range(1, 4)), "a.csv"), written(tmp_path, "step_time\n1\n", "b.csv")
+    assert main(["evaluate", "--train", str(good), "--test", str(bad)]) == 2
+    assert "b.csv:2 has no num_workers" in capsys.readouterr().err
+    assert main(["evaluate", "--train", str(tmp_path / "none.csv"), "--test", str(good)]) == 2
+    assert "cannot read" in capsys.readouterr().err
