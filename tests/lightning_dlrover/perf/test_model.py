@@ -168,6 +168,105 @@ def test_the_same_samples_give_the_same_model() -> None:
     assert StepTimeModel.fit(samples).predict(asked) == StepTimeModel.fit(list(samples)).predict(asked)
 
 
+def various_windows(count: int, seed: int = 0) -> list[StepProfile]:
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        workers, batch, cores, loaders = rng.randint(1, 8), rng.randint(4, 256), rng.choice([1.0, 2.0, 4.0]), rng.randint(0, 3)
+        kink = 1.3 if 64 < batch < 128 else 1.0  # what no term says: it takes trees
+        step_time_s = kink * (0.004 + 2e-4 * batch / cores + 0.001 * workers) * rng.lognormvariate(0, 0.05)
+        sample = window(workers, step_time_s, global_batch=batch * workers, cores=cores, threads=0)
+        samples.append(replace(sample, loader_workers=loaders, prefetch_factor=2 if loaders else 0))
+    return samples
+
+
+@given(samples=st.integers(1, 40), seed=st.integers(0, 100), asked=st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_predictions_are_positive_lie_within_their_interval_and_their_parts_add_up(samples: int, seed: int, asked: int) -> None:
+    model = StepTimeModel.fit(various_windows(samples, seed))
+    for prediction in model.predict_many([configuration_of(s) for s in various_windows(20, asked)]):
+        assert 0 < prediction.low_s <= prediction.step_time_s <= prediction.high_s < math.inf
+        assert all(seconds >= 0 for seconds in prediction.parts_s.values())
+        assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_time_s)
+
+
+@given(seed=st.integers(0, 1000), factor=st.floats(1.0, 8.0), more=st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_by_the_prior_more_cores_never_take_longer_and_more_workers_of_the_same_batch_are_never_faster(
+    seed: int, factor: float, more: int
+) -> None:
+    samples = various_windows(12, seed)
+    prior = PhysicalPrior.of(samples)
+    here = replace(configuration_of(samples[0]), intra_op_threads=0)
+    faster, base, crowded = prior.step_time_s(
+        Columns.of(
+            [replace(here, cores=here.cores * factor), here, replace(here, num_workers=here.num_workers + more)],
+        )
+    )
+    assert faster <= base * (1 + 1e-9)
+    assert base <= crowded * (1 + 1e-9)
+
+
+def test_trees_never_make_more_cores_slower() -> None:
+    model = StepTimeModel.fit(various_windows(400))
+    assert model.layers.trees is not None
+    here = replace(configuration_of(window(3, 0.1)), local_batch=77)
+    steps = [p.step_time_s for p in model.predict_many([replace(here, cores=c) for c in (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)])]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_many_predictions_are_what_single_ones_are() -> None:
+    model = StepTimeModel.fit(various_windows(60))
+    asked = [configuration_of(sample) for sample in (*various_windows(60)[:5], *various_windows(20, 7))]
+    for one, many in zip([model.predict(c) for c in asked], model.predict_many(asked), strict=True):
+        assert one.step_time_s == pytest.approx(many.step_time_s)
+        assert one.low_s == pytest.approx(many.low_s)
+        assert one.high_s == pytest.approx(many.high_s)
+    assert model.predict_many([]) == []
+
+
+def test_columns_hold_what_a_configuration_says_of_itself() -> None:
+    for here in [configuration_of(s, node_cores=3.0) for s in various_windows(30)]:
+        columns = Columns.of([here])
+        assert columns.fullest[0] == here.workers_on_node
+        assert columns.threads[0] == here.threads
+        assert columns.core_share[0] == here.core_share
+
+
+# --- earlier jobs ---
+
+
+def scaled(world_size: int, slow: float = 1.0) -> StepProfile:
+    return window(world_size, slow * (0.01 + 0.06 / world_size))
+
+
+def test_an_earlier_job_tells_a_new_one_how_it_scales() -> None:
+    earlier = [scaled(size) for size in (1, 2, 3, 4, 6, 8) for _ in range(3)]
+    asked, truth = configuration_of(scaled(6)), scaled(6).step_time_s
+    alone = StepTimeModel.fit([scaled(1)] * 3).predict(asked)
+    started = StepTimeModel.fit([scaled(1)] * 3, earlier=earlier).predict(asked)
+    assert abs(started.step_time_s / truth - 1) < 0.05 < abs(alone.step_time_s / truth - 1)
+    assert started.high_s / started.low_s < alone.high_s / alone.low_s
+
+
+def test_earlier_jobs_alone_are_enough_but_nothing_counts_as_measured() -> None:
+    model = StepTimeModel.fit([], earlier=[scaled(size) for size in (1, 2, 4)])
+    assert model.predict(configuration_of(scaled(2))).step_time_s == pytest.approx(scaled(2).step_time_s, rel=0.1)
+    assert model.num_workers_seen == ()
+    assert model.measured(2, 32) is None
+
+
+def test_what_this_job_measured_outweighs_earlier_ones() -> None:
+    model = StepTimeModel.fit([scaled(2, slow=2.0)] * 3, earlier=[scaled(size) for size in (1, 2, 4, 8) for _ in range(5)])
+    assert model.predict(configuration_of(scaled(2))).step_time_s == pytest.approx(2 * scaled(2).step_time_s, rel=0.05)
+
+
+def test_earlier_jobs_on_another_device_are_left_out() -> None:
+    other = [replace(scaled(size, slow=100.0), device="accelerator") for size in (1, 2, 4, 8)]
+    asked = configuration_of(scaled(4))
+    assert StepTimeModel.fit([scaled(1)], earlier=other).predict(asked) == StepTimeModel.fit([scaled(1)]).predict(asked)
+
+
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         StepTimeModel.fit([])
@@ -207,17 +306,22 @@ def test_windows_whose_parts_were_not_measured_still_fit() -> None:
     assert prediction.step_time_s == pytest.approx(0.02, rel=0.15)
 
 
-def test_two_thousand_windows_are_fitted_within_a_second_of_one_core() -> None:
+def test_two_thousand_windows_are_fitted_within_a_second_and_a_hundred_thousand_predicted_within_half_of_one() -> None:
     # A process of its own, with one thread and its processor time: other work on this machine does not count.
     program = """
 import time
 import test_model
-from lightning_dlrover.perf.model import StepTimeModel
+from lightning_dlrover.perf import Columns, StepTimeModel, configuration_of
 samples = test_model.two_thousand_windows()
 StepTimeModel.fit(samples[:100])  # pays for the imports
 started = time.process_time()
-assert StepTimeModel.fit(samples).layers.trees is not None
-print(time.process_time() - started)
+model = StepTimeModel.fit(samples)
+assert model.layers.trees is not None
+fitted = time.process_time()
+asked = Columns.of([configuration_of(s) for s in test_model.two_thousand_windows()] * 50)
+converted = time.process_time()
+model.predict_columns(asked)
+print(fitted - started, time.process_time() - converted)
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -229,7 +333,9 @@ print(time.process_time() - started)
         check=True,
         timeout=120,
     )
-    assert float(run.stdout) < 1.0
+    fit_s, predict_s = map(float, run.stdout.split())
+    assert fit_s < 1.0
+    assert predict_s < 0.5
 
 
 def two_thousand_windows() -> list[StepProfile]:
@@ -237,7 +343,8 @@ def two_thousand_windows() -> list[StepProfile]:
     samples = []
     for _ in range(2000):
         workers, batch = int(rng.integers(1, 17)), int(rng.integers(8, 513))
-        step_time_s = (0.005 + 1e-4 * batch + 0.001 * workers) * float(rng.lognormal(0, 0.05))
+        kink = 1.3 if 100 < batch < 200 else 1.0  # what no term says: it takes trees
+        step_time_s = kink * (0.005 + 1e-4 * batch + 0.001 * workers) * float(rng.lognormal(0, 0.05))
         samples.append(window(workers, step_time_s, global_batch=batch * workers))
     return samples
 
