@@ -37,8 +37,8 @@ PULSE_S = 0.005  # that the worker is stopped, and that it runs
 
 
 WORK = {
-    # Each worker has a device of its own, so to say: 40 ms of a step pass without a core.
-    "device": ["--step-floor-s", "0.04", "--width", "256", "--batch-size", "64"],
+    # Each worker has a device of its own, so to say: most of a step passes without a core.
+    "device": ["--step-floor-s", "0.1", "--width", "256", "--batch-size", "64"],
     # All workers compute on the cores there are. With fewer cores than workers, what one does not use the others do, so
     # stopping it for half of the time costs the job less than half.
     "cpu": ["--width", "1024", "--num-layers", "2", "--batch-size", "256"],

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,16 @@ from lightning_dlrover.planner.memory_growth import (
     MAX_WINDOWS,
     NUM_SETTLING,
     Act,
+    MemoryForecast,
     Remedy,
     Situation,
     choose_remedy,
     forecast_memory,
+    inherited_forecast,
 )
 from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
 from lightning_dlrover.rdzv.client import EtcdError
-from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
+from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, StacksRecord, StacksRequest, from_fields
 from lightning_dlrover.stacks import innermost_user_place, is_in_debugger, stacks
 
 if TYPE_CHECKING:
@@ -341,11 +343,13 @@ class _Memory:
         if not windows or windows[-1].at == self._looked_at:
             return
         self._looked_at = windows[-1].at
+        membership, view = self._membership, self._membership.view
         forecast = forecast_memory(windows)
+        past = membership.past_events() if forecast is not None or len(windows) == NUM_SETTLING + 1 else []
+        if forecast is None and (earlier := self._of_replaced(past)) is not None:
+            forecast = inherited_forecast(windows[-1], earlier)
         if forecast is None:
             return
-        membership, view = self._membership, self._membership.view
-        past = membership.past_events()
         lead_s = _lead_s(past)
         number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
         is_under_way = act in ("replace", "add_workers") and now - self._acted_at < LEADS * lead_s
@@ -376,6 +380,17 @@ class _Memory:
             {"worker_id": membership.worker_id, **asdict(remedy), **asdict(forecast), "step": self._live.progress.counts[0]},
         )
         log.warning("memory of this worker: %s", remedy.reason)
+
+    def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
+        """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not."""
+        asked = [e for e in past if e.kind == "memory" and e.data.get("act") == "replace" and e.at < self._since]
+        gone = [e for e in asked if e.data.get("worker_id") not in self._membership.view.workers]
+        if not gone or not gone[-1].at > self._since - LEADS * _lead_s(past):
+            return None
+        names = [f.name for f in fields(MemoryForecast)]
+        with contextlib.suppress(TypeError, ValueError):
+            return from_fields(MemoryForecast, {name: gone[-1].data.get(name) for name in names}, "an event")
+        return None
 
     def _carry_out(self, remedy: Remedy) -> bool:
         membership = self._membership

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,16 @@ from scipy.stats import theilslopes
 
 from lightning_dlrover.perf.samples import StepProfile
 
-__all__ = ["Act", "MemoryForecast", "Remedy", "Situation", "choose_remedy", "forecast_memory", "least_workers"]
+__all__ = [
+    "Act",
+    "MemoryForecast",
+    "Remedy",
+    "Situation",
+    "choose_remedy",
+    "forecast_memory",
+    "inherited_forecast",
+    "least_workers",
+]
 
 NUM_SETTLING = 2
 """First windows of a round that are left out: buffers are allocated then."""
@@ -129,6 +138,25 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
         steps_left=room / slope,
         earliest_steps_left=room / high,
         step_time_s=recent[-1].step_time_s,
+    )
+
+
+def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryForecast | None:
+    """The forecast of the worker that this one has replaced, from where this one stands; None if it is smaller, which helped.
+
+    There may be no time to see it grow again.
+    """
+    level = max(window.memory_bytes, window.peak_memory_bytes)
+    if level <= earlier.level_bytes - earlier.grown_bytes / 2 or window.memory_limit_bytes <= 0:
+        return None
+    room = max(0.0, window.memory_limit_bytes * (1 - RESERVE) - level)
+    return replace(
+        earlier,
+        level_bytes=level,
+        limit_bytes=window.memory_limit_bytes,
+        steps_left=room / earlier.bytes_per_step,
+        earliest_steps_left=room / earlier.bytes_per_step * earlier.earliest_steps_left / max(1e-9, earlier.steps_left),
+        step_time_s=window.step_time_s,
     )
 
 

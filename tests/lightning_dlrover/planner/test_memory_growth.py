@@ -14,6 +14,7 @@ from lightning_dlrover.planner.memory_growth import (
     Situation,
     choose_remedy,
     forecast_memory,
+    inherited_forecast,
     least_workers,
 )
 
@@ -135,6 +136,14 @@ def test_a_leak_ends_with_its_process_and_tables_get_smaller_with_more_workers()
     # 2 x 200 MiB that have grown and 2 x 300 that will: 1,000 MiB over 3 workers, which hold 500 MiB beside it.
     some = choose_remedy(FORECAST, replace(SITUATION, has_sharded_tables=True, remaining_steps=300))
     assert (some.act, some.num_workers) == ("add_workers", 3)
+
+
+def test_who_came_in_the_place_of_another_and_is_as_large_has_its_forecast() -> None:
+    same = inherited_forecast(window(3, 750), FORECAST)
+    assert same is not None
+    assert same.steps_left == pytest.approx(200)  # 950 - 750 MiB, 1 MiB a step
+    assert same.earliest_steps_left == pytest.approx(160)
+    assert inherited_forecast(window(3, 450), FORECAST) is None
 
 
 def test_what_did_not_help_is_not_done_again() -> None:
