@@ -131,8 +131,9 @@ def test_a_job_that_has_not_begun_to_train_is_ended_by_ctrl_c(dlrover: Dlrover) 
 
 
 def workers_of(dlrover: Dlrover) -> list[int]:
-    """Process ids of those that run the script itself."""
-    return [pid for pid, command in dlrover.processes().items() if "tiny_script.py" in command and "--rdzv-" not in command]
+    """Process ids of those that run the script itself; not of the loader workers that they have forked."""
+    found = {pid for pid, command in dlrover.processes().items() if "tiny_script.py" in command and "--rdzv-" not in command}
+    return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).ppid() not in found]
 
 
 @pytest.mark.parametrize("is_training", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_dlrover import resources
 from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes
 
 MIB = 1 << 20
@@ -73,14 +75,19 @@ def _hold(num_bytes: int, ready: Event, end: Event) -> None:
     del held
 
 
-def test_memory_that_a_child_shares_with_this_process_counts_once() -> None:
+def test_memory_that_a_child_shares_with_this_process_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []  # without those of other tests, which come and go
+    monkeypatch.setattr(resources, "_children", lambda: children)
     context = multiprocessing.get_context("fork")
     shared = torch.ones(200 * MIB // 4)
     ready, end = context.Event(), context.Event()
     with MemoryWatch(sample_s=0.02) as watch:
         alone = watch.take()
         child = context.Process(target=_hold, args=(100 * MIB, ready, end))
+        gc.freeze()  # a collection writes to all objects, which then are shared no more
         child.start()
+        assert child.pid is not None
+        children.append(child.pid)
         try:
             assert ready.wait(60)
             deadline = time.monotonic() + 30
@@ -89,6 +96,7 @@ def test_memory_that_a_child_shares_with_this_process_counts_once() -> None:
                 time.sleep(0.02)
             together = watch.take()
         finally:
+            gc.unfreeze()
             end.set()
             child.join(60)
     assert 90 * MIB < together.resident_bytes - alone.resident_bytes < 180 * MIB
