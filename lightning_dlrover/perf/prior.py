@@ -74,9 +74,10 @@ def _crowding(c: Columns) -> Floats:
     return np.where(known, np.maximum(0.0, c.fullest * c.threads / np.where(known, c.node_cores, 1.0) - 1), 0.0)
 
 
-def _crowding_by_loaders(c: Columns) -> Floats:
-    busy = (c.threads + c.loader_workers) / c.core_share - 1
-    return np.where((c.loader_workers > 0) & (c.node_cores > 0), np.clip(busy, 0.0, 1.0), 0.0)
+def _without_a_core(c: Columns) -> Floats:
+    """The share of loading that no spare core does while the worker trains, over the cores that do it then."""
+    spare = np.maximum(0.0, c.core_share - c.threads)
+    return np.where((c.loader_workers > 0) & (c.node_cores > 0), np.maximum(0.0, 1 - spare) / c.core_share, 0.0)
 
 
 def _several(c: Columns) -> Floats:
@@ -130,7 +131,7 @@ TERMS: tuple[Term, ...] = (
         "loader_contention",
         "compute",
         "loader workers take core time from training where no core is left for them",
-        lambda c: c.local_batch * _crowding_by_loaders(c),
+        lambda c: c.local_batch * _without_a_core(c),
         default=0.0,
         doubt=0.3,
     ),
@@ -153,8 +154,9 @@ TERMS: tuple[Term, ...] = (
     Term(
         "data_loading",
         "data",
-        "loader workers prepare the samples of a batch side by side; without any, the worker does it itself",
-        lambda c: c.local_batch / np.maximum(1.0, c.loader_workers),
+        "loader workers prepare the samples of a batch side by side, as many as there are cores; without any, the worker "
+        "does it itself",
+        lambda c: c.local_batch / np.minimum(np.maximum(1.0, c.loader_workers), c.core_share),
         default=0.0,
         doubt=0.1,
     ),

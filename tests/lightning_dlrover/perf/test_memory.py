@@ -19,7 +19,7 @@ from test_model import window
 from lightning_dlrover.perf import MemoryModel, StepProfile, configuration_of
 
 MIB = 1 << 20
-TABLES = 256 * MIB
+TABLES = 768 * MIB
 
 
 def grown(
