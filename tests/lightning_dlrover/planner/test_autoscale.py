@@ -69,7 +69,7 @@ def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: in
             assert job.num_changes <= 8, found[-1]
             # More windows may show once that another of the measured settings is better after all.
             assert sum(d.is_change for d in job.decisions[7:]) <= 1, f"{found[-1]} does not settle"
-    assert sum(share >= 0.95 for share in shares) >= 6, found
+    assert sum(share >= 0.95 for share in shares) > len(shares) / 2, found
     assert min(shares) >= 0.8, found
     assert sum(shares) / len(shares) >= 0.95, found
 
