@@ -26,7 +26,7 @@ from typing import TypeVar
 import psutil
 from hosts import Host, Hosts
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, KeyValue
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, KeyValue
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import DrainRecord, EventRecord, Keys, PlanRecord, RecordError, decode, encode
 from lightning_dlrover.rdzv.rounds import View
@@ -177,6 +177,7 @@ class Workspace:
         try:
             yield
         except Exception:
+            job.save_evidence()
             for line in job.ends_of_logs():
                 print(line, file=sys.stderr)
             raise
@@ -280,6 +281,10 @@ class Job:
             raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for agents {running} to end")
         return [agent.returncode for agent in self.agents]
 
+    def save_evidence(self) -> None:
+        """Write what is known of a job that failed beside its logs."""
+        self.dump_stacks()
+
     def dump_stacks(self) -> None:
         """Write what every living process of the job is doing beside its logs, if `py-spy` is installed."""
         py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -368,6 +373,12 @@ class LiveJob(Job):
         _, found = self._client.get_prefix(self._keys.live)
         entries: dict[str, KeyValue] = {entry.key: entry for entry in found}
         return read_view(entries, self._keys, {}, bad)
+
+    def save_evidence(self) -> None:
+        super().save_evidence()
+        with contextlib.suppress(EtcdError), (self.folder / "etcd.txt").open("w") as file:
+            for entry in sorted(self._client.get_prefix(self._keys.root)[1], key=lambda entry: entry.mod_revision):
+                print(entry.mod_revision, entry.key, entry.value.decode(errors="replace")[:2000], file=file)
 
     def events(self, kind: str) -> list[EventRecord]:
         """Of the job's history, oldest first."""

@@ -276,7 +276,7 @@ def _connect(url: str) -> Engine:
 
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
-    if is_sqlite and parsed.database:
+    if is_sqlite and parsed.database and not parsed.database.startswith("file:"):  # a URI names a file that there is
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if is_sqlite else {}
     # A connection that is kept open would be shared by a worker and the loader workers forked from it.

@@ -1,7 +1,7 @@
 """Fits and predicts step time and memory. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
 
 from lightning_dlrover.perf.columns import Columns, Configuration, configuration_of
-from lightning_dlrover.perf.memory import MemoryModel, MemoryPrediction
+from lightning_dlrover.perf.memory_model import MemoryModel, MemoryPrediction
 from lightning_dlrover.perf.model import Prediction, StepTimeModel
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile

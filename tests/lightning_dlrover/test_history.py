@@ -166,12 +166,15 @@ def test_a_history_that_cannot_be_used_is_named_with_the_way_out(tmp_path: Path,
     assert "secret" not in str(caught.value)
 
 
-def test_a_read_only_history_can_still_be_read(tmp_path: Path) -> None:
+def test_a_read_only_history_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
     file = tmp_path / "history.sqlite"
     JobHistory(f"sqlite:///{file}").record(entry("a@1"), [window(1.0)])
     history = JobHistory(f"sqlite:///file:{file}?mode=ro&uri=true")
     assert [job.key for job in history.jobs()] == ["a@1"]
     assert history.windows("a@1") == (window(1.0),)
+    assert not list(elsewhere.iterdir())
 
 
 def test_rows_that_others_have_spoilt_are_left_out(history: JobHistory) -> None:

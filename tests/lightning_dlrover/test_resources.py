@@ -71,7 +71,8 @@ def test_without_a_quota_all_cores_are_there_that_the_process_is_bound_to(files:
 def _touched(num_bytes: int) -> mmap.mmap:
     # No tensor: torch's threads are not there in a forked child, which would wait for them.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.write(b"1" * num_bytes)
+    for _ in range(num_bytes // MIB):  # no more than that beside it, however briefly
+        memory.write(b"1" * MIB)
     return memory
 
 
