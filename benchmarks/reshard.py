@@ -521,19 +521,21 @@ def main() -> int:
     raw: dict[str, list[float]] = defaultdict(list)
     stock: dict[str, list[float]] = defaultdict(list)
     print(describe_machine(), flush=True)
-    with RawSenders(3) as senders, Workspace("reshard", options.keep) as space, snapshot_memory() as memory:
+    with RawSenders(3) as senders, Workspace("reshard", options.keep) as space:
         etcd = space.etcd()
         disk = options.folder or space.folder
         for number in range(options.rounds):
             # A new job every time, so that ours and the stock way take turns and share the machine's moods.
             name = f"live-{number}"
             arguments = ["--strategy=dlrover", *size.arguments(space.folder / name / "records")]
-            arguments += [f"--snapshot-s={options.snapshot_s}", f"--memory={memory}"]
-            with space.live_job(name, etcd, "1:4", arguments, SCRIPT) as job:
-                resharding = Resharding(job, etcd, size, dice)
-                resharding.run()
-                changes += resharding.changes
-                losses += resharding.losses
+            # What a killed job leaves in memory for its next start goes with it here.
+            with snapshot_memory() as memory:
+                arguments += [f"--snapshot-s={options.snapshot_s}", f"--memory={memory}"]
+                with space.live_job(name, etcd, "1:4", arguments, SCRIPT) as job:
+                    resharding = Resharding(job, etcd, size, dice)
+                    resharding.run()
+            changes += resharding.changes
+            losses += resharding.losses
             for way in sorted({change.way for change in resharding.changes}):
                 traffic = next(change.traffic for change in resharding.changes if change.way == way)
                 raw[way].append(senders.seconds(traffic))
