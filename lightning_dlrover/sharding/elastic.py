@@ -228,6 +228,18 @@ class ElasticTables:
         if not self.whole_in or self.tables.plan is None or not target.members:
             return
         plan = self.tables.plan
+        if self._me in _union(target.members, plan):  # else it holds no table
+            taken_by = self._give_away(target, plan)
+            if taken_by is None:
+                return
+            target = taken_by
+        workers = self._world.membership.view.workers
+        hosts = {workers[name].host for name in target.members if name in workers}
+        if self._snapshots is not None and socket.gethostname() not in hosts:
+            self._snapshots.clear_memory()
+
+    def _give_away(self, target: RoundRecord, plan: Plan) -> RoundRecord | None:
+        """Send this worker's shards to the members of a round, or of one that replaces it: that round; None if it failed."""
         while True:
             union = _union(target.members, plan)
             try:
@@ -236,7 +248,7 @@ class ElasticTables:
                 newest = self._world.membership.view.round
                 if newest is None or newest.number == target.number or not newest.members:
                     log.warning("worker %s leaves without having handed over its tables: %s", self._me, error)
-                    return
+                    return None
                 target = newest
                 continue
             break
@@ -246,11 +258,8 @@ class ElasticTables:
             _meet(group)
         except RuntimeError as error:
             log.warning("worker %s leaves; handing over its tables failed: %s", self._me, str(error).splitlines()[0])
-            return
-        workers = self._world.membership.view.workers
-        hosts = {workers[name].host for name in target.members if name in workers}
-        if self._snapshots is not None and socket.gethostname() not in hosts:
-            self._snapshots.clear_memory()
+            return None
+        return target
 
     def roll_back(self, formation: Formation, batch: int = 0) -> tuple[nn.Module, Restored] | None:
         """Bring the tables of the newest complete snapshot to the workers of this round; None if there is none.

@@ -129,6 +129,15 @@ def test_other_models_grow_shrink_and_survive_a_kill(new_job: MakeJob, name: str
     assert_fine(new_job, job, settings, [0, 0, -9])
 
 
+def test_a_worker_that_holds_no_table_leaves_like_any_other(new_job: MakeJob) -> None:
+    settings = OTHER_TABLES["one_table"]
+    job = new_job(settings)
+    _, second = started(job, 2)  # the table stays with the first one
+    second.terminate()
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [0, 0], rollbacks=0)
+
+
 # --- kills --------------------------------------------------------------------------------------------------------------------
 
 
