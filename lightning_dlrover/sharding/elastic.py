@@ -19,9 +19,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -280,7 +280,7 @@ class ElasticTables:
         name, holders = newest_name(held), newest_complete(held)
         if name is None or holders is None or name[1] < batch:
             return None
-        self.whole_in = 0
+        self.broken()  # a vote that failed breaks nothing, but from here on rows change that may still be being copied
         reader = _readers(holders, members)
         mine = {p.header.owner: p for p in parts if p.header.name == name and reader[p.header.owner] == self._me}
         first = min(members.index(reader[owner]) for owner in reader)
@@ -408,7 +408,7 @@ class _Snapshots:
         self._formation: Formation | None = None
         self._group: Group | None = None
         self._stopping = threading.Event()  # of the round: its thread is to give up
-        self._lock = threading.Lock()  # held while a copy is begun or made valid: by the thread of a round that lasts only
+        self._lock = threading.Lock()  # held while shared memory is written: by the thread of a round that lasts only
         self._number = 0  # of snapshots taken in this round, from 1; 0: room for them was made
         self._counted = 0  # the newest of them that everybody has
         self._name: tuple[int, int] | None = None  # of the newest one taken
@@ -468,7 +468,7 @@ class _Snapshots:
         return result
 
     def stop(self) -> None:
-        """Let the thread give up; what it has not completed does not count, and it completes nothing any more."""
+        """Let the thread give up; what it has not completed does not count, and it writes nothing any more."""
         with self._lock:
             self._stopping.set()
         self._work = None
@@ -582,18 +582,24 @@ class _Snapshots:
         stopping: threading.Event,
     ) -> int:
         """Copy the shards, as they were when the part was begun, while training goes on; let the neighbours have the copy."""
+        going_on = partial(self._while_it_lasts, stopping)
         for block, rows in zip(blocks, self._changed, strict=True):
             if touched.is_tracked(block):
-                writer.put([block], changed=partial(_as_given, rows))
-            if stopping.is_set():
-                raise RoundEndedError("the round ended")
+                writer.put([block], changed=partial(_as_given, rows), each=going_on)
         for block, rows, values in touched.end_copy():
-            writer.put_rows(block, rows, values)
+            with going_on():
+                writer.put_rows(block, rows, values)
+        with going_on():
+            part = writer.commit()
+        return self._replicate(number, part, group, stopping) if group is not None else number
+
+    @contextmanager
+    def _while_it_lasts(self, stopping: threading.Event) -> Iterator[None]:
+        """Around all that a thread writes into shared memory: once its round has ended, the next one writes there."""
         with self._lock:
             if stopping.is_set():
                 raise RoundEndedError("the round ended")
-            part = writer.commit()
-        return self._replicate(number, part, group, stopping) if group is not None else number
+            yield
 
     def _replicate(self, number: int, part: Part, group: Group, stopping: threading.Event) -> int:
         """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other."""
@@ -614,10 +620,8 @@ class _Snapshots:
             if stopping.wait(PAUSE_S):
                 raise RoundEndedError("the round ended")
         for each in incoming.values():
-            each.copy_from_host(stopping)
-        with self._lock:
-            if stopping.is_set():
-                raise RoundEndedError("the round ended")
+            each.copy_from_host(partial(self._while_it_lasts, stopping))
+        with self._while_it_lasts(stopping):
             for each in incoming.values():
                 each.finish()
         return number
@@ -635,9 +639,7 @@ class _Snapshots:
                 header, base, counts = PartHeader.decode(found["header"].encode()), found["base"], found["counts"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise SnapshotError(f"rank {rank} sends what is no part of a snapshot: {error}") from error
-            with self._lock:
-                if stopping.is_set():
-                    raise RoundEndedError("the round ended")
+            with self._while_it_lasts(stopping):
                 incoming[rank] = _Incoming(self._store, self._keep, header, tuple(base) if base else None, counts)
         return incoming
 
@@ -690,17 +692,16 @@ class _Incoming:
             self.wants = EVERYTHING
             self.values = self._writer.values
 
-    def copy_from_host(self, stopping: threading.Event) -> None:
+    def copy_from_host(self, going_on: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the copy of a part that is in this host's memory, if it is."""
         if self._writer is None or self._original is None:
             return
         there, here = self._writer.values, self._original.values
         for start in range(0, len(there), CHUNK_BYTES):
             num_bytes = min(CHUNK_BYTES, len(there) - start)
-            # Not a tensor's copy, which would wake the threads that train.
-            ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, num_bytes)
-            if stopping.is_set():
-                raise RoundEndedError("the round ended")
+            with going_on():
+                # Not a tensor's copy, which would wake the threads that train.
+                ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, num_bytes)
 
     def finish(self) -> None:
         """All of it has come."""

@@ -23,6 +23,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ ROOT = Path("/dev/shm")
 MAGIC = b"DLRSNAP1"
 _PREFIX = struct.Struct("<8sQQQ")  # magic, whether it is complete, length of the header, offset of the values
 ALIGN = 4096
+PIECE_BYTES = 8 << 20
+"""Copied at once, by who may be told to stop."""
 
 
 class SnapshotError(RuntimeError):
@@ -163,19 +166,30 @@ class PartWriter:
         self._places = {(place.table, place.what, place.region): place for place in header.blocks}
 
     def put(
-        self, blocks: Iterable[Block], state: bytes = b"", changed: Callable[[Block], torch.Tensor | None] = lambda block: None
+        self,
+        blocks: Iterable[Block],
+        state: bytes = b"",
+        changed: Callable[[Block], torch.Tensor | None] = lambda block: None,
+        each: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Copy shards of the owner's, all or some of them, and the packed rest of its state, if it is given.
 
         Args:
             changed: rows of a block that are not as in the base; None: all are copied.
+            each: entered for the copy of every few MiB.
         """
         for block in blocks:
             there, rows = self._there(block), changed(block)
-            if rows is None:
-                _copy(there, block.values)
-            elif len(rows):
-                there.index_copy_(0, rows, block.values.index_select(0, rows.to(block.values.device)).to(there.device))
+            num_rows = len(there) if rows is None else len(rows)
+            step = max(1, PIECE_BYTES // max(1, block.values.nbytes // max(1, len(there))))
+            for first in range(0, num_rows, step):
+                with each():
+                    if rows is None:
+                        _copy(there[first : first + step], block.values[first : first + step])
+                    else:
+                        some = rows[first : first + step]
+                        values = block.values.index_select(0, some.to(block.values.device))
+                        there.index_copy_(0, some, values.to(there.device))
         if state:
             part = self.values[self.header.state_offset : self.header.num_bytes]
             part.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))

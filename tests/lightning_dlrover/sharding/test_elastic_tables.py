@@ -1,0 +1,86 @@
+"""What a worker does with its snapshots when a round ends, and who keeps copies for whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+
+import torch
+
+from lightning_dlrover.sharding import elastic as module
+from lightning_dlrover.sharding import snapshot as snapshot_module
+from lightning_dlrover.sharding.elastic import ElasticTables, SnapshotConfig, _Snapshots
+from lightning_dlrover.sharding.layout import Region
+from lightning_dlrover.sharding.snapshot import SnapshotStore, part_header
+from lightning_dlrover.sharding.tables import Block
+
+ROWS = 100_000
+
+
+class EverythingTracked:
+    """As `TouchedRows` of tables of which no row was trained meanwhile."""
+
+    def is_tracked(self, block: Block) -> bool:
+        return True
+
+    def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
+        return []
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> _Snapshots:
+    world: Any = SimpleNamespace(worker_id="w0")
+    return _Snapshots(world, SnapshotStore("job", "w0", 1 << 28, root=tmp_path), SnapshotConfig(memory=tmp_path))
+
+
+def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_the_next_round_writes(
+    snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = Block("t", "weight", Region(0, ROWS, 0, 64), torch.ones(ROWS, 64))
+    writer = snapshots._store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
+    snapshots._changed = [None]
+    copy, is_copying = snapshot_module._copy, threading.Event()
+
+    def slow_copy(there: torch.Tensor, here: torch.Tensor) -> None:
+        is_copying.set()
+        time.sleep(0.3)  # the cores are busy with training
+        copy(there, here)
+
+    monkeypatch.setattr(snapshot_module, "_copy", slow_copy)
+    touched: Any = EverythingTracked()
+    work = snapshots._begin(snapshots._complete, 1, writer, [block], touched, None, snapshots._stopping)
+    assert is_copying.wait(10)
+    snapshots.stop()
+    again = snapshots._store.begin(part_header(1, 2, ["w0"], "w0", {}, [block], 0))
+    assert again.values.data_ptr() == writer.values.data_ptr()
+    again.values.fill_(7)
+    assert work.exception(10) is not None
+    assert bool((again.values == 7).all())
+    assert snapshots._store.parts() == []
+
+
+def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    header = part_header(5, 1, ["a"], "a", {}, [], 0)
+    elastic = ElasticTables.__new__(ElasticTables)
+    elastic._world = SimpleNamespace(worker_id="a")  # type: ignore[assignment]
+    elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
+        readable=lambda: [SimpleNamespace(header=header)], stop=lambda: calls.append("stop")
+    )
+
+    def replan(*_: object) -> None:
+        calls.append("replan")
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(module, "replan", replan)
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["a"], number=2), size=1, rank=0)
+    with pytest.raises(RuntimeError, match="far enough"):
+        elastic.roll_back(formation)
+    assert calls == ["stop", "replan"]
