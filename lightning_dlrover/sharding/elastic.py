@@ -163,7 +163,7 @@ class ElasticTables:
                     raise SnapshotError("the job's record cannot be read")
                 life = str(record.created_at)
                 store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life)
-                store.sweep(min(KEPT_S, world.config.history_ttl_s))
+                store.sweep(KEPT_S)  # whatever this job's own history is worth: the others' may be worth more
                 self._snapshots = _Snapshots(world, store, config)
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
@@ -519,7 +519,7 @@ class _Snapshots:
         self._taken_at = time.monotonic()
         try:
             writer, blocks = self._take(batch, tables, pack_state)
-        except SnapshotError as error:
+        except (SnapshotError, OSError) as error:  # somebody may clean up in shared memory at any moment
             self._work = Future()
             self._work.set_exception(error)  # see `_done`
             return False

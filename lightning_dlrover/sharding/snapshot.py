@@ -250,17 +250,20 @@ class SnapshotStore:
         self.folder = base / name
         self._disk = disk.absolute() / name if disk is not None else None
         self.holder = holder
-        for folder in (base, self.folder):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            status = os.lstat(folder)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+        self._make_folder()
         for former in {*base.glob(f"{_short(job)}-*"), *(disk.glob(f"{_short(job)}-*") if disk is not None else ())}:
             if former.name != name:
                 shutil.rmtree(former, ignore_errors=True)
         self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
         self._mappings: dict[Path, mmap.mmap] = {}
+
+    def _make_folder(self) -> None:
+        for folder in (self.folder.parent, self.folder):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
@@ -321,13 +324,14 @@ class SnapshotStore:
         mapping = self._mappings.get(path)
         if mapping is not None and len(mapping) >= size and path.exists():
             return mapping
-        with path.open("a+b") as file:
-            try:
+        try:
+            self._make_folder()  # somebody may have cleaned up there
+            with path.open("a+b") as file:
                 # Now, not when a page is first touched: that would end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
-            mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
+                mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
         return mapping
 
     def _path(self, owner: str, slot: int) -> Path:

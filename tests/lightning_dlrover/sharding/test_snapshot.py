@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.sharding.elastic import ElasticTables, SnapshotConfig
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.snapshot import (
     Part,
@@ -434,6 +437,26 @@ def test_what_was_dropped_can_be_written_again(new_store: MakeStore) -> None:
     assert names(new_store(), "w1") == [(1, 2), (1, 3)]
 
 
+@pytest.mark.parametrize("what", ["its folder", "all folders"])
+def test_what_somebody_has_cleaned_away_is_written_again(new_store: MakeStore, what: str) -> None:
+    store = new_store()
+    for batch in (1, 2):
+        write(store, batch)
+    shutil.rmtree(store.folder if what == "its folder" else store.folder.parent)
+    assert store.parts() == []
+    for batch in (3, 4):
+        write(store, batch)
+    assert names(new_store()) == [(1, 3), (1, 4)]
+
+
+def test_memory_that_cannot_be_written_is_an_error_of_the_snapshot(new_store: MakeStore, tmp_path: Path) -> None:
+    store = new_store()
+    shutil.rmtree(store.folder.parent)
+    store.folder.parent.write_text("")
+    with pytest.raises(SnapshotError):
+        write(store, 1)
+
+
 def test_a_part_that_is_held_in_hand_outlives_its_file(new_store: MakeStore) -> None:
     store = new_store()
     write(store, 4)
@@ -473,6 +496,22 @@ def test_a_job_that_lives_for_long_is_not_swept(new_store: MakeStore) -> None:
     write(living, 3)  # into memory that is mapped already
     new_store().sweep(older_than_s=60)
     assert names(living) == [(1, 2), (1, 3)]
+
+
+def test_a_job_with_a_short_history_of_its_own_sweeps_nothing_of_others_within_a_day(
+    new_store: MakeStore, tmp_path: Path
+) -> None:
+    other = new_store(job="/dlrover/other")
+    write(other, 1)
+    _age(other, 3600)
+    world: Any = SimpleNamespace(
+        worker_id="w0",
+        config=SimpleNamespace(max_workers=1, prefix="/dlrover", run_id="mine", history_ttl_s=60.0),
+        membership=SimpleNamespace(view=SimpleNamespace(job=SimpleNamespace(created_at=1.0))),
+    )
+    tables: Any = None
+    ElasticTables(tables, world, SnapshotConfig(memory=tmp_path), lambda module, ignored: module)
+    assert names(other) == [(1, 1)]
 
 
 def test_files_beside_the_jobs_folders_do_not_stop_a_sweep(new_store: MakeStore) -> None:
