@@ -740,10 +740,19 @@ def _union(members: Sequence[str], plan: Plan) -> list[str]:
 
 
 def _others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
-    """Ranks that keep copies of a worker's part: the next ones round the ring, on other hosts first."""
+    """Ranks that keep copies of a worker's part: on as many other hosts as there are, then on its own, no worker for too many.
+
+    The first worker of a host has its copies with the first one of the next host, the second with the second, and so on.
+    """
     size = len(hosts)
     ring = [(rank + step) % size for step in range(1, size)]
-    return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], ring.index(r)))[:count]
+    place = sum(host == hosts[rank] for host in hosts[:rank])  # among the workers of its host
+    turns: dict[int, int] = {}  # of a rank: how often its host is passed over before
+    for host in set(hosts) - {hosts[rank]}:
+        there = [r for r, each in enumerate(hosts) if each == host]
+        turns |= {r: (i - place) % len(there) for i, r in enumerate(there)}
+    first = {hosts[r]: i for i, r in reversed(list(enumerate(ring)))}
+    return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], turns.get(r, 0), first[hosts[r]], ring.index(r)))[:count]
 
 
 def _named(round_: int, batch: int, owner: str, members: Sequence[str]) -> PartHeader:
