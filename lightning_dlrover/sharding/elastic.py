@@ -50,6 +50,7 @@ from lightning_dlrover.sharding.snapshot import (
     SnapshotError,
     SnapshotStore,
     changes_of,
+    holders_of,
     newest_complete,
     newest_name,
     part_header,
@@ -274,15 +275,19 @@ class ElasticTables:
         batch = max(_all_gather(formation, batch))
         parts = self._snapshots.readable() if self._snapshots is not None else []
         found = _all_gather(
-            formation, [(p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts]
+            formation,
+            [(p.is_in_memory, p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts],
         )
-        held = {worker: [_named(*each) for each in said] for worker, said in zip(members, found, strict=True)}
+        said = dict(zip(members, found, strict=True))
+        held = {worker: [_named(*part) for _, *part in theirs] for worker, theirs in said.items()}
+        in_memory = {worker: [_named(*part) for is_there, *part in theirs if is_there] for worker, theirs in said.items()}
         name, holders = newest_name(held), newest_complete(held)
         if name is None or holders is None or name[1] < batch:
             return None
+        holders |= holders_of(name, in_memory)  # nothing is read from disk without need
         self.broken()  # a vote that failed breaks nothing, but from here on rows change that may still be being copied
         reader = _readers(holders, members)
-        mine = {p.header.owner: p for p in parts if p.header.name == name and reader[p.header.owner] == self._me}
+        mine = {p.header.owner: p for p in reversed(parts) if p.header.name == name and reader[p.header.owner] == self._me}
         first = min(members.index(reader[owner]) for owner in reader)
         plan_data = plan_to_dict(plan_from_dict(next(iter(mine.values())).header.plan)) if formation.rank == first else None
         old_plan = plan_from_dict(next(p for p in _all_gather(formation, plan_data) if p is not None))

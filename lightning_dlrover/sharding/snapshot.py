@@ -34,7 +34,7 @@ from lightning_dlrover.sharding.arena import touch
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.tables import Block
 
-__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "newest_complete", "newest_name"]
+__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "holders_of", "newest_complete", "newest_name"]
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +131,12 @@ class PartHeader:
 
 @dataclass(frozen=True)
 class Part:
-    """A complete part in this host's memory."""
+    """A complete part in this host's memory, or on disk."""
 
     header: PartHeader
     holder: str
     values: torch.Tensor  # uint8, shape (num_bytes,): the shared memory itself
+    is_in_memory: bool = True
 
     def blocks(self) -> list[Block]:
         """The owner's shards; views of the part."""
@@ -379,7 +380,7 @@ class SnapshotStore:
             if path.exists():
                 log.warning("ignored %s, which is not a part of a snapshot: %s", path, error)
             return None
-        return Part(header, path.name.split("-")[0], values)
+        return Part(header, path.name.split("-")[0], values, path.parent == self.folder)
 
     # --- cleaning up ---------------------------------------------------------------------------------------------------
 
@@ -507,8 +508,11 @@ def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[
         Workers, by the owner of the part that they have; None: there is no such snapshot. See `newest_name` for its name.
     """
     name = newest_name(held)
-    if name is None:
-        return None
+    return holders_of(name, held) if name is not None else None
+
+
+def holders_of(name: tuple[int, int], held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]]:
+    """Who has which part of a snapshot: workers, by the owner of the part."""
     holders: dict[str, list[str]] = {}
     for worker, headers in held.items():
         for header in headers:

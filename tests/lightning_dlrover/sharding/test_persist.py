@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from lightning_dlrover.sharding import elastic as elastic_module
 from lightning_dlrover.sharding import persist as module
+from lightning_dlrover.sharding.elastic import ElasticTables
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.persist import NUM_KEPT, Persister, keep_newest, persist
 from lightning_dlrover.sharding.snapshot import SnapshotStore, newest_complete, part_header
@@ -55,6 +59,33 @@ def test_a_part_on_disk_is_read_when_memory_is_lost(tmp_path: Path) -> None:
     for part in parts:
         assert torch.equal(part.blocks()[0].values, torch.full((100, 8), 3.0))
         assert part.state().numpy().tobytes() == b"state"
+
+
+def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = {holder: make_store(tmp_path, holder) for holder in ("a", "b")}
+    for store in stores.values():
+        assert persist(*write_part(store, 7, 3.0, ("a", "b")))
+    stores["b"].clear_memory()
+    write_part(stores["a"], 7, 3.0, ("a", "b"))  # of the two only this one is in memory
+    parts = make_store(tmp_path, "c").parts()
+    assert sorted((p.header.owner, p.is_in_memory) for p in parts) == [("a", False), ("a", True), ("b", False)]
+    read: list[int] = []
+
+    def note(group: object, members: object, me: object, moves: object, blocks: list[Block], new: object) -> None:
+        read.extend(block.values.data_ptr() for block in blocks)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(elastic_module, "exchange", note)
+    elastic = ElasticTables.__new__(ElasticTables)
+    elastic._world = SimpleNamespace(worker_id="c")  # type: ignore[assignment]
+    elastic._snapshots = SimpleNamespace(readable=lambda: parts, stop=lambda: None)  # type: ignore[assignment]
+    elastic.tables = SimpleNamespace(build=lambda *_: None, blocks=list)  # type: ignore[assignment]
+    elastic._wrap_dense = lambda module, ignored: module
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["c"], number=2), size=1, rank=0)
+    with pytest.raises(RuntimeError, match="far enough"):
+        elastic.roll_back(formation)
+    wanted = [p for p in parts if p.is_in_memory or p.header.owner == "b"]
+    assert sorted(read) == sorted(p.blocks()[0].values.data_ptr() for p in wanted)
 
 
 def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
