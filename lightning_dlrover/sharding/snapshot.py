@@ -344,7 +344,8 @@ class SnapshotStore:
         """All complete parts on this host, of workers that have ended, too; then those on disk."""
         paths = sorted(self.folder.glob("*-*-*"))
         if self._disk is not None:
-            paths += sorted(self._disk.glob("*/*-*-*"))
+            # Not what was being copied when its process was killed: whether it stayed the same meanwhile, nobody has looked.
+            paths += sorted(path for path in self._disk.glob("*/*-*-*") if not path.name.startswith("."))
         return [part for path in paths if (part := self._read(path)) is not None]
 
     def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:

@@ -103,6 +103,23 @@ def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Pat
     assert list(target.parent.iterdir()) == []
 
 
+def test_a_copy_whose_process_was_killed_before_it_had_looked_whether_the_part_was_overwritten_is_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path)
+    source, target = write_part(store, 1, 1.0)
+
+    def killed(fd: int) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(module.os, "fsync", killed)
+    with pytest.raises(SystemExit):
+        persist(source, target)
+    assert [path.stat().st_size for path in target.parent.iterdir()] == [source.stat().st_size]
+    store.clear_memory()
+    assert make_store(tmp_path, "c").parts() == []
+
+
 def test_a_part_that_is_gone_is_no_error(tmp_path: Path) -> None:
     source, target = write_part(make_store(tmp_path), 1, 1.0)
     source.unlink()
