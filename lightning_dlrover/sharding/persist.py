@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,12 @@ HEAD_BYTES = 4096
 """Enough to see whether a part is still the same: its header begins with the snapshot's name."""
 
 NUM_KEPT = 2
-"""Snapshots of which a worker's parts stay on disk."""
+"""Snapshots that stay on disk."""
+
+PREFIX = struct.Struct("<8sQQQ")
+"""Before a part's header, see `snapshot`: the third is the header's length."""
+
+MAX_HEADER_BYTES = 1 << 28
 
 
 class Persister:
@@ -77,12 +84,30 @@ def persist(source: Path, target: Path) -> bool:
 
 
 def keep_newest(target: Path) -> None:
-    """Remove this worker's parts of older snapshots, which lie beside that of `target`."""
-    snapshots = sorted((folder for folder in target.parent.parent.iterdir() if (folder / target.name).exists()), reverse=True)
-    for folder in snapshots[NUM_KEPT:]:
-        with contextlib.suppress(OSError):
-            (folder / target.name).unlink()
-            folder.rmdir()  # unless others' parts are still there
+    """Remove what is of no use any more beside `target`, a worker's part of the newest snapshot that it has on disk.
+
+    That is all of the snapshots before the newest complete ones, also of workers that have left; and of those that the others
+    have not completed, this worker's older parts.
+    """
+    folders = sorted((folder for folder in target.parent.parent.iterdir() if folder.is_dir()), reverse=True)
+    complete = [folder for folder in folders if _is_complete(folder)][:NUM_KEPT]
+    mine = [folder for folder in folders if (folder / target.name).exists()]
+    for folder in folders:
+        if len(complete) == NUM_KEPT and folder < complete[-1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder in mine[NUM_KEPT:] and folder not in complete:
+            with contextlib.suppress(OSError):
+                (folder / target.name).unlink()
+                folder.rmdir()  # unless others' parts are still there
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the parts of all workers of a snapshot are there: each of them says how many there are."""
+    parts = [path for path in folder.glob("*-*-*") if not path.name.startswith(".")]
+    with contextlib.suppress(OSError, ValueError, LookupError, struct.error), parts[0].open("rb") as part:
+        _, _, length, _ = PREFIX.unpack(part.read(PREFIX.size))
+        return len(parts) >= len(json.loads(part.read(min(length, MAX_HEADER_BYTES)))["members"])
+    return False
 
 
 def main() -> None:

@@ -139,6 +139,35 @@ def test_only_the_newest_parts_stay_on_disk(tmp_path: Path) -> None:
     assert not targets[0].parent.exists()
 
 
+def put_on_disk(tmp_path: Path, holder: str, batch: int, members: tuple[str, ...]) -> Path:
+    source, target = write_part(make_store(tmp_path, holder), batch, float(batch), members)
+    assert persist(source, target)
+    keep_newest(target)
+    return target.parent
+
+
+def test_parts_of_workers_that_have_left_go_once_newer_snapshots_are_complete(tmp_path: Path) -> None:
+    for batch in (1, 2):
+        for holder in ("gone", "a"):
+            put_on_disk(tmp_path, holder, batch, ("gone", "a"))
+    first, second = (put_on_disk(tmp_path, "a", batch, ("a", "b")) for batch in (3, 4))
+    folders = first.parent
+    assert [len(list(folder.iterdir())) for folder in sorted(folders.iterdir())] == [2, 2, 1, 1]  # b has not been as fast
+    for batch in (3, 4):
+        put_on_disk(tmp_path, "b", batch, ("a", "b"))
+    assert sorted(folders.iterdir()) == [first, second]
+
+
+def test_a_worker_whose_disk_is_slow_never_leaves_the_others_without_a_complete_snapshot(tmp_path: Path) -> None:
+    for holder in ("fast", "slow"):
+        put_on_disk(tmp_path, holder, 1, ("fast", "slow"))
+    for batch in range(2, 9):
+        put_on_disk(tmp_path, "fast", batch, ("fast", "slow"))
+    parts = [p for p in make_store(tmp_path, "c").parts() if not p.is_in_memory]
+    assert newest_complete({"c": [p.header for p in parts]}) is not None
+    assert sorted(p.header.batch for p in parts) == [1, 1, 7, 8]
+
+
 def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Path) -> None:
     store, persister = make_store(tmp_path), Persister()
     source, target = write_part(store, 1, 1.0)
