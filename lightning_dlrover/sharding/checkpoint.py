@@ -125,6 +125,11 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
                 parts.append((width / block.region.num_cols, part))
                 wanted.setdefault(name, []).append(_Chunk((block.region.row0,), part))
                 shapes[name] = (tables.plan[block.table].rows,)
+        if sum(share for share, _ in parts) < 0.999:
+            raise CheckpointError(
+                f"checkpoint {folder}: {block.table}.{block.what} is not there for columns {block.region.col0} to "
+                f"{block.region.col1 - 1}; it was written with another optimizer of its tables"
+            )
         composed.append((block, parts))
     for name, shape in shapes.items():
         there = getattr(saved.get(name), "size", None)
