@@ -541,9 +541,7 @@ class DLRoverStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, unfinished / TRAINER_FILE, storage_options)
         dist.barrier()
         if self.is_global_zero:
-            if folder.exists():
-                shutil.rmtree(folder)
-            unfinished.rename(folder)
+            _replace_folder(folder, unfinished)
         dist.barrier()
 
     # --- a step ----------------------------------------------------------------------------------------------------------
@@ -689,6 +687,23 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _replace_folder(folder: Path, new: Path) -> None:
+    """Put a folder in the place of another one, or of a file, so that one of the two is there all the time but for a moment."""
+    former = folder.with_name(f".{folder.name}.former")
+    _remove(former)
+    with suppress(FileNotFoundError):
+        folder.rename(former)
+    new.rename(folder)
+    _remove(former)  # only now: it may take long, and this process may be killed meanwhile
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _leave_group() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover import strategy as module
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 
@@ -143,3 +144,36 @@ def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module
 )
 def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, expected: torch.dtype) -> None:
     assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
+
+
+@pytest.mark.parametrize("former", ["folder", "file", "nothing"])
+def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_is_complete(
+    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    place, new = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.unfinished"
+    new.mkdir()
+    (new / "trainer.ckpt").write_text("new")
+    if former == "folder":
+        place.mkdir()
+        (place / "trainer.ckpt").write_text("old")
+    elif former == "file":
+        place.write_text("old")
+
+    def killed(path: Path, **_: object) -> None:
+        if path.is_dir():
+            raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", killed)
+        try:
+            module._replace_folder(place, new)
+        except KilledError:
+            assert former == "folder"
+    assert (place / "trainer.ckpt").read_text() == "new"
+    again = tmp_path / "again"
+    again.mkdir()
+    module._replace_folder(place, again)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
