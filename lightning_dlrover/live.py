@@ -41,6 +41,7 @@ from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord
+from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
@@ -953,13 +954,35 @@ class LiveTraining:
             try:
                 if self._tables is None:
                     self.collective(dist.barrier)
-                else:
-                    self._attempt(dist.barrier)  # the loops are left: there is nowhere to go back to
+                elif self._attempt(dist.barrier) is None:
+                    self._await_finish()
             except WorldError:
                 if not self.world.has_finished:
                     raise
         self._entered = False
         self.world.finish(self._trainer.global_step)
+
+    def _await_finish(self) -> None:
+        """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
+
+        Raises:
+            WorldError: it is lost, and its tables with it. The loops are left: there is nowhere to go back to.
+        """
+        assert self.formation is not None
+        number = self.formation.round.number
+
+        def look(view: View) -> str | None:
+            if view.job is not None and view.job.phase in ("finished", "failed"):
+                return view.job.phase
+            newest = view.round
+            return "lost" if newest is not None and newest.number > number and not newest.planned else None
+
+        what = "the others to say that the job has finished"
+        if self.world.membership.wait_for(look, self.world.config.wait_timeout_s, what) != "finished":
+            raise WorldError(
+                "a worker was lost after the last step, with its part of the tables: all workers have to start again, "
+                "from the newest snapshot or checkpoint"
+            )
 
     def _take_over_rank_zero(self) -> None:
         """Loggers and progress bars live on rank 0 only; make them live here."""

@@ -156,6 +156,7 @@ class TableModel(ToyModel):
         self.recorder.write("epoch_done", **self.where(), epoch=self.trainer.current_epoch, mean_loss=mean)
 
     def on_train_end(self) -> None:
+        self.recorder.moment("train_end")
         self.record_tables("end")
 
     def configure_optimizers(self) -> Any:

@@ -405,6 +405,20 @@ def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_
     assert not shared_memory_of(job)
 
 
+def test_a_worker_lost_after_the_last_step_makes_the_others_start_again_from_the_snapshot(new_job: MakeJob) -> None:
+    job = new_job(replace(SETTINGS, apart=False), lease_ttl_s=8)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    workers[1].arm("train_end")
+    assert workers[0].wait() not in (0, -9), job.report()
+    workers[0].doomed = True
+    assert "start again" in workers[0].output
+    job.start()
+    assert job.finish()[1:] == [-9, 0], job.report()
+    assert judge(job, SETTINGS, undisturbed(new_job, SETTINGS)) == [], job.report()
+    assert not shared_memory_of(job)
+
+
 def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, save_at=20)
     job = new_job(settings, lease_ttl_s=8)
