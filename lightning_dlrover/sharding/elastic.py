@@ -282,6 +282,8 @@ class ElasticTables:
         held = {worker: [_named(*part) for _, *part in theirs] for worker, theirs in said.items()}
         in_memory = {worker: [_named(*part) for is_there, *part in theirs if is_there] for worker, theirs in said.items()}
         name, holders = newest_name(held), newest_complete(held)
+        if name is None:
+            self._tell_lost(formation, held)
         if name is None or holders is None or name[1] < batch:
             return None
         holders |= holders_of(name, in_memory)  # nothing is read from disk without need
@@ -307,6 +309,17 @@ class ElasticTables:
         self._snapshots.rolled_back_to(name)
         self._is_whole(formation)
         return module, restored
+
+    def _tell_lost(self, formation: Formation, held: Mapping[str, Sequence[PartHeader]]) -> None:
+        """Which parts of the newest snapshot that was found, none of which is complete, nobody has any more."""
+        found = [header for headers in held.values() for header in headers]
+        if not found or formation.rank != 0:
+            return
+        newest = max(found, key=lambda header: header.name)
+        lost = sorted(set(newest.members) - {header.owner for header in found if header.name == newest.name})
+        text = f"the snapshot of batch {newest.batch} cannot be used: nobody has the parts of {', '.join(lost)} any more"
+        log.warning("run %s: %s", self._world.config.run_id, text)
+        self._world.event("snapshot", text, {"round": formation.round.number, "batch": newest.batch, "lost": lost})
 
     def _states(self, formation: Formation, mine: Mapping[str, Part], reader: Mapping[str, str], batch: int) -> Restored:
         """Every member's own packed state; members that have none take that of the first that has."""

@@ -72,7 +72,7 @@ def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkey
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world = SimpleNamespace(worker_id="a")  # type: ignore[assignment]
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
-        readable=lambda: [SimpleNamespace(header=header)], stop=lambda: calls.append("stop")
+        readable=lambda: [SimpleNamespace(header=header, is_in_memory=True)], stop=lambda: calls.append("stop")
     )
 
     def replan(*_: object) -> None:
@@ -84,3 +84,20 @@ def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkey
     with pytest.raises(RuntimeError, match="far enough"):
         elastic.roll_back(formation)
     assert calls == ["stop", "replan"]
+
+
+def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[tuple[str, str]] = []
+    headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
+    elastic = ElasticTables.__new__(ElasticTables)
+    elastic._world = SimpleNamespace(  # type: ignore[assignment]
+        worker_id="d", config=SimpleNamespace(run_id="r"), event=lambda kind, text, data: events.append((kind, text))
+    )
+    elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
+        readable=lambda: [SimpleNamespace(header=h, is_in_memory=True) for h in headers], stop=lambda: None
+    )
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["d"], number=2), size=1, rank=0)
+    assert elastic.roll_back(formation) is None
+    text = "the snapshot of batch 5 cannot be used: nobody has the parts of c any more"
+    assert events == [("snapshot", text)]
+    assert text in caplog.text
