@@ -46,6 +46,7 @@ from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldEr
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce
+from lightning_dlrover.sharding.snapshot import SnapshotError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -192,6 +193,7 @@ class LiveTraining:
         self._at_boundary = False
         self._undo: _Update | None = None
         self._was_rolled_back = False
+        self._snapshots_are_readable = False  # not known
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
 
@@ -283,7 +285,7 @@ class LiveTraining:
         if number is not None:
             self._switch(number)
         elif self._tables is not None and self.world.wishes:
-            self._tables.voted(self._batch_number, lambda: transfer.dumps(self._snapshot()))
+            self._tables.voted(self._batch_number, self._packed_snapshot)
 
     def _save_checkpoint(self) -> None:
         """All workers, between two steps. Where the user has checkpoints kept, else in the Trainer's folder."""
@@ -672,6 +674,21 @@ class LiveTraining:
     def _snapshot(self) -> dict[str, Any]:
         """All but the tables, as plain data."""
         return {"state": self._message(), "sums": self._epoch_sums()}
+
+    def _packed_snapshot(self) -> bytes:
+        """What `_roll_back` reads.
+
+        Raises:
+            SnapshotError: it could not be read. Found now, and not when a worker is lost and nothing else is left.
+        """
+        packed = transfer.dumps(self._snapshot())
+        if not self._snapshots_are_readable:
+            try:
+                transfer.loads(packed, classes=(LoaderState, _Logged))
+            except transfer.TransferError as error:
+                raise SnapshotError(f"it could not be read again: {error}") from error
+            self._snapshots_are_readable = True
+        return packed
 
     def again_if_rolled_back(self, advance: Callable[..., None], fetcher: Any) -> None:
         """Lightning's work on one batch; if all were rolled back meanwhile, on the batch after the snapshot."""

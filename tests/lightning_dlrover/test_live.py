@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dlrover.live import Position, _adopt_csv_log, can_meet
+from lightning_dlrover.live import LiveTraining, Position, _adopt_csv_log, can_meet
+from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.sharding.snapshot import SnapshotError
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
 INSIDE = replace(BETWEEN, in_step=True, at_boundary=False)
@@ -46,6 +48,23 @@ def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_ste
 ) -> None:
     assert can_meet(hellos(*said)) is expected
     assert can_meet(hellos(*reversed(said))) is expected
+
+
+class Own:
+    """Of the script's own: nothing that is taken from others unasked."""
+
+
+@pytest.mark.parametrize("value, is_readable", [({"best": 1.5}, True), ({"best": Own()}, False)])
+def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(value: object, is_readable: bool) -> None:
+    live = LiveTraining.__new__(LiveTraining)
+    live._snapshots_are_readable = False
+    live._snapshot = lambda: {"callbacks": value}  # type: ignore[assignment, method-assign, return-value]
+    if is_readable:
+        assert transfer.loads(live._packed_snapshot()) == {"callbacks": value}
+        return
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match=r"add_safe_globals\(\[Own\]\)"):
+            live._packed_snapshot()
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------
