@@ -305,7 +305,9 @@ class DLRoverStrategy(DDPStrategy):
             atexit.register(_leave_group)
         members = [str(rank) for rank in range(dist.get_world_size())]
         self.model = tables.build(tables.first_plan(members), members, self._wrap_dense)
-        tables.initialise(torch.initial_seed())
+        seeds = [torch.initial_seed()]
+        dist.broadcast_object_list(seeds)  # tables that all hold whole must be alike
+        tables.initialise(seeds[0])
 
     def _wrap_dense(self, module: torch.nn.Module, sharded: list[str]) -> torch.nn.Module:
         if self.world_size == 1:

@@ -181,7 +181,7 @@ class ElasticTables:
         if self.tables.is_built:
             self.tables.reset()  # a former round of joiners alone came to nothing
         module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
-        self.tables.initialise(seed)
+        self.tables.initialise(_all_gather(formation, seed)[0])  # tables that all hold whole must be alike
         self._is_whole(formation)
         return module
 

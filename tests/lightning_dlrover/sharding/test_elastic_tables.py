@@ -101,3 +101,17 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     text = "the snapshot of batch 5 cannot be used: nobody has the parts of c any more"
     assert events == [("snapshot", text)]
     assert text in caplog.text
+
+
+def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_all_gather", lambda formation, seed: [3, seed])
+    seeds: list[int] = []
+    tables: Any = SimpleNamespace(
+        is_built=False, first_plan=lambda members: {}, build=lambda *_: None, initialise=seeds.append, blocks=list
+    )
+    elastic = ElasticTables.__new__(ElasticTables)
+    elastic.tables, elastic._wrap_dense = tables, lambda module, ignored: module
+    elastic._snapshots, elastic._is_warm = None, True
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["a", "b"], number=1), size=2, rank=1)
+    elastic.start(formation, 4)
+    assert seeds == [3]
