@@ -45,6 +45,8 @@ _PREFIX = struct.Struct("<8sQQQ")  # magic, whether it is complete, length of th
 ALIGN = 4096
 PIECE_BYTES = 8 << 20
 """Copied at once, by who may be told to stop."""
+SLACK_BYTES = 8 << 20
+"""A part's memory may be larger than the part, by so much and a quarter."""
 
 
 class SnapshotError(RuntimeError):
@@ -289,6 +291,7 @@ class SnapshotStore:
                 "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
             )
         former = self._read(path) if path in self._mappings else None
+        self._shrink(path, size)
         mapping = self._open(path, size)
         is_base = (
             former is not None
@@ -334,6 +337,13 @@ class SnapshotStore:
         except OSError as error:
             raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
         return mapping
+
+    def _shrink(self, path: Path, size: int) -> None:
+        """Give back what a part took that was much larger, as of a worker that has given rows to others since."""
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > 1.25 * size + SLACK_BYTES:
+                self._mappings.pop(path, None)  # nobody reads there any more: what was in it is about to be overwritten
+                os.truncate(path, size)
 
     def _path(self, owner: str, slot: int) -> Path:
         return self.folder / f"{_short(self.holder)}-{_short(owner)}-{slot}"

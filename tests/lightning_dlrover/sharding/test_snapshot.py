@@ -331,6 +331,26 @@ def test_the_limit_holds_for_all_that_a_worker_holds(new_store: MakeStore) -> No
     assert names(store) == [(1, 1)]
 
 
+def test_a_worker_that_has_given_rows_away_has_room_for_copies_of_others(new_store: MakeStore) -> None:
+    store = new_store(max_bytes=100 << 20)
+
+    def write_rows(owner: str, batch: int, mib: int) -> None:
+        rows = [Block("t", "weight", Region(0, mib << 14, 0, 16), torch.full((mib << 14, 16), float(batch)))]
+        writer = store.begin(part_header(batch, 1, MEMBERS, owner, {}, rows, 0))
+        writer.put(rows)
+        writer.commit()
+
+    for batch in (1, 2):
+        write_rows("w0", batch, 48)
+    for batch in (3, 4, 5):
+        for owner in ("w0", "w1", "w2"):
+            write_rows(owner, batch, 12)
+    assert store.num_bytes < 80 << 20
+    for part in new_store("w9").parts():
+        assert bool((part.blocks()[0].values == float(part.header.batch)).all())
+        assert part.header.batch in (4, 5)
+
+
 def test_room_beyond_the_limit_is_not_reserved(new_store: MakeStore) -> None:
     store = new_store(max_bytes=10 << 20)
     with pytest.raises(SnapshotError, match="max_bytes"):
