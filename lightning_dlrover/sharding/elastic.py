@@ -425,6 +425,7 @@ class _Snapshots:
         self._work: Future[int] | None = None  # becomes the number of the snapshot that it has completed here
         self._formation: Formation | None = None
         self._group: Group | None = None
+        self._num_groups = 0  # that were connected in this round
         self._stopping = threading.Event()  # of the round: its thread is to give up
         self._lock = threading.Lock()  # held while shared memory is written: by the thread of a round that lasts only
         self._number = 0  # of snapshots taken in this round, from 1; 0: room for them was made
@@ -456,6 +457,8 @@ class _Snapshots:
     def enter(self, formation: Formation, tables: ShardedTables) -> None:
         """A new round, whose first snapshot is due at once: the older ones' parts may leave with their workers."""
         self.stop()
+        is_again = self._formation is not None and self._formation.round.number == formation.round.number
+        self._num_groups = self._num_groups + 1 if is_again else 1
         self._formation = formation
         self._touched = tables.track()
         self._number = self._counted = 0
@@ -466,7 +469,8 @@ class _Snapshots:
         self._owners = [r for r in range(formation.size) if formation.rank in _others(r, ranks, self._config.replicas)]
         self._group = None
         if formation.size > 1 and self._config.replicas:
-            self._group = self._world.connect(formation.round, "snapshots", formation.round.members)
+            # Of another name where the first round began with a rollback: the former group's addresses are still there.
+            self._group = self._world.connect(formation.round, f"snapshots/{self._num_groups}", formation.round.members)
         held = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks())
         self._work = self._begin(self.make_room, tables, held)
 

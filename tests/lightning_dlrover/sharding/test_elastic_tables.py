@@ -115,3 +115,18 @@ def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkey
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["a", "b"], number=1), size=2, rank=1)
     elastic.start(formation, 4)
     assert seeds == [3]
+
+
+def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
+    snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[tuple[int, str]] = []
+    snapshots._world.connect = lambda round_, name, members: names.append((round_.number, name))  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(module, "_all_gather", lambda formation, host: [host] * 2)
+    tables: Any = SimpleNamespace(
+        track=lambda: None, blocks=list, parameter_names=set, module=SimpleNamespace(named_parameters=list)
+    )
+    for number in (1, 1, 2, 3, 3):
+        formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0", "w1"], number=number), size=2, rank=0)
+        snapshots.enter(formation, tables)
+    assert len(set(names)) == 5
