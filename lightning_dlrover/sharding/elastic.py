@@ -555,7 +555,8 @@ class _Snapshots:
         assert self._formation is not None
         members = self._formation.round.members
         if self._counted == 1:
-            self._store.drop_others(members, [members[r] for r in self._owners])
+            waiting = self._world.membership.view.in_state("standby", "ready")  # they have touched memory for their parts
+            self._store.drop_others([*members, *waiting], [members[r] for r in self._owners])
             if self._formation.rank == 0:
                 taken = self._store.num_bytes
                 self._world.event(

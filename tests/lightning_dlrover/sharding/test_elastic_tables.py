@@ -130,3 +130,22 @@ def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
         formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0", "w1"], number=number), size=2, rank=0)
         snapshots.enter(formation, tables)
     assert len(set(names)) == 5
+
+
+def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_left_goes(
+    snapshots: _Snapshots, tmp_path: Path
+) -> None:
+    for holder in ("gone", "spare"):
+        SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
+    snapshots._store.reserve("w0", 1000)
+    snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
+        view=SimpleNamespace(in_state=lambda *states: ["spare"] if "ready" in states else [])
+    )
+    snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
+    snapshots._formation = SimpleNamespace(  # type: ignore[assignment]
+        round=SimpleNamespace(members=["w0"], number=1), rank=0
+    )
+    snapshots._counted = 1
+    snapshots._counts()
+    holders = {path.name.split("-")[0] for path in snapshots._store.folder.iterdir()}
+    assert holders == {snapshot_module._short(name) for name in ("w0", "spare")}
