@@ -73,12 +73,12 @@ class Arena:
 
     Args:
         num_bytes: of addresses, not of memory: for all rows of all tables at least, and again for what replaces them. As many
-            twice again behind them are for those who choose a place themselves.
+            three times again behind them are for those who choose a place themselves.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-        self._addresses = _Addresses(3 * self.num_bytes)
+        self._addresses = _Addresses(4 * self.num_bytes)
         self._former: dict[Hashable, _Range] = {}
         self._present: dict[Hashable, _Range] = {}
         self._next = 0  # nothing was placed here or later

@@ -710,13 +710,18 @@ class _Placer:
     def row_wise_state_offsets(self) -> list[int]:
         return self._offsets("state0", torch.float32, is_row_wise=True)
 
-    def full_states(self) -> torch.Tensor:
-        return self._arena.values(torch.float32, self._arena.num_bytes)
+    def full_states(self, weights: torch.dtype) -> torch.Tensor:
+        return self._arena.values(torch.float32, self._start_of_full_states(weights))
 
-    def full_state_offsets(self, weight_offsets: Sequence[int]) -> list[int]:
+    def full_state_offsets(self, weights: torch.dtype, weight_offsets: Sequence[int]) -> list[int]:
         """Those of the weights: fbgemm takes a weight's number for that of its state, whatever it is told."""
-        self._offsets("state0", torch.float32, is_row_wise=False, beside=weight_offsets)
+        start = self._start_of_full_states(weights)
+        self._offsets("state0", torch.float32, is_row_wise=False, beside=[start + 4 * at for at in weight_offsets])
         return list(weight_offsets)
+
+    def _start_of_full_states(self, weights: torch.dtype) -> int:
+        """In bytes: behind all weights, and those of half as wide ones, which are further apart, behind the others'."""
+        return self._arena.num_bytes * (2 if weights.itemsize < 4 else 1)
 
     def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, beside: Sequence[int] | None = None) -> list[int]:
         found: list[Any] = []
@@ -731,7 +736,7 @@ class _Placer:
                 size, first = configs[0].num_embeddings * of_row, region.row0 * of_row
             else:  # torchrec takes several shards of one table to lie side by side
                 key, size, first = (self.path, name, what, dtype, *regions), sum(sizes), 0
-            at = self._arena.num_bytes + beside[len(found)] * dtype.itemsize - first if beside is not None and size else None
+            at = beside[len(found)] - first if beside is not None and size else None
             start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
             places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
             found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
@@ -769,8 +774,8 @@ def _fast_build(placer: _Placer, sharders: Sequence[Any]) -> Iterator[None]:
                     buffers["momentum1"] = placer.row_wise_states()
                     offsets.append(placer.row_wise_state_offsets())
                 elif optimizer == EmbOptimType.EXACT_ADAGRAD:
-                    buffers["momentum1"] = placer.full_states()
-                    offsets.append(placer.full_state_offsets(offsets[0]))
+                    buffers["momentum1"] = placer.full_states(precision.as_dtype())
+                    offsets.append(placer.full_state_offsets(precision.as_dtype(), offsets[0]))
                 kwargs["preallocated_host_buffers"] = buffers
             asked = zip(offsets, buffers.values(), strict=True)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
@@ -118,6 +118,30 @@ def test_a_copy_that_is_made_while_tables_are_trained_is_as_they_were_when_it_wa
         train(tables, first + 50)
         assert all(torch.equal(copy, was) for copy, was in zip(copies, as_begun, strict=True))
         assert not all(torch.equal(copy, block.values) for copy, block in zip(copies, blocks, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, RowWiseAdagrad])
+def test_tables_of_different_precisions_have_memory_of_their_own(tables: ShardedTables, optimizer: type) -> None:
+    kinds = [DataType.FP16, DataType.FP32, DataType.BF16, DataType.FP32, DataType.FP16]
+    module = nn.Module()
+    module.tables = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{i}", embedding_dim=8, num_embeddings=40_000 * (i + 1), feature_names=[f"g{i}"], data_type=kind
+            )
+            for i, kind in enumerate(kinds)
+        ],
+    )
+    _apply_optimizer_in_backward(optimizer, module.tables.parameters(), {"lr": 0.1})
+    mixed = ShardedTables(module, torch.device("cpu"))
+    mixed.build(mixed.first_plan(["w"]), ["w"])
+    blocks = mixed.blocks()
+    assert len(blocks) == 2 * len(kinds)
+    for number, block in enumerate(blocks):
+        block.values.fill_(float(number + 1))
+    assert [bool((block.values == float(i + 1)).all()) for i, block in enumerate(blocks)] == [True] * len(blocks)
+    mixed.close()
 
 
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
