@@ -459,6 +459,7 @@ class TouchedRows:
                 end = start + sum(lengths[key : key + count])
                 if len(mask) and end > start:
                     rows = values[start:end].long().to(mask.device)
+                    rows = rows.masked_fill((rows < 0) | (rows >= len(mask)), 0)  # as fbgemm does with what is no row
                     if self._kept is not None:
                         self._keep(rows[mask[rows] < KEPT].unique(), of_table)
                     mask.index_fill_(0, rows, 3 if self._kept is None else 3 | KEPT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -47,12 +47,16 @@ def tables() -> Iterator[ShardedTables]:
     dist.destroy_process_group()
 
 
-def train(tables: ShardedTables, seed: int, backward: bool = True) -> None:
+def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequence[int] = ()) -> None:
+    """Args: of_b: rows of table b that are looked up, instead of random ones."""
     random = torch.Generator().manual_seed(seed)
     keys = [feature for features in FEATURES.values() for feature in features]
     owners = [name for name, features in FEATURES.items() for _ in features]
     lengths = torch.randint(0, 3, (len(keys), 4), generator=random)  # bags of none, one or two
     values = [torch.randint(0, ROWS[name], (int(n.sum()),), generator=random) for name, n in zip(owners, lengths, strict=True)]
+    if of_b:
+        values[owners.index("b")] = torch.tensor(of_b)
+        lengths[owners.index("b")] = torch.tensor([len(of_b), 0, 0, 0])
     batch = KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths.flatten())
     with torch.set_grad_enabled(backward):
         out = tables.module.get_submodule("tables")(batch).values()
@@ -77,6 +81,28 @@ def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(table
             changed = (block.values != before[block.table, block.what, block.region]).reshape(len(block.values), -1).any(1)
             assert set(changed.nonzero().flatten().tolist()) <= set(rows.tolist())
             assert len(rows) < 60  # of all that were looked up, not of all there are
+
+
+@pytest.mark.parametrize("rows", [[ROWS["b"], 7], [10_000, 7], [-5, 7]])
+def test_rows_that_a_table_does_not_have_harm_nobody_and_what_fbgemm_trains_instead_is_noted(
+    tables: ShardedTables, rows: list[int]
+) -> None:
+    train(tables, 1, of_b=rows)  # with a warning, at most
+    touched = tables.track()
+    touched.mark(0)
+    (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
+    before = block.values.clone()
+    touched.begin_copy()
+    train(tables, 2, of_b=rows)
+    changed = (block.values != before).any(1).nonzero().flatten().tolist()
+    noted = touched.since(0, block)
+    assert noted is not None
+    assert 7 in changed
+    assert set(changed) <= set(noted.tolist())
+    for kept, of_rows, values in touched.end_copy():
+        if kept.table == "tables.b" and kept.what == "weight":
+            assert torch.equal(values, before[of_rows])
+            assert set(changed) <= set(of_rows.tolist())
 
 
 def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
