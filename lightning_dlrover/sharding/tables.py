@@ -224,6 +224,9 @@ class ShardedTables:
 
         Returns:
             The module to call.
+
+        Raises:
+            PlanError: the plan is of other tables.
         """
         from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
         from torchrec.distributed.types import ShardingEnv
@@ -234,6 +237,7 @@ class ShardedTables:
                 if set(dict(dmp.named_parameters())) - sharded:
                     dmp._dmp_wrapped_module = wrap_dense(dmp._dmp_wrapped_module, sorted(sharded))
 
+        self._check(plan)
         for path, template in self._templates.items():
             _set_submodule(self.module, path, _with_parameters(template))
         _forget_groups()
@@ -254,6 +258,22 @@ class ShardedTables:
         self.plan = dict(plan)
         wrapped: nn.Module = parallel._dmp_wrapped_module
         return wrapped
+
+    def _check(self, plan: Plan) -> None:
+        """Name the table that differs, as in a snapshot of another script: torchrec would tell of shapes of tensors."""
+        ours = {
+            _key(path, config.name): (config.num_embeddings, config.embedding_dim)
+            for path, template in self._templates.items()
+            for config in _configs(template)
+        }
+        theirs = {name: (table.rows, table.cols) for name, table in plan.items()}
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                sizes = [f"of {s[0]} rows and {s[1]} columns" if s else "missing" for s in (ours.get(name), theirs.get(name))]
+                raise PlanError(
+                    f"table {name!r} is {sizes[0]} in this model and {sizes[1]} in the job's: start the script as before, "
+                    "or a job of another name"
+                )
 
     def reserve(self, num_workers: int) -> int:
         """Touch the memory that a worker of so many needs for its tables, where it is available. Returns how much, in bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, Keyed
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
+from lightning_dlrover.sharding.layout import Region, Shard
+from lightning_dlrover.sharding.placement import PlanError
 from lightning_dlrover.sharding.tables import ShardedTables
 
 ROWS = {"a": 200, "b": 77, "c": 30, "d": 50, "e": 90}
@@ -168,6 +171,21 @@ def test_tables_of_different_precisions_have_memory_of_their_own(tables: Sharded
         block.values.fill_(float(number + 1))
     assert [bool((block.values == float(i + 1)).all()) for i, block in enumerate(blocks)] == [True] * len(blocks)
     mixed.close()
+
+
+@pytest.mark.parametrize("other", ["rows", "columns", "fewer tables", "more tables"])
+def test_a_plan_of_other_tables_such_as_a_snapshots_of_a_former_script_is_refused(tables: ShardedTables, other: str) -> None:
+    assert tables.plan is not None
+    plan = dict(tables.plan)
+    b = plan.pop("tables.b")
+    if other in ("rows", "columns"):
+        rows, cols = (50, 8) if other == "rows" else (77, 4)
+        plan["tables.b"] = replace(b, rows=rows, cols=cols, shards=(Shard("w", Region(0, rows, 0, cols)),))
+    elif other == "more tables":
+        plan |= {"tables.b": b, "tables.z": b}
+    with pytest.raises(PlanError, match=r"table 'tables\.[bz]' is .* another name"):
+        tables.build(plan, ["w"])
+    train(tables, 1)  # nothing has changed
 
 
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
