@@ -437,6 +437,7 @@ class _Snapshots:
         self._base: tuple[int, int] | None = None
         self._persister = Persister()
         self._is_for_disk = False  # the newest one taken
+        self._number_for_disk = 0  # the newest one that was given to be copied there; 0: of an earlier round
         self._on_disk_at = time.monotonic()
         self._taken_at = 0.0
         self._stall_s = 0.0
@@ -461,7 +462,7 @@ class _Snapshots:
         self._num_groups = self._num_groups + 1 if is_again else 1
         self._formation = formation
         self._touched = tables.track()
-        self._number = self._counted = 0
+        self._number = self._counted = self._number_for_disk = 0
         self._taken_at = float("-inf")
         self._stopping = threading.Event()
         ranks = _all_gather(formation, socket.gethostname())
@@ -502,9 +503,16 @@ class _Snapshots:
             done == self._counted == self._number
             and time.monotonic() - self._taken_at >= max(self._config.interval_s, self._stall_s / MAX_STALL)
             and not self._stopping.is_set()
+            and not self._would_overwrite_what_is_written_to_disk
         )
         is_for_disk = self._config.disk is not None and time.monotonic() - self._on_disk_at >= self._config.disk_interval_s
         return [done, int(is_due), int(is_for_disk)]
+
+    @property
+    def _would_overwrite_what_is_written_to_disk(self) -> bool:
+        """The next snapshot but one takes the room of that which is being copied there. A disk that hangs is not waited for."""
+        is_late = time.monotonic() - self._on_disk_at > self._config.disk_interval_s
+        return self._number > self._number_for_disk and self._persister.is_busy and not is_late
 
     def _done(self) -> int:
         """The newest snapshot of which this worker has all it should have."""
@@ -566,6 +574,7 @@ class _Snapshots:
                 )
         if self._is_for_disk and self._keep is not None and (paths := self._store.on_disk(self._keep)) is not None:
             self._on_disk_at = time.monotonic()
+            self._number_for_disk = self._number
             self._persister.persist(*paths)
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:

@@ -1,7 +1,8 @@
 """Copies parts of snapshots from shared memory to disk: a process of its own, of the lowest priority, so that nobody waits.
 
-Its worker writes one line of JSON per part into its standard input: `from` and `to`. A part that is overwritten meanwhile is
-not kept: its first bytes say so (see `snapshot`). The process ends when its input does. Only the standard library is imported.
+Its worker writes one line of JSON per part into its standard input: `from` and `to`; an empty line says that this one is done.
+A part that is overwritten meanwhile is not kept: its first bytes say so (see `snapshot`). The process ends when its input does.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -35,15 +36,31 @@ class Persister:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_waiting = 0
 
     def persist(self, source: Path, target: Path) -> None:
         """Let a part be copied; returns at once. An older one that is still being copied goes first."""
         if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
+            command = [sys.executable, "-m", __name__]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
+            self._num_waiting = 0
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it was ended: another one is started for the next part
             self._process.stdin.write(json.dumps({"from": str(source), "to": str(target)}).encode() + b"\n")
             self._process.stdin.flush()
+            self._num_waiting += 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether parts are still being copied."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            self._num_waiting -= os.read(self._process.stdout.fileno(), 4096).count(b"\n")
+        return self._num_waiting > 0
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Let it end with the part that it is at."""
@@ -57,6 +74,8 @@ class Persister:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 def persist(source: Path, target: Path) -> bool:
@@ -120,6 +139,8 @@ def main() -> None:
                 keep_newest(target)
         except OSError as error:
             print(f"a snapshot was not written to {target}: {error.strerror}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the worker has ended
+            os.write(1, b"\n")
 
 
 if __name__ == "__main__":

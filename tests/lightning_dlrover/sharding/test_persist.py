@@ -18,7 +18,7 @@ import torch
 
 from lightning_dlrover.sharding import elastic as elastic_module
 from lightning_dlrover.sharding import persist as module
-from lightning_dlrover.sharding.elastic import ElasticTables
+from lightning_dlrover.sharding.elastic import ElasticTables, SnapshotConfig, _Snapshots
 from lightning_dlrover.sharding.layout import Region
 from lightning_dlrover.sharding.persist import NUM_KEPT, Persister, keep_newest, persist
 from lightning_dlrover.sharding.snapshot import SnapshotStore, newest_complete, part_header
@@ -185,6 +185,41 @@ def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Pat
     eventually(target.exists, "the copy of the second process")
     persister.close()
     assert not [c for c in psutil.Process().children() if module.__name__ in c.cmdline()]
+
+
+def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: Path) -> None:
+    store, persister = make_store(tmp_path), Persister()
+    assert not persister.is_busy
+    for batch in (1, 2):
+        persister.persist(*write_part(store, batch, 1.0))
+        assert persister.is_busy
+    eventually(lambda: not persister.is_busy, "the end of the copies")
+    assert len(list((tmp_path / "disk").rglob("*-*-0"))) == 2
+    persister.persist(tmp_path / "nothing", tmp_path / "disk" / "no" / "x")
+    assert persister.is_busy
+    eventually(lambda: not persister.is_busy, "the end of what could not be copied")
+    persister.persist(*write_part(store, 3, 1.0))
+    assert persister._process is not None
+    persister._process.kill()
+    eventually(lambda: not persister.is_busy, "the end of the process")
+    persister.close()
+
+
+def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_works(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(worker_id="a")
+    config = SnapshotConfig(1e-9, memory=tmp_path, disk=tmp_path / "disk", disk_interval_s=1000.0)
+    snapshots = _Snapshots(world, make_store(tmp_path), config)
+    persister: Any = SimpleNamespace(is_busy=True)
+    snapshots._persister = persister
+    snapshots._number = snapshots._counted = snapshots._number_for_disk = 5
+    assert snapshots.wishes()[1] == 1  # into the other slot
+    snapshots._number = snapshots._counted = 6
+    assert snapshots.wishes()[1] == 0
+    snapshots._on_disk_at -= 1001.0  # it hangs
+    assert snapshots.wishes()[1] == 1
+    snapshots._on_disk_at += 1001.0
+    persister.is_busy = False
+    assert snapshots.wishes()[1] == 1
 
 
 def test_the_process_ends_with_its_worker(tmp_path: Path) -> None:
