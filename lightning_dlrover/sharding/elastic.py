@@ -685,7 +685,10 @@ class _Snapshots:
 
     def close(self, has_finished: bool) -> None:
         self.stop()
-        self._persister.close()
+        if has_finished:
+            self._persister.close(timeout_s=0.0)  # nobody will read what it copies
+        else:
+            self._persister.close()
         if has_finished:
             self._store.clear()
 

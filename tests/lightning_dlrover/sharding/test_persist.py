@@ -222,6 +222,17 @@ def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_wor
     assert snapshots.wishes()[1] == 1
 
 
+def test_a_job_that_has_finished_does_not_wait_for_a_copy_that_nobody_will_read(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(worker_id="a")
+    snapshots = _Snapshots(world, make_store(tmp_path), SnapshotConfig(memory=tmp_path, disk=tmp_path / "disk"))
+    fifo = tmp_path / "slow"
+    os.mkfifo(fifo)
+    snapshots._persister.persist(fifo, tmp_path / "disk" / "1" / "x")  # nobody writes there
+    started = time.monotonic()
+    snapshots.close(has_finished=True)
+    assert time.monotonic() - started < 10.0
+
+
 def test_the_process_ends_with_its_worker(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from lightning_dlrover.sharding.persist import Persister\n"
