@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -56,8 +55,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-_SHARDED: WeakKeyDictionary[torch.nn.Module, tuple[ShardedTables, Any, ElasticTables | None]] = WeakKeyDictionary()
-"""Modules that were trained before in this process, whose tables are sharded already."""
+SHARDED = "_dlrover_sharded"
+"""Attribute of a module that was trained before in this process, whose tables are sharded already."""
+
+
+@dataclass
+class _Sharded:
+    """A module's tables, as they were trained last; nothing that a copy of the module has."""
+
+    tables: ShardedTables
+    model: Any
+    elastic_tables: ElasticTables | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @dataclass
@@ -274,9 +288,10 @@ class DLRoverStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
-        if self._tables is None and self.lightning_module in _SHARDED:
+        former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
+        if self._tables is None and former is not None:
             # Another Trainer of this script has trained the module.
-            self._tables, self.model, self.elastic_tables = _SHARDED[self.lightning_module]
+            self._tables, self.model, self.elastic_tables = former.tables, former.model, former.elastic_tables
         elif self._tables is None:
             self.fingerprint = model_fingerprint(self.lightning_module)
             self._tables = ShardedTables(self.lightning_module, self.root_device, self._sharding_constraints, self._sharders)
@@ -673,7 +688,8 @@ class DLRoverStrategy(DDPStrategy):
             super().teardown()
             return
         if self._tables is not None:
-            _SHARDED[self._tables.module] = (self._tables, self.model, self.elastic_tables)
+            # There, as it holds the module itself: both go together.
+            self._tables.module.__dict__[SHARDED] = _Sharded(self._tables, self.model, self.elastic_tables)
         # Lightning would move the module to the CPU; tables stay where they are trained, and sharded as they are.
         module, model, self._lightning_module = self._lightning_module, self.model, None
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,11 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def train(folder: Path, strategy: Any) -> Model:
+def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
     L.seed_everything(0, verbose=False)
     generator = torch.Generator().manual_seed(0)
     rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
-    model = Model()
+    model = model or Model()
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -177,3 +179,27 @@ def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_
     again.mkdir()
     module._replace_folder(place, again)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
+
+
+def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forgets_it(tmp_path: Path) -> None:
+    torchrec = pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+
+    class Tables(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
+            self.tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            ids = torch.arange(len(batch[0]))
+            found = self.tables(torchrec.KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
+            return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), 0.1)
+
+    model = train(tmp_path, DLRoverStrategy(), Tables())
+    trained = weakref.ref(model)
+    del model
+    gc.collect()
+    assert trained() is None
