@@ -20,7 +20,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
-from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover import DLRoverStrategy, strategy
 from lightning_dlrover.sharding import elastic, snapshot
 from lightning_dlrover.sharding.elastic import SnapshotConfig
 from lightning_dlrover.sharding.snapshot import ROOT
@@ -241,6 +241,14 @@ def add_moments(recorder: Recorder) -> None:
             recorder.write("counted", round=self._keep[0], batch=self._keep[1])
         return result
 
+    save_tables = strategy.save_tables
+
+    def watched_save(*args: Any) -> None:
+        recorder.moment("save")
+        save_tables(*args)
+        recorder.moment("save_done")
+
+    strategy.save_tables = watched_save
     elastic._Snapshots.voted = watched_voted  # type: ignore[method-assign]
     elastic.exchange = watched_exchange  # type: ignore[assignment]
     elastic._swap = watched_swap

@@ -266,6 +266,19 @@ def test_workers_are_killed_one_after_the_other_and_replaced(new_job: MakeJob) -
     assert_fine(new_job, job, settings, [-9, -9, -9, 0, 0], rollbacks=None)
 
 
+@pytest.mark.parametrize("moment", ["save", "save_done"])
+def test_a_worker_is_killed_while_a_checkpoint_is_saved_and_the_others_save_it_again(new_job: MakeJob, moment: str) -> None:
+    settings = replace(SETTINGS, max_epochs=8, save_at=200)
+    job = new_job(settings)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    workers[1].arm(moment)
+    assert_fine(new_job, job, settings, [0, -9])
+    assert workers[1].records("killed")
+    assert sorted(path.name for path in (job.folder / "checkpoint").iterdir()) == ["tables", "trainer.ckpt"]
+    assert {path.name for path in job.folder.glob(".checkpoint*")} == set()
+
+
 def test_a_stopped_worker_is_evicted_and_the_others_go_back_to_the_snapshot(new_job: MakeJob) -> None:
     job = new_job(lease_ttl_s=2)
     workers = started(job, 3)
