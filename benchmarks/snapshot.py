@@ -2,16 +2,13 @@
 
     python benchmarks/snapshot.py [--cycles N] [--mib 1024] [--folder FOLDER] [--quick]
 
-Two live jobs of two workers are alive at once: one takes snapshots as often as it does by default, the other none. They take
-turns of that interval, so that each of the first one's turns holds one snapshot, and other load on the machine hits both
-alike; who has no turn is stopped by SIGSTOP. Each turn's steps are counted.
+Two live jobs of two workers are alive at once: one takes snapshots as often as it does by default, the other none. They train
+in turn, a few seconds each, so that other load on the machine hits both alike; who has no turn is stopped by SIGSTOP. A cycle is
+as many turns as make up the interval between two snapshots: each one holds a snapshot of the first job. Its steps are counted.
 
-    throughput_ratio  steps with snapshots over steps without: the median over pairs of turns
+    throughput_ratio  steps with snapshots over steps without, by the second: the median over the cycles
     stall_ratio       seconds for which the training thread copies, the slowest worker's, over those of `torch.save` of as much
                       state by as many processes into a folder on disk in the same run; beside it `torch.distributed.checkpoint`
-
-Beside the first ratio an estimate from the first job alone, for which a busy machine matters less: how much longer than usual
-the steps from one snapshot until all its parts have arrived take, of the interval.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from jobs import START_TIMEOUT_S, BenchmarkError, LiveJob, Step, Workspace, describe_machine, result_line, stock_agent
@@ -42,19 +38,19 @@ NUM_WORKERS = 2
 WARM_UP_SNAPSHOTS = 2
 """Of which each touches memory for the first time."""
 
-AFTERMATH_S = 10.0
-"""For so long a snapshot is looked at: its parts travel meanwhile."""
+TURN_S = 3.0
 
 
-@dataclass(frozen=True)
-class Turn:
-    began_s: float
-    ended_s: float
-    num_steps: int
+@dataclass
+class Cycle:
+    """What one job did in its turns."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
 
     @property
     def steps_per_s(self) -> float:
-        return self.num_steps / (self.ended_s - self.began_s)
+        return self.num_steps / self.seconds
 
 
 class Contestant:
@@ -62,7 +58,7 @@ class Contestant:
 
     def __init__(self, name: str, job: LiveJob) -> None:
         self.name = name
-        self.turns: list[Turn] = []
+        self.cycles: list[Cycle] = []
         self._job = job
         self._pids: list[int] = []
 
@@ -86,8 +82,8 @@ class Contestant:
         ended_s = time.monotonic()
         if self._job.member_pids() != self._pids:
             raise BenchmarkError(f"job {self.name}: the workers are not those that it began with any more")
-        num_steps = sum(began_s < step.ended_s < ended_s for step in self.steps())
-        self.turns.append(Turn(began_s, ended_s, num_steps))
+        self.cycles[-1].num_steps += sum(began_s < step.ended_s < ended_s for step in self.steps())
+        self.cycles[-1].seconds += ended_s - began_s
 
     def steps(self) -> list[Step]:
         """Those of one worker: all make them together."""
@@ -111,7 +107,8 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, tables: Tables, interval_s
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(snapshot_memory())
         found = []
-        for name, snapshot_s, num_snapshots in (("with", interval_s, WARM_UP_SNAPSHOTS), ("without", 0.0, 0)):
+        # Time goes on while a job is stopped, which it is for half of it.
+        for name, snapshot_s, num_snapshots in (("with", 2 * interval_s, WARM_UP_SNAPSHOTS), ("without", 0.0, 0)):
             arguments = ["--strategy=dlrover", f"--records={space.folder / name / 'records'}", f"--snapshot-s={snapshot_s}"]
             arguments.append(f"--memory={memory}")
             job = stack.enter_context(space.live_job(name, etcd, f"1:{NUM_WORKERS}", [*arguments, *tables.arguments], SCRIPT))
@@ -120,22 +117,6 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, tables: Tables, interval_s
             found.append(Contestant(name, job))
             found[-1].start(num_snapshots)
         yield found
-
-
-def extra_s(contestant: Contestant) -> list[float]:
-    """How much longer than usual the steps in the wake of each snapshot have taken."""
-    found = []
-    ends = [step.ended_s for step in contestant.steps()]
-    for turn in contestant.turns:
-        steps = [(a, b) for a, b in pairwise(ends) if turn.began_s < a and b < turn.ended_s]
-        for lines in contestant.snapshots():
-            began_s = lines[0].began_s
-            if not turn.began_s < began_s < turn.ended_s:
-                continue
-            wake = [b - a for a, b in steps if began_s <= b <= began_s + AFTERMATH_S]
-            others = [b - a for a, b in steps if b > began_s + AFTERMATH_S] or [b - a for a, b in steps]
-            found.append(sum(wake) - len(wake) * statistics.mean(others))
-    return found
 
 
 def saving_s(space: Workspace, tables: Tables, disk: Path, num_saves: int) -> dict[str, list[float]]:
@@ -155,33 +136,22 @@ def saving_s(space: Workspace, tables: Tables, disk: Path, num_saves: int) -> di
     }
 
 
-def report(found: list[Contestant], saves: dict[str, list[float]], interval_s: float, tables: Tables) -> dict[str, float | int]:
+def report(found: list[Contestant], saves: dict[str, list[float]]) -> dict[str, float | int]:
     with_snapshots, without = found
-    pairs = [a.steps_per_s / b.steps_per_s for a, b in zip(with_snapshots.turns, without.turns, strict=True)]
-    for contestant in found:
-        rates = [turn.steps_per_s for turn in contestant.turns]
-        print(
-            f"{contestant.name:8} snapshots: {statistics.median(rates):.2f} steps/s, from {min(rates):.2f} to {max(rates):.2f}"
-        )
-    totals = [sum(turn.num_steps for turn in c.turns) / sum(t.ended_s - t.began_s for t in c.turns) for c in found]
-    print(f"ratio by pair: {', '.join(f'{p:.3f}' for p in pairs)}; of all steps: {totals[0] / totals[1]:.4f}")
-    extra = extra_s(with_snapshots)
-    if extra:
-        print(
-            f"steps in the wake of a snapshot: {statistics.median(extra):.3f} s more than usual (from {min(extra):.3f} to "
-            f"{max(extra):.3f}), {1 - statistics.median(extra) / interval_s:.4f} of the throughput is left"
-        )
+    ratios = [a.steps_per_s / b.steps_per_s for a, b in zip(with_snapshots.cycles, without.cycles, strict=True)]
+    totals = [sum(cycle.num_steps for cycle in c.cycles) / sum(cycle.seconds for cycle in c.cycles) for c in found]
+    print(f"ratio by cycle: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; of all steps: {totals[0] / totals[1]:.4f}")
     taken = [max(line.stall_s for line in lines) for lines in with_snapshots.snapshots()[WARM_UP_SNAPSHOTS:]]
     stall_s = statistics.median(taken)
     print(f"stall of {len(taken)} snapshots: median {stall_s:.4f} s, from {min(taken):.4f} to {max(taken):.4f}")
     for way, seconds in saves.items():
         print(f"{way}: median {statistics.median(seconds):.3f} s, from {min(seconds):.3f} to {max(seconds):.3f}")
-    return {"throughput_ratio": statistics.median(pairs), "stall_ratio": stall_s / statistics.median(saves["torch.save"])}
+    return {"throughput_ratio": statistics.median(ratios), "stall_ratio": stall_s / statistics.median(saves["torch.save"])}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=8, help="turns of both jobs")
+    parser.add_argument("--cycles", type=int, default=8, help="snapshots that are looked at")
     parser.add_argument("--saves", type=int, default=5, help="how often the state is saved in each other way")
     parser.add_argument("--mib", type=int, default=1024, help="of tables, their optimizers' state included")
     parser.add_argument("--num-tables", type=int, default=8)
@@ -202,12 +172,16 @@ def main() -> int:
             etcd = space.etcd()
             with contestants(space, etcd, tables, options.interval_s) as found:
                 for cycle in range(options.cycles):
-                    for contestant in found if cycle % 2 == 0 else found[::-1]:
-                        contestant.take_turn(options.interval_s)
-                    now = ", ".join(f"{c.turns[-1].steps_per_s:.2f} steps/s {c.name}" for c in found)
+                    for contestant in found:
+                        contestant.cycles.append(Cycle())
+                    num_turns = max(1, round(options.interval_s / TURN_S))
+                    for turn in range(num_turns):
+                        for contestant in found if turn % 2 == 0 else found[::-1]:
+                            contestant.take_turn(options.interval_s / num_turns)
+                    now = ", ".join(f"{c.cycles[-1].steps_per_s:.2f} steps/s {c.name}" for c in found)
                     print(f"cycle {cycle}: {now}", flush=True)
             saves = saving_s(space, tables, disk, options.saves)
-            print(result_line(report(found, saves, options.interval_s, tables)))
+            print(result_line(report(found, saves)))
     finally:
         shutil.rmtree(disk, ignore_errors=True)
     return 0

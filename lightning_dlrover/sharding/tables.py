@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -429,6 +429,47 @@ class ShardedTables:
         self._arena.close()
 
 
+class _Tracked(NamedTuple):
+    """One table of a kernel: the blocks of its shard, of which so many rows are tracked, and how many features look it up."""
+
+    blocks: Sequence[Block]
+    num_rows: int
+    num_features: int
+
+
+class _OfKernel:
+    """One byte for every tracked row of the tables that one kernel holds, in one tensor: a step notes all of them at once."""
+
+    def __init__(self, tables: Sequence[_Tracked]) -> None:
+        *starts, end = itertools.accumulate((table.num_rows for table in tables), initial=0)
+        self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one: of all rows that are not tracked
+        self.masks = [self.flags[start : start + table.num_rows] for start, table in zip(starts, tables, strict=True)]
+        self._blocks = [table.blocks for table in tables]
+        self._starts = [*starts, end]
+        first = [start if table.num_rows else end for start, table in zip(starts, tables, strict=True)]
+        by_key = torch.tensor([table.num_features for table in tables])
+        self._first_of_key = torch.tensor(first).repeat_interleave(by_key)
+        self._rows_of_key = torch.tensor([table.num_rows for table in tables]).repeat_interleave(by_key)
+
+    def rows_of(self, features: Any) -> torch.Tensor:
+        """The places in `flags` of all rows that are looked up, of shape ``(num_values,)``."""
+        lengths = features.length_per_key()
+        rows = features.values()[: sum(lengths)].to("cpu", torch.int64)
+        by_key = torch.tensor(lengths)
+        first, limit = (of.repeat_interleave(by_key, output_size=len(rows)) for of in (self._first_of_key, self._rows_of_key))
+        # Row 0 is what fbgemm takes for what is no row.
+        places: torch.Tensor = first + rows.masked_fill((rows < 0) | (rows >= limit), 0)
+        return places
+
+    def split(self, rows: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Ascending places in `flags` by block: rows of each one's own."""
+        borders = torch.searchsorted(rows, torch.tensor(self._starts)).tolist()
+        for index, blocks in enumerate(self._blocks):
+            of_table = rows[borders[index] : borders[index + 1]] - self._starts[index]
+            if len(of_table):
+                yield from ((block, of_table) for block in blocks)
+
+
 class TouchedRows:
     """Which rows of a worker's shards were trained since each of two moments, called 0 and 1. One byte per row.
 
@@ -449,45 +490,30 @@ class TouchedRows:
         for block in blocks:
             held.setdefault((block.table, block.region), []).append(block)
         for path, kernel in kernels:
-            masks: list[torch.Tensor] = []
+            tables = []
             for config in kernel.config.embedding_tables:
-                if config.local_metadata is None:
-                    masks.append(torch.empty(0, dtype=torch.uint8))  # trained by an optimizer that may change all rows
-                    continue
-                region = _region(config.local_metadata)
-                masks.append(torch.zeros(region.num_rows, dtype=torch.uint8))
-                self._masks[_key(path, config.name), region] = masks[-1]
-            of_tables = [held[_key(path, config.name), _held(config)] for config in kernel.config.embedding_tables]
-            features = [config.num_features() for config in kernel.config.embedding_tables]
-            kernel.register_forward_pre_hook(functools.partial(self._note, masks, of_tables, features))
+                num_rows = 0  # trained by an optimizer that may change all rows
+                if config.local_metadata is not None:
+                    num_rows = _region(config.local_metadata).num_rows
+                tables.append(_Tracked(held[_key(path, config.name), _held(config)], num_rows, config.num_features()))
+            of_kernel = _OfKernel(tables)
+            for config, mask in zip(kernel.config.embedding_tables, of_kernel.masks, strict=True):
+                if config.local_metadata is not None:
+                    self._masks[_key(path, config.name), _region(config.local_metadata)] = mask
+            kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel))
 
-    def _note(
-        self,
-        masks: Sequence[torch.Tensor],
-        blocks: Sequence[Sequence[Block]],
-        num_features: Sequence[int],
-        kernel: Any,
-        arguments: tuple[Any, ...],
-    ) -> None:
+    def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
-        features = arguments[0]
-        values, lengths = features.values(), features.length_per_key()
-        start = key = 0
+        rows = tables.rows_of(arguments[0])
         with self._lock:
-            for mask, of_table, count in zip(masks, blocks, num_features, strict=True):
-                end = start + sum(lengths[key : key + count])
-                if len(mask) and end > start:
-                    rows = values[start:end].long().to(mask.device)
-                    rows = rows.masked_fill((rows < 0) | (rows >= len(mask)), 0)  # as fbgemm does with what is no row
-                    if self._kept is not None:
-                        self._keep(rows[mask[rows] < KEPT].unique(), of_table)
-                    mask.index_fill_(0, rows, 3 if self._kept is None else 3 | KEPT)
-                start, key = end, key + count
-
-    def _keep(self, rows: torch.Tensor, blocks: Sequence[Block]) -> None:
-        assert self._kept is not None
-        self._kept += [(block, rows, block.values.detach()[rows.to(block.values.device)]) for block in blocks if len(rows)]
+            if self._kept is None:
+                tables.flags.index_fill_(0, rows, 3)
+                return
+            new: torch.Tensor = torch.unique(rows[tables.flags[rows] < KEPT])
+            for block, of_block in tables.split(new):
+                self._kept.append((block, of_block, block.values.detach()[of_block.to(block.values.device)]))
+            tables.flags.index_fill_(0, rows, 3 | KEPT)
 
     def is_tracked(self, block: Block) -> bool:
         """Whether it is known which rows of the block are trained."""
