@@ -3,8 +3,8 @@
     python benchmarks/snapshot.py [--cycles N] [--mib 1024] [--folder FOLDER] [--quick]
 
 Two live jobs of two workers are alive at once: one takes snapshots as often as it does by default, the other none. They train
-in turn, a few seconds each, so that other load on the machine hits both alike; who has no turn is stopped by SIGSTOP. A cycle is
-as many turns as make up the interval between two snapshots: each one holds a snapshot of the first job. Its steps are counted.
+in turn, a few seconds each, so that other load on the machine hits both alike; who has no turn is stopped by SIGSTOP. A cycle
+is as many turns as make up the interval between two snapshots: each one holds a snapshot of the first job.
 
     throughput_ratio  steps with snapshots over steps without, by the second: the median over the cycles
     stall_ratio       seconds for which the training thread copies, the slowest worker's, over those of `torch.save` of as much
