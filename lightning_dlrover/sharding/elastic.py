@@ -79,7 +79,8 @@ SWAP_S = 300.0
 """For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
 
 NICENESS = 15
-"""Of the thread that copies: training has the cores first."""
+"""Of the thread that touches memory and copies to neighbours: training has the cores first. Not while it copies what is trained:
+the longer that takes, the more rows are kept as they were, which costs more than the copy itself."""
 
 EVERYTHING, CHANGES, NOTHING = range(3)
 """What a neighbour wants of a part."""
@@ -480,8 +481,6 @@ class _Snapshots:
         result: Future[int] = Future()
 
         def work() -> None:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             try:
                 result.set_result(run(*args))
             except BaseException as error:
@@ -623,6 +622,7 @@ class _Snapshots:
                 writer.put_rows(block, rows, values)
         with going_on():
             part = writer.commit()
+        _give_way()
         return self._replicate(number, part, group, stopping) if group is not None else number
 
     @contextmanager
@@ -677,6 +677,7 @@ class _Snapshots:
 
     def make_room(self, tables: ShardedTables, num_bytes: int) -> int:
         """Touch the memory of this worker's own parts: at the first two snapshots that would be most of the time they take."""
+        _give_way()
         names = tables.parameter_names()
         dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in names)
         with suppress(SnapshotError):  # the snapshot itself will say so
@@ -749,6 +750,12 @@ class _Incoming:
 
 
 # --- small decisions ----------------------------------------------------------------------------------------------------------
+
+
+def _give_way() -> None:
+    """Let the thread that calls this have a core only where training leaves one."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _as_given(rows: torch.Tensor | None, block: Block) -> torch.Tensor | None:
