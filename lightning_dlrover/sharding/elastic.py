@@ -79,7 +79,7 @@ SWAP_S = 300.0
 """For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
 
 NICENESS = 15
-"""Of the thread that touches memory and copies to neighbours: training has the cores first. Not while it copies what is trained:
+"""Of the thread that touches memory and copies to neighbours: training has the cores first. Not while it copies what changes:
 the longer that takes, the more rows are kept as they were, which costs more than the copy itself."""
 
 EVERYTHING, CHANGES, NOTHING = range(3)
