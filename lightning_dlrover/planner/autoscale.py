@@ -87,7 +87,7 @@ class Situation:
 class Rules:
     """For how much the planner moves. Shares are of the time, or cost, that is left."""
 
-    min_gain: float = 0.02  # that a change has to bring; doubles with every return to the same settings
+    min_gain: float = 0.02  # that a change has to bring; doubles with each time that the planner itself left those settings
     min_explore_gain: float = 0.005  # expected improvement that untried settings have to promise
     max_explore_cost: float = 0.05  # that a trial may cost
     max_trials: int = 5
@@ -443,9 +443,10 @@ class _Search:
 
     def _is_worth_moving(self, best: int, loss: Floats) -> bool:
         field = self.field
-        returns = sum(d.chosen == field.settings[best] and not d.explored for d in self.situation.past)
+        # A worker that was lost, or a trial, is no change of mind.
+        left = sum(d.current == field.settings[best] and d.is_change and not d.explored for d in self.situation.past)
         gain = 1 - float(loss[best] / loss[field.now]) if math.isfinite(loss[field.now]) else 1.0
-        enough = gain >= max(self.rules.min_gain * 2**returns, self._gain_by_chance(best))
+        enough = gain >= max(self.rules.min_gain * 2**left, self._gain_by_chance(best))
         return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
 
     def _gain_by_chance(self, best: int) -> float:

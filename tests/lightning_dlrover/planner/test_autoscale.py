@@ -218,13 +218,22 @@ def test_settings_that_were_explored_in_vain_are_not_explored_again() -> None:
     assert not decide(replace(situation, past=(first,)), Limits(1, 2)).is_change
 
 
-def test_every_return_to_the_same_settings_needs_twice_the_gain() -> None:
-    truth = dense_heavy(4)
-    situation = situation_of(truth, Settings(2, 0, 1, 0), ONE)
-    move = decide(situation, Limits(1, 2))
-    assert move.chosen_workers == 2
-    returned = replace(move, explored=False)
-    assert not decide(replace(situation, past=(returned,) * 6), Limits(1, 2)).is_change
+def test_every_return_to_settings_that_the_planner_has_left_needs_twice_the_gain() -> None:
+    truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
+    move = decide(situation_of(truth, two, ONE), Limits(1, 2))
+    assert move.chosen == two
+    left = replace(decide(situation_of(truth, ONE, two), Limits(1, 2)), chosen=ONE)
+    assert not decide(situation_of(truth, two, ONE, past=(left, move) * 6), Limits(1, 2)).is_change
+
+
+def test_a_job_that_stayed_for_an_hour_and_lost_a_worker_goes_back_to_where_it_was() -> None:
+    truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
+    stay = decide(situation_of(truth, ONE, two), Limits(1, 2))
+    assert not stay.is_change
+    back = decide(situation_of(truth, two, ONE, past=(stay,) * 60), Limits(1, 2))
+    assert back.chosen == two
+    again = decide(situation_of(truth, two, ONE, past=(stay, back) * 10), Limits(1, 2))
+    assert again.chosen == two, "that workers were lost ten times is no reason to do without them"
 
 
 def test_a_job_outside_its_limits_is_brought_back_in() -> None:
