@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from lightning_dlrover.history import HistoryError, JobEntry, JobHistory
 from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.autoscale import Situation, plan
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective, resources_of
@@ -362,6 +362,8 @@ class _Memory:
             try:
                 if event.kind == "profile":
                     window = from_fields(StepProfile, event.data, "a profile")
+                    if problem := impossible_figure(window):
+                        raise ValueError(f"{problem[0]} of a profile {problem[1]}")
                     windows[window.at] = window
                 elif event.kind == "decision":
                     memory.decisions.append(Decision.from_data(event.data))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
@@ -173,7 +173,8 @@ class JobHistory:
 
     def windows(self, key: str) -> tuple[StepProfile, ...]:
         """Windows of a job, oldest first."""
-        return tuple(_readable(StepProfile, self._data("windows", key, "at")))
+        found = _readable(StepProfile, self._data("windows", key, "at"))
+        return tuple(window for window in found if impossible_figure(window) is None)
 
     def decisions(self, key: str) -> list[Decision]:
         found = []
@@ -202,7 +203,7 @@ class JobHistory:
         found = [dataclasses.replace(job, windows=self.windows(job.job)) for job in near]
         return [job for job in found if job.windows]
 
-    def _data(self, name: str, key: str, order: str) -> list[Any]:
+    def _data(self, name: str, key: str, order: str) -> list[dict[str, Any]]:
         from sqlalchemy import select
 
         with self._transaction(writes=False) as (connection, tables):
@@ -210,9 +211,9 @@ class JobHistory:
             found = connection.execute(select(table.c.data).where(table.c.job == key).order_by(table.c[order])).scalars().all()
         read = []
         for text in found:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, TypeError):
                 read.append(json.loads(text))
-        return read
+        return [data for data in read if isinstance(data, dict)]
 
     # --- connection --------------------------------------------------------------------------------------------------------
 
@@ -408,6 +409,7 @@ def _entry_of(row: Mapping[Any, Any]) -> JobEntry | None:
     figures = {f.name: row[f.name] for f in dataclasses.fields(Descriptor)}
     numbers = [row["started_at"], row["updated_at"], *(v for k, v in figures.items() if k != "device")]
     known = all(isinstance(v, int | float) and math.isfinite(v) for v in numbers) and isinstance(figures["device"], str)
+    known = known and isinstance(row["num_settings"], int | None)
     if not known or row["outcome"] not in ("running", "finished", "failed"):
         return None
     descriptor = Descriptor(**figures)

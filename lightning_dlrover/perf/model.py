@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
 from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 
 __all__ = ["Prediction", "Predictions", "StepTimeModel", "one_thread"]
 
@@ -326,21 +326,8 @@ class StepTimeModel:
 
 def _check(index: int, sample: StepProfile) -> None:
     """Raise a ValueError that names the first figure in `sample` that no training step has."""
-    times = {f"{part}_s": float(getattr(sample, f"{part}_s")) for part in STEP_PARTS}
-    counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
-    not_negative = (
-        *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
-        *("lookups_per_sample", "fullest_node", "emptiest_node"),
-    )
-    problems = [
-        *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
-        *((n, "must be a finite time, 0 or more") for n, value in times.items() if not 0 <= value < math.inf),
-        *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
-        *((n, "must be finite, 0 or more") for n in not_negative if not 0 <= getattr(sample, n) < math.inf),
-        *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
-    ]
-    if problems:
-        name, rule = problems[0]
+    if problem := impossible_figure(sample):
+        name, rule = problem
         raise ValueError(
             f"cannot fit a step-time model: sample {index} (worker {sample.worker_id!r}, "
             f"round {sample.round_number}, first step {sample.first_step}) has "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["STEP_PARTS", "StepProfile"]
+__all__ = ["STEP_PARTS", "StepProfile", "impossible_figure"]
 
 STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Parts of a step; `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
@@ -53,3 +54,21 @@ class StepProfile:
     lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
     fullest_node: int = 0  # workers on the node that has most; 0: unknown, taken as spread evenly
     emptiest_node: int = 0  # workers on the node that has fewest; 0: unknown, taken as spread evenly
+
+
+def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
+    """The first figure in `sample` that no training step has, and the rule that it breaks; None if all are possible."""
+    parts = [f"{part}_s" for part in STEP_PARTS]
+    counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
+    not_negative = (
+        *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
+        *("lookups_per_sample", "fullest_node", "emptiest_node"),
+    )
+    problems = (
+        *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
+        *((n, "must be a finite time, 0 or more") for n in parts if not 0 <= getattr(sample, n) < math.inf),
+        *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
+        *((n, "must be finite, 0 or more") for n in not_negative if not 0 <= getattr(sample, n) < math.inf),
+        *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
+    )
+    return problems[0] if problems else None

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.history import HistoryError, JobEntry, JobHistory, export_windows, history_url
+from lightning_dlrover.perf import StepTimeModel
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
-from lightning_dlrover.planner.warm_start import Descriptor
+from lightning_dlrover.planner.space import Limits
+from lightning_dlrover.planner.warm_start import Descriptor, suggest
 
 SETTINGS = Settings(1, 0, 1, 0)
 DESCRIPTOR = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)
@@ -184,6 +186,31 @@ def test_rows_that_others_have_spoilt_are_left_out(history: JobHistory) -> None:
         connection.execute("UPDATE dlrover_decisions SET data = '{\"at\": 3}' WHERE decision_id = 1")
     assert history.windows("a@1") == (window(2.0),)
     assert history.decisions("a@1") == [decision(2)]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        "UPDATE dlrover_windows SET data = replace(data, '\"step_time_s\": 0.1', '\"step_time_s\": 0.0') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = replace(data, '\"step_time_s\": 0.1', '\"step_time_s\": -0.1') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = replace(data, '\"num_workers\": 1', '\"num_workers\": 0') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = NULL WHERE at = 1",
+        "UPDATE dlrover_windows SET data = '[1]' WHERE at = 1",
+        "UPDATE dlrover_decisions SET data = '[1]' WHERE decision_id = 1",
+        "UPDATE dlrover_jobs SET num_settings = 'many' WHERE key = 'b@1'",
+    ],
+)
+def test_a_new_job_learns_from_what_is_left_of_a_spoilt_history(history: JobHistory, spoilt: str) -> None:
+    for key in ("a@1", "b@1"):
+        history.record(entry(key), [window(1.0), window(2.0, 2, 0.06)], [decision(1), decision(2)])
+    with sqlite3.connect(history.url.removeprefix("sqlite:///")) as connection:
+        connection.execute(spoilt)
+    similar = history.similar(DESCRIPTOR)
+    assert any(job.windows for job in similar)
+    assert all(window_.step_time_s > 0 and window_.num_workers > 0 for job in similar for window_ in job.windows)
+    StepTimeModel.fit([window(3.0)], earlier=[w for job in similar for w in job.windows])
+    suggest(window(3.0), similar, Limits(1, 4), node_cores=4.0, at=2000.0)
+    assert history.decisions("a@1")[-1] == decision(2)
 
 
 def test_the_place_follows_option_variable_and_xdg_in_this_order(tmp_path: Path) -> None:
