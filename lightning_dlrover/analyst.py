@@ -43,6 +43,7 @@ DEFAULT_RETUNE_COST_S = 0.2
 """Assumed until the job has measured a change of its own."""
 
 MAX_WINDOWS_PER_SETTINGS = 30
+MAX_STAYS = 50  # decisions not to change anything, that are kept in memory; each is written down soon
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
 STAY_EVERY_S = 60.0  # that nothing changes is recorded no more often
@@ -160,7 +161,7 @@ class Analyst:
             return
         if not was_rank_0:
             # What earlier rank 0s have learned and decided; this worker may be the first one or the tenth.
-            self._memory = _Memory.of(membership.past_events() if membership is not None else (), self._past_windows())
+            self._memory = self._recalled()
         if membership is not None:
             membership.event("profile", "", dataclasses.asdict(profile))
         self._memory.add(profile)
@@ -265,7 +266,7 @@ class Analyst:
             self._stayed_at = time.monotonic()
         if is_news:
             decision = _rounded(decision)
-            self._memory.decisions.append(decision)
+            self._memory.decide(decision)
             if membership is not None:
                 membership.event("decision", decision.reason, decision.to_data())
         if membership is None or by_hand:
@@ -315,11 +316,12 @@ class Analyst:
             return f"{self._membership.keys.run_id}@{self._began_at:.0f}"
         return f"local@{self._started_at:.0f}-{socket.gethostname()}-{os.getpid()}"
 
-    def _past_windows(self) -> Sequence[StepProfile]:
-        """This job's windows that may have gone from its events."""
-        if self._keeper is None or self._membership is None:
-            return ()
-        return self._keeper.windows(self._job_key)
+    def _recalled(self) -> _Memory:
+        """What earlier rank 0s have left: in the job's events, and in the history, as the oldest events go."""
+        if self._membership is None:
+            return _Memory()
+        past = self._keeper.past(self._job_key) if self._keeper is not None else _Past()
+        return _Memory.of(self._membership.past_events(), past)
 
     def _neighbours(self, profile: StepProfile) -> Sequence[PastJob]:
         return self._keeper.similar(profile, self._node_cores, self._job_key) if self._keeper is not None else ()
@@ -345,6 +347,15 @@ class Analyst:
         self._keeper.record(entry, self._memory)
 
 
+@dataclass(frozen=True)
+class _Past:
+    """What the history holds of this job."""
+
+    windows: Sequence[StepProfile] = ()
+    decisions: Sequence[Decision] = ()
+    outcomes: Sequence[Outcome] = ()
+
+
 class _Memory:
     """What rank 0 knows of the job."""
 
@@ -355,9 +366,11 @@ class _Memory:
         self._spans: list[tuple[StepProfile, float]] = []  # one window for each stretch of equal settings, seconds
 
     @classmethod
-    def of(cls, events: Sequence[EventRecord], earlier: Sequence[StepProfile]) -> _Memory:
+    def of(cls, events: Sequence[EventRecord], past: _Past) -> _Memory:
         memory = cls()
-        windows = {window.at: window for window in earlier}
+        windows = {window.at: window for window in past.windows}
+        decisions = {decision.decision_id: decision for decision in past.decisions}
+        outcomes = {found.decision_id: found for found in past.outcomes}
         for event in events:
             try:
                 if event.kind == "profile":
@@ -366,13 +379,18 @@ class _Memory:
                         raise ValueError(f"{problem[0]} of a profile {problem[1]}")
                     windows[window.at] = window
                 elif event.kind == "decision":
-                    memory.decisions.append(Decision.from_data(event.data))
+                    decision = Decision.from_data(event.data)
+                    decisions[decision.decision_id] = decision
                 elif event.kind == "outcome":
-                    memory.outcomes.append(from_fields(Outcome, event.data, "an outcome"))
+                    found = from_fields(Outcome, event.data, "an outcome")
+                    outcomes[found.decision_id] = found
             except (TypeError, ValueError, KeyError) as error:
                 log.warning("an event of the job's past cannot be read: %s", error)
         for window in sorted(windows.values(), key=lambda w: w.at):
             memory.add(window)
+        for decision in sorted(decisions.values(), key=lambda d: d.decision_id):
+            memory.decide(decision)
+        memory.outcomes += outcomes.values()
         return memory
 
     @property
@@ -394,6 +412,13 @@ class _Memory:
         alike = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
         if len(alike) > MAX_WINDOWS_PER_SETTINGS:
             del self.windows[alike[0]]
+
+    def decide(self, decision: Decision) -> None:
+        """Keep a decision: all changes, and the newest stays, of which there is one a minute."""
+        self.decisions.append(decision)
+        stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
+        if len(stays) > MAX_STAYS:
+            del self.decisions[stays[0]]
 
     def spent(self, objective: Objective, node_cores: float) -> float | None:
         """Money until now; None: unknown."""
@@ -425,10 +450,10 @@ class _Keeper:
         with self._surviving("nothing of this job is remembered"):
             self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
 
-    def windows(self, key: str) -> Sequence[StepProfile]:
-        found: Sequence[StepProfile] = ()
+    def past(self, key: str) -> _Past:
+        found = _Past()
         with self._surviving("what this job has learned is looked for in its events only"):
-            found = self._history.windows(key)
+            found = _Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
         return found
 
     def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:

@@ -146,13 +146,31 @@ class JobHistory:
         decisions: Sequence[Decision],
         outcomes: Sequence[Outcome],
     ) -> None:
-        for decision in decisions:
-            data = json.dumps(decision.to_data(), allow_nan=False)
-            row = {"at": decision.at, "is_change": decision.is_change, "data": data}
-            _upsert(connection, tables.decisions, {"job": key, "decision_id": decision.decision_id}, row)
-        for each in outcomes:
-            data = json.dumps(dataclasses.asdict(each), allow_nan=False)
-            _upsert(connection, tables.outcomes, {"job": key, "decision_id": each.decision_id}, {"data": data})
+        from sqlalchemy import insert, select
+
+        def new(table: Table, records: Mapping[int, Any]) -> list[Any]:
+            known = set(connection.execute(select(table.c.decision_id).where(table.c.job == key)).scalars())
+            return [record for number, record in records.items() if number not in known]
+
+        # Neither changes once it is written, and a job of a week has thousands.
+        rows = [
+            {
+                "job": key,
+                "decision_id": each.decision_id,
+                "at": each.at,
+                "is_change": each.is_change,
+                "data": json.dumps(each.to_data(), allow_nan=False),
+            }
+            for each in new(tables.decisions, {d.decision_id: d for d in decisions})
+        ]
+        if rows:
+            connection.execute(insert(tables.decisions), rows)
+        rows = [
+            {"job": key, "decision_id": each.decision_id, "data": json.dumps(dataclasses.asdict(each), allow_nan=False)}
+            for each in new(tables.outcomes, {o.decision_id: o for o in outcomes})
+        ]
+        if rows:
+            connection.execute(insert(tables.outcomes), rows)
 
     # --- reading -----------------------------------------------------------------------------------------------------------
 

@@ -167,6 +167,25 @@ def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
     assert not [d for d in later if d.explored and d.chosen in tried]
 
 
+def test_a_new_rank_0_of_a_long_job_knows_what_was_tried_though_the_events_of_it_have_gone(start: StartJob) -> None:
+    first = start()
+    first.run(30)
+    decisions = first.decisions()
+    assert any(d.explored for d in decisions)
+    first.analyst.close("running")
+    first.membership._client.delete_prefix(first.membership.keys.events)
+    second = start()
+    second.settings = first.settings
+    second.run(9)
+    memory = second.analyst._memory
+    assert memory.decisions[: len(decisions)] == decisions
+    assert memory.outcomes
+    numbers = [d.decision_id for d in second.decisions()]
+    assert min(numbers, default=len(decisions) + 1) > len(decisions), "a number was given twice"
+    tried = {d.chosen for d in decisions if d.explored}
+    assert not [d for d in second.decisions() if d.explored and d.chosen in tried]
+
+
 def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned(start: StartJob) -> None:
     job = start(with_controller=False, history=None)
     job.run(20)

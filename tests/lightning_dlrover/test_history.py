@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy.event import listen
 
 from lightning_dlrover.history import HistoryError, JobEntry, JobHistory, export_windows, history_url
 from lightning_dlrover.perf import StepTimeModel
@@ -84,6 +85,17 @@ def test_a_long_job_leaves_no_more_windows_than_teach_something(history: JobHist
     history.record(entry("a@1"), [window(float(at)) for at in range(40)])
     history.record(entry("a@1"), [window(float(at)) for at in range(40, 100)] + [window(200.0, 2)])
     assert len(history.windows("a@1")) == 31
+
+
+def test_bringing_a_job_of_days_up_to_date_costs_no_more_than_what_is_new(history: JobHistory) -> None:
+    decisions = [decision(number) for number in range(3000)]
+    history.record(entry("a@1"), [window(1.0)], decisions)
+    statements = []
+    assert history._engine is not None
+    listen(history._engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    history.record(entry("a@1"), [window(1.0), window(2.0)], [*decisions, decision(3000)])
+    assert len(statements) < 20
+    assert history.decisions("a@1") == [*decisions, decision(3000)]
 
 
 def test_similar_jobs_are_found_nearest_first_and_others_are_not(history: JobHistory) -> None:
