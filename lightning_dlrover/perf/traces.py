@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile, impossible_figure
 
 __all__ = ["Trace", "TraceError", "read_trace"]
 
@@ -132,7 +132,11 @@ def _sample(path: Path, line: int, row: Mapping[str, Any]) -> StepProfile:
     if communication_s is not None and not any(f"{part}_s" in fields for part in STEP_PARTS if part != "communication"):
         # A trace that says only this much: the rest of the step is computing.
         fields["forward_s"] = max(0.0, step_s - communication_s)
-    return StepProfile(**{**_UNKNOWN, "global_batch": fields["local_batch"] * workers, "first_step": line, **fields})
+    sample = StepProfile(**{**_UNKNOWN, "global_batch": fields["local_batch"] * workers, "first_step": line, **fields})
+    if problem := impossible_figure(sample):
+        name, rule = problem
+        raise TraceError(f"{path}:{line}: {name}={getattr(sample, name)!r} {rule}")
+    return sample
 
 
 _UNKNOWN: Mapping[str, Any] = {

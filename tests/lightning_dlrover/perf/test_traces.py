@@ -67,6 +67,8 @@ def test_profiles_of_our_own_are_read_back_as_they_were(tmp_path: Path, form: st
         ("placement,local_bsz,step_time\n1,32.5,0.1\n", r":2: local_bsz='32.5' must be a whole number"),
         ("placement,local_bsz,step_time\n1,0,0.1\n", r":2: local_batch=0 must be 1 or more"),
         ("num_nodes,num_replicas,local_bsz,step_time\n8,2,32,0.1\n", r":2: 2 workers cannot be on 8 nodes"),
+        ("placement,local_bsz,step_time,cores\n1,32,0.1,0\n", r":2: cores=0.0 must be finite and above 0"),
+        ("placement,local_bsz,step_time,global_batch\n1,32,0.1,0\n", r":2: global_batch=0 must be 1 or more"),
         ("placement,local_bsz,step_time\n1,32\n", r":2 has another number of fields"),
     ],
 )
