@@ -329,7 +329,8 @@ class Analyst:
     def _suggestion(self, profile: StepProfile, neighbours: Sequence[PastJob], limits: Limits) -> Suggestion | None:
         if any(d.is_change for d in self._memory.decisions):
             return None
-        return suggest(profile, neighbours, limits, node_cores=self._node_cores, at=time.time())
+        objective = self._intentions.objective
+        return suggest(profile, neighbours, limits, node_cores=self._node_cores, at=time.time(), objective=objective)
 
     def _remember(self, end: Literal["running", "finished", "failed"]) -> None:
         windows = self._memory.windows

@@ -383,7 +383,9 @@ class _Search:
         fits = [i for i in allowed if field.settings[i] == suggestion.settings]
         if not fits or field.measured[fits[0]]:
             return None
-        gain_s = field.left_s * (1 - 1 / suggestion.speedup)
+        if field.step_s[field.now] <= field.bound_s[field.now] and field.step_s[fits[0]] > field.bound_s[fits[0]]:
+            return None  # it is not expected to keep the deadline or the budget, as what runs now does
+        gain_s = field.left_s * (1 - 1 / suggestion.gain)
         return fits[0] if gain_s > field.change_cost_s(field.now, fits[0]) + self.rules.min_gain * field.left_s else None
 
     def _scale(self) -> tuple[Floats, Floats]:

@@ -7,10 +7,12 @@ with are smoothed exponentially, the newest last. Pure: the jobs come from `hist
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from lightning_dlrover.perf import configuration_of
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.space import Limits, settings_of
 
@@ -19,6 +21,7 @@ __all__ = ["Descriptor", "PastJob", "Suggestion", "descriptor_of", "distance", "
 NUM_NEIGHBOURS = 5
 MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size tells us nothing
 SMOOTHING = 0.5  # of the newest of the nearest jobs; the older ones share the rest
+FASTEST = Objective()
 HALF_LIFE_S = 30 * 86400.0  # a job's weight halves with each month: code and machines change
 
 
@@ -44,10 +47,20 @@ class PastJob:
     descriptor: Descriptor
     windows: tuple[StepProfile, ...]
 
-    def best_within(self, limits: Limits) -> Settings | None:
-        """Of what was measured with its last global batch, the settings with the least median step time."""
-        times = {settings: time_s for settings, time_s in self.step_times_s().items() if limits.allows(settings)}
-        return min(times, key=lambda settings: (times[settings], settings), default=None)
+    def best_within(self, limits: Limits, objective: Objective = FASTEST) -> Settings | None:
+        """Of what was measured with its last global batch, the settings that `objective` would have chosen."""
+        losses = {settings: loss for settings, loss in self.losses(objective).items() if limits.allows(settings)}
+        return min(losses, key=lambda settings: (losses[settings], settings), default=None)
+
+    def losses(self, objective: Objective) -> dict[Settings, float]:
+        """Median step time of each settings, dearer ones made longer: what `objective` minimises, in a unit of its own."""
+        rates = {settings_of(window): self._rate(window, objective) for window in self.windows}
+        return {s: time_s * rates[s] ** objective.elasticity for s, time_s in self.step_times_s().items()}
+
+    def _rate(self, window: StepProfile, objective: Objective) -> float:
+        used = resources_of(configuration_of(window, self.descriptor.node_cores), window.peak_memory_bytes)
+        price = objective.prices.per_hour(used)
+        return max(1e-9, used.scalar if price is None else price)
 
     def step_times_s(self) -> dict[Settings, float]:
         """Median step time of each settings."""
@@ -65,6 +78,7 @@ class Suggestion:
 
     settings: Settings
     speedup: float  # over what runs now, as it was in those jobs; 1 where they cannot tell
+    gain: float  # the same of what the objective minimises
     jobs: tuple[str, ...]
     reason: str
 
@@ -108,7 +122,13 @@ def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
 
 
 def suggest(
-    current: StepProfile, neighbours: Sequence[PastJob], limits: Limits, *, node_cores: float, at: float
+    current: StepProfile,
+    neighbours: Sequence[PastJob],
+    limits: Limits,
+    *,
+    node_cores: float,
+    at: float,
+    objective: Objective = FASTEST,
 ) -> Suggestion | None:
     """The settings that similar jobs found best, smoothed by age and likeness; None without such jobs.
 
@@ -118,7 +138,7 @@ def suggest(
         limits: what a neighbour did with more or fewer workers does not count.
         at: now, seconds since the epoch.
     """
-    able = [(job, best) for job in neighbours if (best := job.best_within(limits)) is not None]
+    able = [(job, best) for job in neighbours if (best := job.best_within(limits, objective)) is not None]
     if not able:
         return None
     here = descriptor_of(current, node_cores)
@@ -132,24 +152,24 @@ def suggest(
         key=lambda s: sum((math.log1p(f) - m) ** 2 for f, m in zip(_figures(s), smoothed, strict=True)),
     )
     followed = [job for job, best in able if best == settings]
-    speedups = [speedup for job in followed if (speedup := _speedup(job, settings_of(current), settings)) is not None]
+    compared = [(job, near) for job in followed if (near := _nearest(settings_of(current), job.step_times_s())) != settings]
+    speedup, gain = (
+        math.exp(sum(math.log(of(job)[near] / of(job)[settings]) for job, near in compared) / max(1, len(compared)))
+        for of in (PastJob.step_times_s, lambda job: job.losses(objective))
+    )
     names = ", ".join(job.job for job in followed[:3])
     reason = f"{len(followed)} of the {len(able)} most similar past jobs ({names}) ran best with these settings"
-    speedup = math.exp(sum(math.log(s) for s in speedups) / len(speedups)) if speedups else 1.0
-    if speedups:
+    if compared:
         reason += f", {speedup:.2f} times as fast as with what runs now"
-    return Suggestion(settings, speedup, tuple(job.job for job, _ in able), reason)
+    return Suggestion(settings, speedup, gain, tuple(job.job for job, _ in able), reason)
 
 
 def _figures(settings: Settings) -> tuple[int, ...]:
     return settings.num_workers, settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor
 
 
-def _speedup(job: PastJob, now: Settings, then: Settings) -> float | None:
-    """How much faster `then` was than the settings nearest to `now` that the job measured."""
-    times = job.step_times_s()
-    near = min(
-        times,
+def _nearest(now: Settings, measured: Iterable[Settings]) -> Settings:
+    return min(
+        measured,
         key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True)),
     )
-    return times[near] / times[then] if near != then else None

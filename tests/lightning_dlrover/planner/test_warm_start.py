@@ -10,8 +10,8 @@ import pytest
 from simulated_jobs import KINDS, SimulatedJob, Truth, dense_heavy, input_bound, limits_of, throughput_share, window
 
 from lightning_dlrover.perf import StepProfile, StepTimeModel
-from lightning_dlrover.planner.autoscale import Situation, plan
-from lightning_dlrover.planner.objective import Objective
+from lightning_dlrover.planner.autoscale import Rules, Situation, plan
+from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.space import Limits, all_settings
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, descriptor_of, distance, nearest, suggest
@@ -21,6 +21,7 @@ TWO = Settings(2, 1, 1, 2)
 FOUR = Settings(4, 1, 1, 2)
 TWIN = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)
 LIMITS = Limits(1, 8)
+LIMITS_4 = Limits(1, 4, loader_workers=(0, 1), intra_op_threads=(1,), prefetch_factors=(2,))
 DAY_S = 86400.0
 
 
@@ -76,6 +77,31 @@ def test_what_others_did_with_more_workers_than_allowed_does_not_count() -> None
     assert found is not None
     assert found.settings == TWO
     assert suggest(NOW, [job("b", 0.0, {FOUR: 0.04})], Limits(1, 2), node_cores=4.0, at=0.0) is None
+
+
+def test_whoever_wants_it_cheap_is_not_started_where_others_were_fast() -> None:
+    past = [job("a", 0.0, {ONE: 0.1, FOUR: 0.04})]
+    for aim, ends in (("fastest", FOUR), ("cheapest", None), ("efficient", None)):
+        objective = Objective(aim)  # type: ignore[arg-type]
+        found = suggest(NOW, past, LIMITS, node_cores=4.0, at=0.0, objective=objective)
+        situation = Situation([NOW] * 3, node_cores=4.0, remaining_samples=1e9, suggestion=found)
+        model = StepTimeModel.fit(situation.windows, node_cores=4.0, earlier=past[0].windows)
+        rules = Rules(max_trials=0)
+        decision = plan(situation, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=rules)
+        assert decision.chosen == (ends or ONE), f"{aim}: {decision.reason}"
+
+
+def test_a_suggestion_that_would_spend_more_than_the_budget_is_not_followed() -> None:
+    told = job("a", 0.0, {ONE: 0.1, FOUR: 0.04})
+    past = [replace(told, windows=tuple(replace(w, local_batch=512 // w.num_workers) for w in told.windows))]
+    found = suggest(NOW, past, LIMITS, node_cores=4.0, at=0.0)
+    hours = 1e5 * 0.1 / 3600
+    for budget, ends in ((1.1 * hours, ONE), (10 * hours, FOUR)):
+        objective = Objective(budget=budget, prices=Prices(core_hour=1.0))
+        situation = Situation([NOW] * 3, node_cores=4.0, remaining_samples=1e5 * 512, suggestion=found, spent=0.0)
+        model = StepTimeModel.fit(situation.windows, node_cores=4.0, earlier=past[0].windows)
+        decision = plan(situation, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=Rules(max_trials=0))
+        assert decision.chosen == ends, decision.reason
 
 
 def test_distance_is_zero_to_oneself_symmetric_and_infinite_between_devices() -> None:
