@@ -220,12 +220,11 @@ class Analyst:
             age_s=max(0.0, now - self._began_at),
             spent=self._memory.spent(self._intentions.objective, self._node_cores),
             past=self._memory.decisions,
-            suggestion=self._suggestion(profile, neighbours, limits),
         )
 
         def decide(within: Limits, past: Sequence[Decision]) -> Decision:
             return plan(
-                replace(situation, past=past),
+                replace(situation, past=past, suggestion=self._suggestion(profile, neighbours, within)),
                 model,
                 within,
                 self._intentions.objective,

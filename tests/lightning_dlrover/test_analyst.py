@@ -16,9 +16,10 @@ from simulated_jobs import Truth, input_bound, window
 
 from lightning_dlrover import analyst as analyst_module
 from lightning_dlrover.analyst import Analyst, Intentions
-from lightning_dlrover.history import JobHistory
+from lightning_dlrover.history import JobEntry, JobHistory
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.warm_start import descriptor_of
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.membership import Membership, MembershipConfig
 from lightning_dlrover.rdzv.records import (
@@ -194,6 +195,24 @@ def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned
     assert job.membership.view.plan is not None
     assert not job.membership.view.plan.binding
     assert any("no controller starts or ends nodes" in d.reason for d in job.decisions())
+
+
+def test_without_a_controller_a_job_starts_with_what_others_found_for_its_loader_workers(
+    start: StartJob, tmp_path: Path
+) -> None:
+    url, rng = f"sqlite:///{tmp_path / 'h.sqlite'}", random.Random(1)
+    fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, which nobody can start here
+    times_s = {START: 0.1, own: 0.05, fast: 0.02}
+    past = [
+        dataclasses.replace(window(TRUTH, s, rng, 0.0, at=float(n)), step_time_s=t) for n, (s, t) in enumerate(times_s.items())
+    ]
+    entry = JobEntry("past@1", "past", 0.0, time.time(), "finished", descriptor_of(past[0], 4.0))
+    JobHistory(url).record(entry, past)
+    job = start(with_controller=False, history=url)
+    job.run(analyst_module.WINDOWS_PER_DECISION)
+    (decision,) = job.decisions()
+    assert decision.chosen == own
+    assert "most similar past jobs" in decision.reason
 
 
 def test_what_was_set_by_hand_stays(start: StartJob) -> None:
