@@ -52,6 +52,8 @@ HISTORY_EVERY_S = 30.0
 PATIENCE_WITH_A_PLAN_S = 120.0
 """How long a plan may take to be carried out before another one is made: new nodes may queue, and have to start."""
 
+LONGEST_HANDOVER_S = 60.0  # from the last window of one rank 0 to the first of the next, in a job that was not ended meanwhile
+
 DIGITS = 5  # of the numbers in a decision's record
 
 
@@ -404,6 +406,9 @@ class _Memory:
         last = self.windows[-1] if self.windows else None
         own_s = window.num_steps * window.step_time_s
         passed_s = max(own_s, window.at - last.at) if last is not None and window.at else own_s
+        if last is not None and last.worker_id != window.worker_id:
+            # A job that was ended and is gone on with days later has cost nothing meanwhile.
+            passed_s = min(passed_s, own_s + LONGEST_HANDOVER_S)
         if self._spans and place(self._spans[-1][0]) == place(window):
             self._spans[-1] = window, self._spans[-1][1] + passed_s
         else:

@@ -156,6 +156,21 @@ def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: 
     assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(first.settings).step_s
 
 
+def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
+    memory, rng = analyst_module._Memory(), random.Random(1)
+    core_hours = Objective(prices=Prices(core_hour=1.0))
+
+    def train(worker_id: str, since: float) -> None:
+        for number in range(1, 11):
+            profile = window(TRUTH, START, rng, 0.0, at=since + 360.0 * number)  # it validates in between
+            memory.add(dataclasses.replace(profile, worker_id=worker_id))
+
+    train("w0", 1e9)
+    assert memory.spent(core_hours, 4.0) == pytest.approx(0.9, rel=0.01)
+    train("w1", 1e9 + 86400.0)
+    assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.03)
+
+
 def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
     first = start(history=None)
     first.run(30)
