@@ -157,8 +157,8 @@ def situation_of(truth: Truth, *ran: Settings, noise: float = 0.0, **kwargs: obj
     """A job that measured each settings three times, the last one now."""
     rng = random.Random(1)
     windows = [window(truth, each, rng, noise) for each in ran for _ in range(3)]
-    defaults = {"node_cores": float(truth.node_cores), "remaining_samples": 1e5 * truth.global_batch}
-    return Situation(windows, **{**defaults, **kwargs})  # type: ignore[arg-type]
+    defaults = {"windows": windows, "node_cores": float(truth.node_cores), "remaining_samples": 1e5 * truth.global_batch}
+    return Situation(**{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
 FASTEST = Objective()
@@ -313,6 +313,14 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
     assert knowing(Objective("fastest", budget=2 * costs[4], prices=PRICES)).chosen_workers == 4
     spent = enough_for_two - (costs[1] + costs[2]) / 2
     assert knowing(Objective("fastest", budget=enough_for_two, prices=PRICES), spent=spent).chosen_workers == 1
+
+
+def test_a_budget_that_nobody_can_keep_is_said_to_be_none() -> None:
+    on_gpus = [replace(w, device="accelerator") for w in situation_of(dense_heavy(8), *SIZES).windows]
+    for prices, kept in ((PRICES, False), (Prices(core_hour=1.0, gpu_hour=2.0), True)):
+        objective = Objective("fastest", budget=1.0, prices=prices)
+        decision = decide(situation_of(dense_heavy(8), windows=on_gpus), Limits(1, 4), objective)
+        assert ("cannot be kept: what a GPU costs is unknown" in decision.reason) != kept
 
 
 def test_costs_follow_the_prices_and_are_unknown_without() -> None:
