@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Floats, configuration_of
-from lightning_dlrover.perf.model import StepTimeModel, one_thread
+from lightning_dlrover.perf.model import StepTimeModel
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.threads import one_openmp_thread
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -68,7 +69,7 @@ def _trees_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> F
             for s in samples
         ]
 
-    with one_thread():
+    with one_openmp_thread():
         trees = HistGradientBoostingRegressor(random_state=0).fit(columns(train), [s.step_time_s for s in train])
         predicted: Floats = trees.predict(columns(test))
     return predicted

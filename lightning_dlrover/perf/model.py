@@ -7,10 +7,8 @@ in the very same configuration has the last word. What to do with a prediction i
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +18,9 @@ from numpy.typing import NDArray
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
 from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
+from lightning_dlrover.perf.threads import one_openmp_thread
 
-__all__ = ["Prediction", "Predictions", "StepTimeModel", "one_thread"]
+__all__ = ["Prediction", "Predictions", "StepTimeModel"]
 
 COVERAGE = 0.9  # of measured windows, that an interval should hold
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
@@ -402,27 +401,9 @@ def _bent(trees: Any, columns: Columns) -> Floats:
     """Log correction by `trees`, none if there are none."""
     if trees is None:
         return np.zeros(len(columns))
-    with one_thread():
+    with one_openmp_thread():
         bent: Floats = np.clip(trees.predict(_features(columns)), -MAX_CORRECTION, MAX_CORRECTION)
     return bent
-
-
-def one_thread() -> AbstractContextManager[Any]:
-    """Keeps OpenMP to the calling thread, whose own setting for training comes back afterwards.
-
-    Beside a training job every core is busy, and threads that wait for each other at the barrier of each tree node
-    made a fit of 0.4 s last half a minute.
-    """
-    limits: AbstractContextManager[Any] = _thread_pools().limit(limits=1, user_api="openmp")
-    return limits
-
-
-@functools.cache  # finding the loaded libraries takes 5 ms, and there is one for each prediction otherwise
-def _thread_pools() -> Any:
-    # Installed with scikit-learn, which limits itself in this way.
-    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
-
-    return ThreadpoolController()
 
 
 def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
@@ -439,7 +420,7 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
         random_state=0,
     )
     uneven = weights if np.ptp(weights) > 0 else None  # equal weights triple the time of a fit
-    with one_thread():
+    with one_openmp_thread():
         return trees.fit(_features(columns), log_residuals, sample_weight=uneven)
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.threads import one_blas_thread
 
 __all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "Measured", "PhysicalPrior", "Term", "configuration_of"]
 
@@ -330,14 +331,16 @@ class PhysicalPrior:
         for index, growth in enumerate(SHAPES):
             used = np.array([term.name in growth or term.name not in _GROWTH for term in TERMS])
             tried = [like.shapes[index].overlap] if like is not None else overlaps
-            fits = [_fit_shape(amounts, loader_overlap, measured, used, overlap) for overlap in tried]
+            with one_blas_thread():
+                fits = [_fit_shape(amounts, loader_overlap, measured, used, overlap) for overlap in tried]
             shapes.append(min(fits, key=lambda fit: fit[0])[1])
         return cls(tuple(shapes))
 
     def log_step_time(self, columns: Columns) -> tuple[Floats, Floats]:
         """Log of seconds, and the standard deviation of the shapes about it; both of shape ``(num_configurations,)``."""
         amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
-        logs = np.array([np.log(shape.overlapped(amounts, loader_overlap).step_s) for shape in self.shapes])
+        with one_blas_thread():
+            logs = np.array([np.log(shape.overlapped(amounts, loader_overlap).step_s) for shape in self.shapes])
         mean: Floats = logs.mean(axis=0)
         spread: Floats = logs.std(axis=0)
         return mean, spread
@@ -351,7 +354,8 @@ class PhysicalPrior:
         amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
         shares = np.zeros((len(columns), len(PARTS)))
         for shape in self.shapes:
-            o = shape.overlapped(amounts, loader_overlap)
+            with one_blas_thread():
+                o = shape.overlapped(amounts, loader_overlap)
             shares += np.stack([o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s], axis=1) / o.step_s[:, None]
         total: Floats = shares / shares.sum(axis=1, keepdims=True)
         return total
