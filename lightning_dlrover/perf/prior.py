@@ -175,7 +175,7 @@ TERMS: tuple[Term, ...] = (
         "the same ring, but its slowest link is the network; nothing where bytes are unknown, for `network` says as much then",
         lambda c: _ring(c) * c.dense_bytes * _several(c),
         default=1 / INTER_NODE_BYTES_PER_S,
-        doubt=1.0,
+        doubt=0.2,
     ),
     Term(
         "exchange_inside_node",
@@ -396,6 +396,8 @@ def _fit_shape(
     pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
     unit = amounts[:, used] / scale[used]
     target = defaults[used] * scale[used]
+    # A default that would take longer than the steps that were measured is wrong, and pulls no harder for being very wrong.
+    pull[used] /= np.maximum(1.0, target)
 
     part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
     fixed_rows = np.vstack([part_rows, np.diag(pull[used])])

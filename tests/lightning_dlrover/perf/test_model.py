@@ -148,6 +148,28 @@ def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is()
         assert model.predict(configuration_of(window(size, t))).step_time_s == pytest.approx(t, rel=0.1)
 
 
+@pytest.mark.parametrize("dense_bytes, faster", [(400_000_000, 1.0), (4_000_000, 1000.0), (400_000_000, 1000.0)])
+def test_links_a_hundred_times_faster_than_assumed_are_believed_once_they_were_measured(
+    dense_bytes: int, faster: float
+) -> None:
+    """With gradients of 400 MB the links assumed take a second, on hardware whose steps take 30 ms, or 30 us."""
+
+    def world(workers: int, num_nodes: int, local_batch: int) -> StepProfile:
+        communication_s = 0.0 if workers == 1 else (0.003 if num_nodes == 1 else 0.008) * 2 * (workers - 1) / workers
+        step_s = (0.015 + 0.0002 * local_batch + communication_s) / faster
+        sample = window(workers, step_s, global_batch=local_batch * workers, num_nodes=num_nodes, dense_bytes=dense_bytes)
+        return replace(
+            sample, communication_s=communication_s / faster, forward_s=step_s - communication_s / faster, backward_s=0.0
+        )
+
+    places = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2), (16, 2)]
+    everything = [world(*place, local_batch) for place in places for local_batch in (16, 64, 256)]
+    random.Random(0).shuffle(everything)
+    known, asked = everything[:14], everything[14:]
+    predictions = StepTimeModel.fit(known).predict_many([configuration_of(w) for w in asked])
+    assert mean_error([p.step_time_s for p in predictions], asked) < 0.1
+
+
 def test_the_interval_narrows_as_sizes_are_measured() -> None:
     def world(size: int) -> StepProfile:
         return window(size, 0.002 + 0.064 / size)
