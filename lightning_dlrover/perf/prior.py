@@ -162,6 +162,14 @@ TERMS: tuple[Term, ...] = (
         doubt=0.1,
     ),
     Term(
+        "data_fetching",
+        "data",
+        "waiting for storage or a network takes no core: as many samples come at a time as there are loader workers",
+        lambda c: c.local_batch / np.maximum(1.0, c.loader_workers),
+        default=0.0,
+        doubt=0.2,
+    ),
+    Term(
         "ring_inside_node",
         "communication",
         "ring all-reduce: 2 (W - 1) / W of the bytes on every link (Patarasuk, Yuan, JPDC 69(2), 2009)",

@@ -46,6 +46,7 @@ class Truth:
     parallel_share: float  # of it that threads speed up
     overhead_s: float  # of each step
     load_s: float  # core seconds to prepare one sample
+    fetch_s: float = 0.0  # that one sample is waited for before, which takes no core
     bus_s: float = 0.0  # for a sample's table rows; the memory bus is shared by all workers of the node
     dense_bytes: int = 4_000_000
     link_bytes_per_s: float = 1.5e9
@@ -69,10 +70,11 @@ class Truth:
         if workers > 1:
             communication_s = 2 * (workers - 1) / workers * self.dense_bytes / self.link_bytes_per_s + workers * self.latency_s
         if loaders == 0:
-            return Parts(load_s * max(1.0, workers / self.node_cores), compute_s, communication_s)
+            return Parts(local * self.fetch_s + load_s * max(1.0, workers / self.node_cores), compute_s, communication_s)
         # With few batches ready, a slow one is waited for now and then.
         feed_s = 1.1 * load_s * (1 + 0.08 / max(1, settings.prefetch_factor)) / loaders
         feed_s *= max(1.0, workers * loaders / self.node_cores)
+        feed_s = max(feed_s, (1.1 * load_s + local * self.fetch_s) / loaders)
         step_s = compute_s + communication_s
         return Parts((step_s**6 + feed_s**6) ** (1 / 6) - step_s + 2e-4, compute_s, communication_s)
 
@@ -99,6 +101,11 @@ def embedding_heavy(node_cores: int) -> Truth:
 
 def input_bound(node_cores: int) -> Truth:
     return Truth("input", node_cores, 256, 1.5e-4, 0.85, 2e-3, 6e-4)
+
+
+def storage_bound(node_cores: int) -> Truth:
+    """Most of the time that a sample takes to come is waited for."""
+    return Truth("storage", node_cores, 48, 1.5e-4, 0.85, 2e-3, 4e-4, fetch_s=6e-4)
 
 
 KINDS = (dense_heavy, embedding_heavy, input_bound)

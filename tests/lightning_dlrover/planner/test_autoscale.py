@@ -20,6 +20,7 @@ from simulated_jobs import (
     embedding_heavy,
     input_bound,
     limits_of,
+    storage_bound,
     throughput_share,
     traced_steps,
     window,
@@ -72,6 +73,17 @@ def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: in
     assert sum(share >= 0.95 for share in shares) > len(shares) / 2, found
     assert min(shares) >= 0.8, found
     assert sum(shares) / len(shares) >= 0.95, found
+
+
+@pytest.mark.parametrize("cores, max_workers", [(2, 3), (4, 4)])
+def test_a_job_that_waits_for_storage_gets_more_loader_workers_than_there_are_cores_for(cores: int, max_workers: int) -> None:
+    truth = storage_bound(cores)
+    limits = limits_of(truth, max_workers)
+    job = SimulatedJob(truth, ours, limits, ONE, noise=0.05, seed=0)
+    end = job.run(12)
+    assert len(job.visited) <= 6
+    assert throughput_share(truth, end, reachable(truth, limits)) >= 0.95, end.short
+    assert end.num_workers * end.loader_workers > cores
 
 
 @given(
