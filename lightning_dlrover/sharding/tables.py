@@ -42,6 +42,9 @@ INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-de
 KEPT = 4
 """The bit of a row that was kept for a copy."""
 
+NUM_NOTED = 64
+"""Steps whose rows are flagged together."""
+
 INIT_ROWS = 4096
 """Rows that are initialised from one seed, so that a table's first values do not depend on how it is sharded."""
 
@@ -438,12 +441,13 @@ class _Tracked(NamedTuple):
 
 
 class _OfKernel:
-    """One byte for every tracked row of the tables that one kernel holds, in one tensor: a step notes all of them at once."""
+    """One byte for every tracked row of the tables that one kernel holds, in one tensor."""
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:
         *starts, end = itertools.accumulate((table.num_rows for table in tables), initial=0)
         self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one: of all rows that are not tracked
         self.masks = [self.flags[start : start + table.num_rows] for start, table in zip(starts, tables, strict=True)]
+        self._noted: list[tuple[torch.Tensor, Sequence[int]]] = []  # values and lengths of steps that are not flagged yet
         self._blocks = [table.blocks for table in tables]
         self._starts = [*starts, end]
         first = [start if table.num_rows else end for start, table in zip(starts, tables, strict=True)]
@@ -451,12 +455,31 @@ class _OfKernel:
         self._first_of_key = torch.tensor(first).repeat_interleave(by_key)
         self._rows_of_key = torch.tensor([table.num_rows for table in tables]).repeat_interleave(by_key)
 
+    def note(self, features: Any) -> None:
+        """Remember what is looked up; `catch_up` flags it. One step at a time, most of it would be waiting for memory."""
+        lengths = features.length_per_key()
+        self._noted.append((features.values()[: sum(lengths)].clone(), lengths))
+        if len(self._noted) >= NUM_NOTED:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Flag the rows of all steps that were noted."""
+        if self._noted:
+            noted, self._noted = self._noted, []
+            self.flags.index_fill_(0, self._places(noted), 3)
+
     def rows_of(self, features: Any) -> torch.Tensor:
         """The places in `flags` of all rows that are looked up, of shape ``(num_values,)``."""
         lengths = features.length_per_key()
-        rows = features.values()[: sum(lengths)].to("cpu", torch.int64)
-        by_key = torch.tensor(lengths)
-        first, limit = (of.repeat_interleave(by_key, output_size=len(rows)) for of in (self._first_of_key, self._rows_of_key))
+        return self._places([(features.values()[: sum(lengths)], lengths)])
+
+    def _places(self, noted: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> torch.Tensor:
+        rows = torch.cat([values for values, _ in noted]).to("cpu", torch.int64)
+        by_key = torch.tensor([length for _, lengths in noted for length in lengths])
+        first, limit = (
+            of.repeat(len(noted)).repeat_interleave(by_key, output_size=len(rows))
+            for of in (self._first_of_key, self._rows_of_key)
+        )
         # Row 0 is what fbgemm takes for what is no row.
         places: torch.Tensor = first + rows.masked_fill((rows < 0) | (rows >= limit), 0)
         return places
@@ -483,6 +506,7 @@ class TouchedRows:
 
     def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
         self._masks: dict[tuple[str, Region], torch.Tensor] = {}
+        self._kernels: list[_OfKernel] = []
         self._marked = [False, False]
         self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # while there is a copy being made
         self._lock = threading.Lock()  # held while rows are kept: by the thread that trains, when another one ends the copy
@@ -497,6 +521,7 @@ class TouchedRows:
                     num_rows = _region(config.local_metadata).num_rows
                 tables.append(_Tracked(held[_key(path, config.name), _held(config)], num_rows, config.num_features()))
             of_kernel = _OfKernel(tables)
+            self._kernels.append(of_kernel)
             for config, mask in zip(kernel.config.embedding_tables, of_kernel.masks, strict=True):
                 if config.local_metadata is not None:
                     self._masks[_key(path, config.name), _region(config.local_metadata)] = mask
@@ -505,11 +530,11 @@ class TouchedRows:
     def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
-        rows = tables.rows_of(arguments[0])
         with self._lock:
             if self._kept is None:
-                tables.flags.index_fill_(0, rows, 3)
+                tables.note(arguments[0])
                 return
+            rows = tables.rows_of(arguments[0])
             new: torch.Tensor = torch.unique(rows[tables.flags[rows] < KEPT])
             for block, of_block in tables.split(new):
                 self._kept.append((block, of_block, block.values.detach()[of_block.to(block.values.device)]))
@@ -521,6 +546,7 @@ class TouchedRows:
 
     def begin_copy(self) -> None:
         """The blocks are to be copied as they are now."""
+        self._catch_up()
         with self._lock:
             for mask in self._masks.values():
                 mask &= 3
@@ -537,13 +563,20 @@ class TouchedRows:
         mask = self._masks.get((block.table, block.region))
         if mask is None or not self._marked[moment]:
             return None
+        self._catch_up()
         return (mask & (1 << moment)).nonzero().flatten()
 
     def mark(self, moment: int) -> None:
         """The moment is now."""
+        self._catch_up()
         for mask in self._masks.values():
             mask &= 0xFF ^ (1 << moment)
         self._marked[moment] = True
+
+    def _catch_up(self) -> None:
+        with self._lock:
+            for kernel in self._kernels:
+                kernel.catch_up()
 
 
 def part_of(block: Block, region: Region) -> torch.Tensor:
