@@ -171,7 +171,7 @@ def main() -> int:
         with Workspace("snapshot", options.keep) as space:
             etcd = space.etcd()
             with contestants(space, etcd, tables, options.interval_s) as found:
-                for cycle in range(options.cycles):
+                for cycle in range(-1, options.cycles):
                     for contestant in found:
                         contestant.cycles.append(Cycle())
                     num_turns = max(1, round(options.interval_s / TURN_S))
@@ -179,7 +179,9 @@ def main() -> int:
                         for contestant in found if turn % 2 == 0 else found[::-1]:
                             contestant.take_turn(options.interval_s / num_turns)
                     now = ", ".join(f"{c.cycles[-1].steps_per_s:.2f} steps/s {c.name}" for c in found)
-                    print(f"cycle {cycle}: {now}", flush=True)
+                    print(f"cycle {cycle}: {now}" if cycle >= 0 else f"to warm up: {now}", flush=True)
+                for contestant in found:
+                    del contestant.cycles[0]  # who has been still for longer is slower at first
             saves = saving_s(space, tables, disk, options.saves)
             print(result_line(report(found, saves)))
     finally:
