@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -337,8 +338,11 @@ class _Memory:
         self._looked_at = 0.0  # end of the newest window looked at
         self._told: tuple[int, Act] = (0, "none")  # round, and what was done in it
         self._acted_at = 0.0
+        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and since when
 
     def look(self, now: float) -> None:
+        if self._membership.view.replacements != self._awaited[0]:
+            self._awaited = self._membership.view.replacements, now
         windows = list(self.windows)
         if not windows or windows[-1].at == self._looked_at:
             return
@@ -352,10 +356,15 @@ class _Memory:
             return
         lead_s = _lead_s(past)
         number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
-        is_under_way = act in ("replace", "add_workers") and now - self._acted_at < LEADS * lead_s
-        if is_under_way or act == "checkpoint" or view.replacements:
+        if act == "checkpoint":
             return
-        can_replace = membership.has_controller()
+        # One worker is replaced at a time. Where none has come for long, such as in a full cluster, none will in time.
+        awaits_worker = bool(view.replacements) or act in ("replace", "add_workers")
+        is_urgent = forecast.earliest_seconds_left < lead_s
+        awaited_since = self._awaited[1] if view.replacements else self._acted_at
+        if awaits_worker and now - awaited_since < (lead_s if is_urgent else LEADS * lead_s):
+            return
+        can_replace = membership.has_controller() and not awaits_worker
         remedy = choose_remedy(
             forecast,
             Situation(
@@ -366,7 +375,7 @@ class _Memory:
                 can_add=can_replace and (view.plan is None or view.plan.source != "user"),
                 can_replace=can_replace,
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
-                tried=self._tried(past, windows, act),
+                tried=self._tried(past, windows),
             ),
         )
         if remedy.act == act or not self._carry_out(remedy):
@@ -418,9 +427,9 @@ class _Memory:
             membership.update_plan(more)
         return True
 
-    def _tried(self, past: list[EventRecord], windows: list[StepProfile], act: Act) -> list[Act]:
+    def _tried(self, past: list[EventRecord], windows: list[StepProfile]) -> list[Act]:
         """What was done before and has left this worker, or the one whose place it took, no smaller."""
-        tried: list[Act] = [act] if act in ("replace", "add_workers") else []  # nobody came
+        tried: list[Act] = []
         here = [w for w in windows if w.round_number == windows[-1].round_number][:NUM_SETTLING]
         level = max(w.memory_bytes for w in here)
         for event in past:

@@ -1,0 +1,127 @@
+"""What a worker's watch does, step by step, about memory that grows: with whom it waits, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.records import EventRecord, JobRecord
+from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _Memory
+
+MIB = 2**20
+JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
+WINDOW = StepProfile(
+    worker_id="w",
+    round_number=1,
+    global_rank=0,
+    num_workers=1,
+    num_nodes=1,
+    first_step=0,
+    num_steps=20,
+    global_batch=64,
+    local_batch=64,
+    loader_workers=0,
+    intra_op_threads=1,
+    cores=1.0,
+    device="cpu",
+    step_time_s=0.1,
+    data_wait_s=0.0,
+    forward_s=0.05,
+    backward_s=0.04,
+    communication_s=0.0,
+    optimizer_s=0.01,
+    other_s=0.0,
+    samples_per_s=640.0,
+    memory_bytes=0,
+    cpu_percent=90.0,
+    memory_limit_bytes=1000 * MIB,
+)
+
+
+@dataclass
+class FakeMembership:
+    """The records as this worker sees them; whoever is asked for never comes, unless the test says so."""
+
+    worker_id: str = "w"
+    view: View = field(default_factory=lambda: View(job=JOB))
+    events: list[EventRecord] = field(default_factory=list)
+    num_checkpoints: int = 0
+
+    def past_events(self) -> list[EventRecord]:
+        return self.events
+
+    def has_controller(self) -> bool:
+        return True
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        self.view = replace(self.view, replacements=frozenset({worker_id}))
+        return True
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        self.num_checkpoints += 1
+
+    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        self.events.append(EventRecord(kind, self.events[-1].at + 1 if self.events else 1.0, text, data))
+
+    @property
+    def acts(self) -> list[str]:
+        return [e.data["act"] for e in self.events]
+
+
+class Growing:
+    """A worker that needs a MiB more in every second, in windows of 2 s; time is what the test says."""
+
+    def __init__(self, membership: FakeMembership) -> None:
+        live: Any = SimpleNamespace(
+            world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, progress=SimpleNamespace(counts=(0,))
+        )
+        self.watch = _Memory(live)
+        self.now = 1000.0
+        self.mib = 400.0
+
+    def train(self, seconds: float) -> None:
+        for _ in range(round(seconds / 2)):
+            self.now += 2.0
+            self.mib += 2.0
+            steps = round(10 * (self.now - 1002.0))
+            self.watch.windows.append(replace(WINDOW, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
+            self.watch.look(self.now)
+
+
+def test_memory_is_saved_by_a_checkpoint_if_the_worker_that_was_asked_for_does_not_come() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    worker.train(450.0)  # 100 s before the limit, less a reserve
+    assert membership.acts[-1] == "wait"
+    worker.train(20.0)
+    assert membership.acts[-1] == "replace"
+    assert membership.num_checkpoints == 0
+    worker.train(60.0)
+    assert membership.acts[-1] == "checkpoint"
+    assert membership.num_checkpoints == 1
+    assert worker.mib < 950
+
+
+def test_a_replacement_of_another_worker_that_never_comes_does_not_keep_memory_from_being_saved() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    membership.view = replace(membership.view, replacements=frozenset({"a straggler"}))
+    worker.train(540.0)
+    assert membership.acts[-1] == "checkpoint"
+    assert worker.mib < 950
+
+
+def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    worker.train(450.0)
+    membership.view = replace(membership.view, replacements=frozenset({"another worker"}))
+    worker.train(DEFAULT_LEAD_S - 4)
+    assert membership.acts[-1] == "wait"
+    membership.view = replace(membership.view, replacements=frozenset())
+    worker.train(2.0)
+    assert membership.acts[-1] == "replace"
+    assert membership.view.replacements == {"w"}
