@@ -148,15 +148,17 @@ def read_view(
         loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
         return {name: record for name, record in loaded.items() if record is not None}
 
+    workers = folder(keys.workers, WorkerRecord)
     drains = folder(keys.drains, DrainRecord)
     return View(
         job=load(keys.job, JobRecord),
         round=load(keys.round, RoundRecord),
         plan=load(keys.plan, PlanRecord),
-        workers=folder(keys.workers, WorkerRecord),
+        workers=workers,
         agents=folder(keys.agents, AgentRecord),
         drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-        replacements=frozenset(worker for worker, record in drains.items() if record.once_replaced),
+        # What others have written outlasts a worker whose lease has ended; its place is free already.
+        replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
     )
 
 

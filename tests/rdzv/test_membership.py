@@ -297,6 +297,16 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     assert new
 
 
+def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_replaced(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    assert first.membership.replace(second.worker_id, "slow")
+    first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
+    with second.membership._write_lock:  # its host is gone
+        second.membership._lease.revoke()
+        first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
+    assert first.membership.view.replacements == frozenset()
+
+
 def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_on_without_it(
     start: Callable[..., Worker],
 ) -> None:
