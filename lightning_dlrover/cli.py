@@ -568,6 +568,10 @@ def _drain(options: argparse.Namespace) -> int:
                 f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
                 f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
             )
+        if options.replace and options.worker in view.drains:
+            raise UsageError(
+                f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
+            )
         is_last = options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}
         if is_last and not options.replace:
             raise UsageError(

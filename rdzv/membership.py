@@ -617,11 +617,11 @@ class Membership:
         return events
 
     def replace(self, worker_id: str, reason: str) -> bool:
-        """Ask for another worker in the place of one; False if that is gone already."""
+        """Ask for another worker in the place of one; False if that is gone already, or was asked to leave."""
         request = DrainRecord(worker_id, reason, once_replaced=True)
-        return self._client.txn(
-            [exists(self.keys.workers + worker_id)], [Put(self.keys.drains + worker_id, encode(request))]
-        ).succeeded
+        drain = self.keys.drains + worker_id
+        # Who has to go at once, as its host is taken away, cannot wait for another one.
+        return self._client.txn([exists(self.keys.workers + worker_id), absent(drain)], [Put(drain, encode(request))]).succeeded
 
     def stacks_request(self) -> StacksRequest | None:
         """The newest request that every worker says where it stands."""

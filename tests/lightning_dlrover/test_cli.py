@@ -267,6 +267,19 @@ def test_drain_has_a_worker_replaced_where_a_controller_starts_another_one(
     assert "w-b" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
 
 
+def test_a_worker_that_leaves_at_once_is_not_told_to_wait_for_another_one(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    assert dlrover(*drain)[0] == 0
+    code, _, errors = dlrover(*drain, "--replace")
+    assert (code, "asked to leave at once" in errors) == (2, True)
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert not decode(DrainRecord, entry.value, entry.key).once_replaced
+
+
 def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     client.put(job.round, encode(RoundRecord(5, ["w-b"], "", "shrink", True)))
     code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")

@@ -297,6 +297,22 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     assert new
 
 
+def test_a_worker_that_must_leave_at_once_is_not_made_to_wait_until_it_is_replaced(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    second.membership.drain("its host is taken away")
+    assert not first.membership.replace(second.worker_id, "slow")
+    assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
+    assert first.membership.view.replacements == frozenset()
+
+
+def test_a_worker_that_was_to_be_replaced_leaves_at_once_when_it_must(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    assert first.membership.replace(second.worker_id, "slow")
+    second.membership.drain("its host is taken away")
+    assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
+    assert first.membership.view.replacements == frozenset()
+
+
 def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_replaced(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     assert first.membership.replace(second.worker_id, "slow")
