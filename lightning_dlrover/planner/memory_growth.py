@@ -11,15 +11,19 @@ each. Where neither helps, or nobody starts workers, a checkpoint saves what was
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import theilslopes
 
 from lightning_dlrover.perf.samples import StepProfile
+
+Floats = NDArray[np.float64]
 
 __all__ = [
     "Act",
@@ -108,14 +112,16 @@ class Remedy:
 def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     """When the worker reaches its memory limit, from its windows so far, oldest first; None if it does not grow.
 
-    Only windows of the newest round count: another split of the work takes other memory.
+    Only the newest windows of one round and of equal settings count: another split of the work, or other loader workers, take
+    other memory. Memory that was taken at once, such as by a first validation run, does not grow either.
 
     Raises:
         ValueError: the windows are of several workers.
     """
     if len({w.worker_id for w in windows}) > 1:
         raise ValueError(f"windows of several workers were given: {sorted({w.worker_id for w in windows})}")
-    recent = [w for w in windows if w.round_number == windows[-1].round_number][NUM_SETTLING:][-MAX_WINDOWS:]
+    alike = list(itertools.takewhile(lambda w: _ways(w) == _ways(windows[-1]), reversed(windows)))[::-1]
+    recent = alike[NUM_SETTLING:][-MAX_WINDOWS:]
     if len(recent) < MIN_WINDOWS or recent[-1].memory_limit_bytes <= 0:
         return None
     limit = recent[-1].memory_limit_bytes
@@ -125,7 +131,7 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
         return None
     slope, intercept, low, high = (float(value) for value in theilslopes(used, steps, CONFIDENCE))
     grown = slope * (steps[-1] - steps[0])
-    if low <= 0 or grown < MIN_GROWTH * limit:
+    if low <= 0 or grown < MIN_GROWTH * limit or _is_one_jump(steps, used):
         return None
     # The line's end, or what was seen above it: a peak inside of a step counts, too.
     level = max(intercept + slope * steps[-1], *(max(w.peak_memory_bytes, w.memory_bytes) for w in recent[-3:]))
@@ -139,6 +145,21 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
         earliest_steps_left=room / high,
         step_time_s=recent[-1].step_time_s,
     )
+
+
+def _ways(window: StepProfile) -> tuple[int, ...]:
+    """How a window's steps were made, as far as memory follows from it."""
+    return window.round_number, window.loader_workers, window.prefetch_factor, window.intra_op_threads
+
+
+def _is_one_jump(steps: Floats, used: Floats) -> bool:
+    """Whether one level up to some window and another one from then on describe the windows much better than a line."""
+
+    def squares(values: Floats) -> float:
+        return float(((values - values.mean()) ** 2).sum())
+
+    line = used - np.polyval(np.polyfit(steps - steps[0], used, 1), steps - steps[0])
+    return min(squares(used[:i]) + squares(used[i:]) for i in range(1, len(used))) < float((line**2).sum()) / 2
 
 
 def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryForecast | None:

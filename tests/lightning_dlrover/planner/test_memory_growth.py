@@ -90,6 +90,31 @@ def test_what_is_allocated_when_a_round_begins_is_no_growth() -> None:
     assert forecast_memory(changed) is None
 
 
+@pytest.mark.parametrize("before", [3, 10, 30])
+@pytest.mark.parametrize("after", [2, 5, 10, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_that_was_taken_at_once_does_not_grow(before: int, after: int, seed: int) -> None:
+    rng = random.Random(seed)
+    levels = [300, 350, *[400.0] * before, *[600.0] * after]
+    windows = [window(i, level + rng.uniform(-3, 3)) for i, level in enumerate(levels)]
+    for number in range(1, len(windows) + 1):
+        assert forecast_memory(windows[:number]) is None
+
+
+def test_loader_workers_that_come_one_after_the_other_are_no_growth() -> None:
+    windows = [replace(window(i, 400 + 60 * (i // 5)), loader_workers=i // 5, prefetch_factor=2) for i in range(25)]
+    for number in range(1, len(windows) + 1):
+        assert forecast_memory(windows[:number]) is None
+
+
+@pytest.mark.parametrize("num_flat", [0, 10, 30])
+def test_growth_that_began_late_is_seen(num_flat: int) -> None:
+    levels = [400.0] * (num_flat + 2) + [400 + 20.0 * i for i in range(25)]
+    windows = [window(i, level + random.Random(i).uniform(-3, 3)) for i, level in enumerate(levels)]
+    first = next(n for n in range(len(windows) + 1) if forecast_memory(windows[:n]) is not None)
+    assert levels[first - 1] < 850
+
+
 def test_a_peak_inside_of_a_window_counts() -> None:
     windows = growing(0.5)
     peaks = [replace(w, peak_memory_bytes=w.memory_bytes + 200 * MIB) for w in windows]
