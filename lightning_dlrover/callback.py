@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_dlrover.analyst import Analyst, Intentions
 from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes
 from lightning_dlrover.history import history_url
+from lightning_dlrover.live import batches_done, remaining_batches
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.profiler import Model, Place, StepProfiler
@@ -118,7 +119,7 @@ class DLRoverCallback(L.Callback):
         profiler, strategy = self._profiler, self._strategy
         assert profiler is not None
         assert strategy is not None
-        profiler.step_ended(self._place(trainer, strategy), trainer.global_step)
+        profiler.step_ended(self._place(trainer, strategy), batches_done(trainer))
         if self._watch is not None:
             self._descriptors = self._watch.descriptors(_num_own_samples(_loader(trainer)))
             self._watch = None
@@ -160,7 +161,7 @@ class DLRoverCallback(L.Callback):
         assert self._analyst is not None
         module = trainer.lightning_module
         model = Model(self._descriptors, dense_gradient_bytes(module, self._strategy.sharded_names), embedding_bytes(module))
-        profile = self._profiler.close_window(trainer.global_step, model)
+        profile = self._profiler.close_window(batches_done(trainer), model)
         if profile is None:
             return None
         if self._watchdog is not None:
@@ -168,7 +169,7 @@ class DLRoverCallback(L.Callback):
         live = self._strategy.live
         self._analyst.submit(
             profile,
-            _remaining_samples(trainer, profile.global_batch),
+            None if (batches := remaining_batches(trainer)) is None else batches * profile.global_batch,
             tunable=live is not None and isinstance(_loader(trainer), ElasticLoader),
             untunable={*TUNABLE} - {*self._tune} | {*(live.untunable if live is not None else ())},
         )
@@ -249,10 +250,3 @@ def _new_place(
         workers_here=math.ceil(strategy.world_size / strategy.num_nodes),
         **settings,
     )
-
-
-def _remaining_samples(trainer: L.Trainer, global_batch: int) -> float | None:
-    total = trainer.estimated_stepping_batches
-    if math.isinf(total):
-        return None
-    return max(0.0, (total - trainer.global_step) * trainer.accumulate_grad_batches * global_batch)

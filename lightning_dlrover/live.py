@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.sharding.elastic import ElasticTables
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["LiveTraining", "Position", "Progress", "can_meet"]
+__all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "remaining_batches"]
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,29 @@ def can_meet(hellos: Mapping[str, bytes]) -> bool:
     positions = [Position.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
     return len(standing) in (0, len(positions)) or all(p.at_boundary and p.batch == standing[0].batch for p in standing)
+
+
+def remaining_batches(trainer: L.Trainer) -> float | None:
+    """Batches that are still to be trained on; None if nobody knows.
+
+    A batch may take several optimizer steps, as in manual optimization of two models, or be one of several of a step.
+    """
+    done = batches_done(trainer)
+    left = []
+    if trainer.max_epochs not in (None, -1):
+        assert trainer.max_epochs is not None
+        left.append(trainer.num_training_batches * max(trainer.max_epochs, 1) - done)
+    if trainer.max_steps != -1:
+        steps_per_batch = 1 / trainer.accumulate_grad_batches
+        if not trainer.lightning_module.automatic_optimization and done and trainer.global_step:
+            steps_per_batch = trainer.global_step / done
+        left.append((trainer.max_steps - trainer.global_step) / steps_per_batch)
+    return max(0.0, float(min(left))) if left and math.isfinite(min(left)) else None
+
+
+def batches_done(trainer: L.Trainer) -> int:
+    """Batches that the job has trained on, over all epochs; the one that is being computed included."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 class _RepeatValidation(Exception):
@@ -1056,10 +1079,7 @@ class LiveTraining:
     @property
     def remaining_steps(self) -> float | None:
         """Batches that the job has still to do; None if nobody knows."""
-        total = self._trainer.estimated_stepping_batches
-        if math.isinf(total):
-            return None
-        return max(0.0, (total - self._trainer.global_step) * self._trainer.accumulate_grad_batches)
+        return remaining_batches(self._trainer)
 
     @property
     def workers_by_host(self) -> dict[str, int]:

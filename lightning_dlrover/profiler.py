@@ -117,7 +117,7 @@ class StepProfiler:
         """A step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
 
         Args:
-            step: optimizer steps done by the job.
+            step: batches done by the job.
         """
         now = time.perf_counter()
         self.resume()
@@ -148,7 +148,7 @@ class StepProfiler:
         """The steps since the last call as one profile; None if there were none.
 
         Args:
-            step: optimizer steps done by the job.
+            step: batches done by the job.
         """
         window, num_steps = self._window, self.num_steps
         if window is None or num_steps == 0:

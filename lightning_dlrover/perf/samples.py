@@ -24,7 +24,7 @@ class StepProfile:
     global_rank: int
     num_workers: int
     num_nodes: int
-    first_step: int  # optimizer steps done by the job before this window
+    first_step: int  # batches done by the job before this window
     num_steps: int
     global_batch: int  # samples per step, all workers together
     local_batch: int  # samples per step on this worker

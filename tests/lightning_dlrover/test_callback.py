@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import lightning as L
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.perf.samples import STEP_PARTS
+from lightning_dlrover.live import remaining_batches
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.profiler import StepProfiler
 
 
 class Model(L.LightningModule):
@@ -112,3 +115,63 @@ def test_settings_without_meaning_are_refused(window_s: float, plan_every_s: flo
 def test_what_cannot_be_tuned_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"tune names \['batch_size'\].*num_workers, loader_workers"):
         DLRoverCallback(tune=["num_workers", "batch_size"])  # type: ignore[list-item]
+
+
+class TwoSteps(Model):
+    """Takes two optimizer steps for each batch, as a generator and its critic do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+class Remaining(L.Callback):
+    """What is left after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        self.seen.append(remaining_batches(trainer))
+
+
+@pytest.mark.parametrize(
+    "model, limits",
+    [
+        (Model, {"max_epochs": 2}),
+        (Model, {"max_epochs": 2, "accumulate_grad_batches": 4}),
+        (Model, {"max_epochs": -1, "max_steps": 10, "accumulate_grad_batches": 4}),
+        (TwoSteps, {"max_epochs": 2}),
+        (TwoSteps, {"max_epochs": 5, "max_steps": 80}),
+    ],
+)
+def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_takes(
+    model: type[Model], limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: list[StepProfile] = []
+    close_window = StepProfiler.close_window
+
+    def closed(self: StepProfiler, *args: object) -> StepProfile | None:
+        profile = close_window(self, *args)  # type: ignore[arg-type]
+        windows.extend([profile] if profile is not None else [])
+        return profile
+
+    monkeypatch.setattr(StepProfiler, "close_window", closed)
+    remaining = Remaining()
+    callback = DLRoverCallback(window_s=0.001, plan_every_s=0)
+    trainer(tmp_path, callback, callbacks=[callback, remaining], **limits).fit(model(), loader(160))
+    num = 40
+    assert len(remaining.seen) == num
+    # What is left of a number of steps is known by the batches of one.
+    assert remaining.seen == pytest.approx([num - 1.0 - i for i in range(num)], abs=3)
+    assert remaining.seen[-1] == 0
+    assert len(windows) > 2
+    for before, after in pairwise(windows):
+        assert after.first_step == before.first_step + before.num_steps
