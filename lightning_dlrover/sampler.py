@@ -10,6 +10,7 @@ import copy
 import ctypes
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["ElasticLoader", "LoaderState", "UnsupportedLoaderError", "epoch_order", "share"]
 
+log = logging.getLogger(__name__)
 
 DEFAULT_PREFETCH_FACTOR = 2
 """As a DataLoader's."""
@@ -406,13 +408,34 @@ class ElasticLoader:
             self._feed.first = self.cursor
             self._start(self._feed)
         assert self._feed.batches is not None
-        batch = next(self._feed.batches)
+        try:
+            batch = next(self._feed.batches)
+        except Exception as error:
+            if not self.num_workers or self.users_num_workers:
+                raise  # the user's own loader would have failed, too
+            batch = self._fetch_without_workers(error)
         if is_first:
             self.handover_s += time.perf_counter() - began
         self.cursor += 1
         if self.cursor == self._num_batches and not self._keeps_workers:
             self.close()
         return batch
+
+    def _fetch_without_workers(self, error: Exception) -> Any:
+        """The batch that loader workers could not prepare, which a plan has asked for and no user; there will be none again.
+
+        What they run into need not be the user's mistake: no shared memory, a device that forked processes cannot use.
+        """
+        self.refusal = f"one of them has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+        log.warning("this worker prepares its batches itself again, loader workers cannot: %s", error)
+        self._restart()
+        # At once: until its process is forgotten, one that was killed is reported as an error again and again.
+        self._feed.end()
+        self._feed = _Feed(self, self._loader, 0, self._prefetch_factor)
+        self._feed.first = self.cursor
+        self._start(self._feed)
+        assert self._feed.batches is not None
+        return next(self._feed.batches)
 
     def _restart(self) -> None:
         """Throw away what was prepared; the next fetch begins at the cursor."""
@@ -498,7 +521,7 @@ class ElasticLoader:
 
 
 def open_handle(dataset: object) -> str:
-    """What a dataset holds that processes must not share, such as an open file, whose place in the file would be everybody's.
+    """What a dataset holds that forked processes must not share, such as an open file, whose place would be everybody's.
 
     Looks at no more objects than can be looked at between two steps. Empty if nothing was found.
     """
@@ -506,6 +529,8 @@ def open_handle(dataset: object) -> str:
     found: deque[object] = deque([dataset])
     while found and len(seen) < MAX_PROBED_OBJECTS:
         each = found.popleft()
+        if isinstance(each, torch.Tensor) and each.device.type != "cpu":
+            return f"a tensor on {each.device.type}"  # a process that was forked cannot use the device
         if id(each) in seen or isinstance(each, DATA_AND_CODE):
             continue
         seen.add(id(each))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 import sqlite3
 import time
@@ -27,6 +28,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -492,10 +494,61 @@ def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> N
         assert loader.num_workers == 0
 
 
+class Unprepared(Numbers):
+    """Can be read in the process that made it only."""
+
+    def __init__(self, length: int, trouble: str, bad: int = -1) -> None:
+        super().__init__(length)
+        self.trouble = trouble
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            raise ArithmeticError("the dataset's own")
+        if get_worker_info() is not None and index > 20:
+            if self.trouble == "killed":
+                os.kill(os.getpid(), signal.SIGBUS)  # as when shared memory is used up
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return index
+
+
+@pytest.mark.parametrize("trouble", ["raises", "killed"])
+def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
+    loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
+    iter(loader)
+    try:
+        seen = indices(next(loader))
+        loader.retune(2, 2)
+        for batch in rest_of(loader):
+            seen += batch
+        assert seen == list(range(60))
+        assert loader.num_workers == 0
+        assert loader.refusal
+        assert loader.retune(1)
+        assert loader.num_workers == 0
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
+def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
+    loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
+    iter(loader)
+    try:
+        next(loader)
+        loader.retune(plans)
+        with pytest.raises(ArithmeticError, match="the dataset's own"):
+            rest_of(loader)
+    finally:
+        loader.close()
+
+
 def test_only_what_is_open_keeps_loader_workers_away() -> None:
     assert open_handle(Reader(io.BytesIO(b"in memory"))) == ""
     assert open_handle(Reader(lambda row: row)) == ""
     assert open_handle(Reader(list(range(10**6)))) == ""
+    assert open_handle(Reader(torch.zeros(3))) == ""
+    assert open_handle(Reader(torch.zeros(3, device="meta"))) == "a tensor on meta"
     assert "Connection" in open_handle(Reader(sqlite3.connect(":memory:")))
     with socket.socket() as opened:
         assert "socket" in open_handle(Reader(opened))
