@@ -50,15 +50,18 @@ class SettingsInForce:
 
     def __init__(self, cores: float) -> None:
         self._cores = max(1, int(cores))
-        self._plan: PlanRecord | None = None  # the last one that was carried out
+        self._plan: PlanRecord | None = None  # the last one that was carried out, and
+        self._loaders: Sequence[ElasticLoader] = ()  # by which; a Trainer may make new ones for each epoch
         self._begun: tuple[PlanRecord, _Settings] | None = None  # with what was in force before
 
     def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> Applied | None:
         """Do what can be done now; call it between any two batches. Returns what was done, once all of it is."""
-        if plan is None or plan is self._plan:
+        if plan is None or (plan is self._plan and loaders == self._loaders):
             return None
         if self._begun is None or self._begun[0] is not plan:
             self._begun = plan, _in_force(loaders)
+            for loader in loaders:
+                loader.handover_s = 0.0
         if plan.intra_op_threads is not None:
             threads = min(plan.intra_op_threads or self._cores, self._cores)
             if threads != torch.get_num_threads():
@@ -68,7 +71,7 @@ class SettingsInForce:
         if under_way:
             return None
         before, now = self._begun[1], _in_force(loaders)
-        self._plan, self._begun = plan, None
+        self._plan, self._loaders, self._begun = plan, loaders, None
         refused = "; ".join(sorted({loader.refusal for loader in loaders} - refusals))
         if refused:
             log.warning("loader workers stay as they are: %s", refused)
