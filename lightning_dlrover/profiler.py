@@ -210,6 +210,6 @@ def _gpu_use(device: torch.device) -> tuple[int, float]:
         return 0, 0.0
     try:
         percent = float(torch.cuda.utilization(device))
-    except (ModuleNotFoundError, RuntimeError):
-        percent = 0.0  # NVML is not installed
+    except Exception:
+        percent = 0.0  # NVML is not installed, or, as on a slice of a device, does not know; its errors have no common base
     return torch.cuda.max_memory_allocated(device), percent

@@ -195,6 +195,18 @@ def test_windows_follow_each_other_without_a_gap(bench: Bench) -> None:
     assert second.first_step == first.first_step + first.num_steps
 
 
+def test_a_device_whose_utilisation_is_not_known_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        """As of pynvml, on a slice of a device (MIG)."""
+
+    def unknown(device: torch.device) -> int:
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", unknown)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * MIB)
+    assert profiler_module._gpu_use(torch.device("cuda")) == (5 * MIB, 0.0)
+
+
 def test_a_window_without_steps_is_none(bench: Bench) -> None:
     assert bench.profiler.close_window(0, MODEL) is None
     bench.train()
