@@ -51,6 +51,7 @@ class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Descriptors(FORWARD_AND_BACKWARD * self.flops // num_samples, self.lookups / num_samples)
 
     def __enter__(self) -> ForwardWatch:
+        self.flops = self.lookups = 0  # a step that failed is made again
         for part in self._module.modules():
             if tables := _sharded_tables(part):
                 handle = part.register_forward_pre_hook(lambda _, inputs, tables=tables: self._look_up(tables, inputs))
@@ -65,8 +66,10 @@ class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        with suppress(Exception):  # a formula that does not fit these arguments: the user's step must go on
-            self._count(func, args, kwargs, result)
+        # With manual optimization the backward pass, which has a graph task, is inside of the block, too.
+        if torch._C._current_graph_task_id() == -1:
+            with suppress(Exception):  # a formula that does not fit these arguments: the user's step must go on
+                self._count(func, args, kwargs, result)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -60,6 +60,26 @@ def test_lookups_are_rows_that_a_sample_reads() -> None:
     assert dense_gradient_bytes(model, sharded={"words.weight"}) == 0
 
 
+def test_a_backward_pass_inside_of_the_step_is_not_counted_again() -> None:
+    """As with manual optimization."""
+    model = nn.ModuleDict({"tags": nn.EmbeddingBag(50, 4, mode="sum"), "net": nn.Linear(4, 3)})
+
+    def forward() -> torch.Tensor:
+        result: torch.Tensor = model["net"](model["tags"](torch.arange(4 * SAMPLES), torch.arange(0, 4 * SAMPLES, 4)))
+        return result.sum()
+
+    assert watched(model, lambda: forward().backward()) == watched(model, forward)  # type: ignore[no-untyped-call]
+
+
+def test_a_step_that_is_made_again_counts_once() -> None:
+    model = nn.Linear(10, 20)
+    watch = ForwardWatch(model)
+    for _ in range(2):
+        with watch:
+            model(torch.randn(SAMPLES, 10))
+    assert watch.descriptors(SAMPLES).dense_flops == 3 * 2 * 10 * 20
+
+
 def test_the_models_results_and_random_numbers_are_those_of_an_unwatched_pass() -> None:
     model = nn.Sequential(nn.Linear(10, 20), nn.Dropout(0.5))
     rows = torch.randn(SAMPLES, 10)
