@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightning_dlrover.resources import CGROUPS, PROC, cgroup_folders
+
 __all__ = ["available_bytes", "reserve"]
 
 log = logging.getLogger(__name__)
@@ -31,12 +33,14 @@ LARGEST_KEPT = 32 << 20
 USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: of the machine, and of its container."""
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Memory that this process may still take: of the machine, and of its control groups, all of whose limits hold."""
     available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no container, no limit, or an older kind of cgroups
-        limit, used = ((cgroup / name).read_text() for name in ("memory.max", "memory.current"))
-        available = min(available, int(limit) - int(used))
+    for folder in cgroup_folders("memory", proc, cgroups):
+        for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # no limit, or another version of control groups
+                limit, used = (int((folder / name).read_text()) for name in names)
+                available = min(available, limit - used)
     return available
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["CpuUse", "MemoryUse", "MemoryWatch", "available_cores", "cpu_use", "memory_limit_bytes", "own_memory_limit_bytes"]
+__all__ = [
+    "CpuUse",
+    "MemoryUse",
+    "MemoryWatch",
+    "available_cores",
+    "cgroup_folders",
+    "cpu_use",
+    "memory_limit_bytes",
+    "own_memory_limit_bytes",
+]
 
 SAMPLE_S = 0.5
 
@@ -49,7 +58,7 @@ def cpu_use() -> CpuUse:
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """Cores that this process may use: those it is bound to, or fewer if its control group has a quota of CPU time."""
     cores = float(len(os.sched_getaffinity(0)))
-    for folder in _cgroup_folders("cpu", proc, cgroups):
+    for folder in cgroup_folders("cpu", proc, cgroups):
         with suppress(OSError, ValueError, IndexError):
             quota, period = (folder / "cpu.max").read_text().split()[:2]
             cores = min(cores, int(quota) / int(period))
@@ -63,7 +72,7 @@ def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """What this process and others must stay below together: the least limit of its control groups, or the machine's RAM."""
     limit: int = psutil.virtual_memory().total
-    for folder in _cgroup_folders("memory", proc, cgroups):
+    for folder in cgroup_folders("memory", proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # another version of control groups, or no limit
                 limit = min(limit, int((folder / name).read_text()))
@@ -77,7 +86,7 @@ def own_memory_limit_bytes(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
     lines: list[str] = []
     with suppress(OSError):

@@ -53,13 +53,25 @@ def test_without_a_reservation_every_page_costs() -> None:
     assert min(faults) > NUM_PAGES * 0.8
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    unlimited = memory.available_bytes(tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert memory.available_bytes(tmp_path) > unlimited / 2
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.available_bytes(tmp_path) == 4000
+@pytest.mark.parametrize(
+    "own, folder, limit, used",
+    [
+        ("0::/\n", "", "memory.max", "memory.current"),  # a container that sees itself as the root
+        ("0::/job_1/step_0/task_0\n", "job_1/", "memory.max", "memory.current"),  # as Slurm makes them
+        ("4:memory:/job_1\n", "memory/job_1/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_limits_of_all_control_groups_count(own: str, folder: str, limit: str, used: str, tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(own)
+    unlimited = memory.available_bytes(proc, cgroups)
+    (cgroups / folder).mkdir(parents=True)
+    (cgroups / folder / limit).write_text("max\n")
+    (cgroups / folder / used).write_text("1000\n")
+    assert memory.available_bytes(proc, cgroups) > unlimited / 2
+    (cgroups / folder / limit).write_text("5000\n")
+    assert memory.available_bytes(proc, cgroups) == 4000
 
 
 def test_embeddings_with_sparse_gradients_are_not_touched() -> None:
