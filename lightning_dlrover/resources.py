@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -81,8 +82,9 @@ def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 def own_memory_limit_bytes(environ: Mapping[str, str]) -> int:
     """What this worker must stay below on its own, as Slurm enforces it on each of a job's nodes; 0 if nothing is known."""
-    with suppress(KeyError, ValueError):
-        return int(environ["SLURM_MEM_PER_NODE"]) * 2**20 // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
+        with suppress(KeyError, ValueError):
+            return math.prod(int(environ[n]) for n in names) * 2**20 // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
     return 0
 
 

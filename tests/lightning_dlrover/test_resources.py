@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_dlrover import resources
-from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes
+from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes, own_memory_limit_bytes
 
 MIB = 1 << 20
 
@@ -48,6 +48,21 @@ def test_the_least_limit_of_all_groups_above_counts(own: str, files: dict[str, s
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}, {"memory.max": "not a number"}])
 def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], tmp_path: Path) -> None:
     assert memory_limit_bytes(*group(tmp_path, "0::/\n", files)) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    "environ, mib",
+    [
+        ({"SLURM_MEM_PER_NODE": "4096"}, 4096),
+        ({"SLURM_MEM_PER_NODE": "4096", "LOCAL_WORLD_SIZE": "4"}, 1024),
+        ({"SLURM_MEM_PER_CPU": "1000", "SLURM_CPUS_ON_NODE": "8", "LOCAL_WORLD_SIZE": "2"}, 4000),
+        ({"SLURM_MEM_PER_CPU": "1000"}, 0),
+        ({"SLURM_MEM_PER_NODE": "all"}, 0),
+        ({}, 0),
+    ],
+)
+def test_what_slurm_grants_a_node_is_shared_by_its_workers(environ: dict[str, str], mib: int) -> None:
+    assert own_memory_limit_bytes(environ) == mib * MIB
 
 
 @pytest.mark.parametrize(
