@@ -82,7 +82,7 @@ class DLRoverCallback(L.Callback):
         self._watch: ForwardWatch | None = None  # of the first step
         self._descriptors = Descriptors()
         self._place_now: Place | None = None
-        self._known_by: tuple[int, ...] = ()  # what the place follows from; it is asked for in every step
+        self._known_by: tuple[object, ...] = ()  # what the place follows from; it is asked for in every step
         self._batch_ended = 0.0
 
     # --- Lightning's hooks ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class DLRoverCallback(L.Callback):
         live, loader = strategy.live, _loader(trainer)
         formation = live.formation if live is not None else None
         settings = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", 0) or 0, torch.get_num_threads()
-        known = id(formation), id(loader), *settings
+        known = formation, loader, *settings  # not their ids: what has gone leaves its id to what comes
         if self._place_now is None or self._known_by != known:
             self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
         return self._place_now

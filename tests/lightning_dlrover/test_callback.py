@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover import callback as callback_module
 from lightning_dlrover.live import remaining_batches
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.profiler import StepProfiler
+from lightning_dlrover.rdzv.records import RoundRecord
+from lightning_dlrover.rdzv.world import Formation
 
 
 class Model(L.LightningModule):
@@ -175,3 +180,14 @@ def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_tak
     assert len(windows) > 2
     for before, after in pairwise(windows):
         assert after.first_step == before.first_step + before.num_steps
+
+
+def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_module, "_new_place", lambda strategy, *_: strategy.live.formation.round.number)
+    callback = DLRoverCallback()
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
+    strategy: Any = SimpleNamespace(live=SimpleNamespace(formation=None))
+    for record in [RoundRecord(number, ["w"], "", "loss", False) for number in range(1, 50)]:
+        strategy.live.formation = None  # of a round in which no step was made
+        strategy.live.formation = Formation(record, {}, 0)
+        assert callback._place(trainer, strategy) == record.number
