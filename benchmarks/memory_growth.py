@@ -97,9 +97,10 @@ def run(workspace: Workspace, endpoint: str, what: str, static: bool) -> tuple[i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=sorted(GROWTH), action="append", help="default: both")
+    parser.add_argument("--quick", action="store_true", help="the leak only")
     parser.add_argument("--keep", action="store_true", help="do not remove logs")
     options = parser.parse_args()
-    kinds = options.what or sorted(GROWTH)
+    kinds = ["leak"] if options.quick else options.what or sorted(GROWTH)
     print(describe_machine(), flush=True)
     with Workspace("memory", options.keep) as workspace:
         endpoint = workspace.etcd().endpoint

@@ -168,8 +168,11 @@ def main() -> None:
     parser.add_argument("--quiet", type=int, default=10, help="jobs without")
     parser.add_argument("--quiet-steps", type=int, default=200)
     parser.add_argument("--work", choices=WORK, default="device", help="what a step is made of (default device)")
+    parser.add_argument("--quick", action="store_true", help="one job of either kind")
     parser.add_argument("--keep", action="store_true", help="do not remove logs and records")
     options = parser.parse_args()
+    if options.quick:
+        options.slow, options.quiet, options.quiet_steps = 1, 1, 60
     print(describe_machine(), flush=True)
     values: dict[str, float | int] = {}
     with Workspace("stragglers", options.keep) as workspace:

@@ -1,0 +1,35 @@
+"""The benchmarks of the planner's three stages run in their short form and say what their documentation promises."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from test_benchmarks import DEADLINE_S, quick_result
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes: with DLROVER_ALL_FAULTS=1 only"),
+    pytest.mark.timeout(DEADLINE_S + 40),
+]
+
+
+def test_what_the_planner_chooses_is_compared_with_the_best_of_a_grid() -> None:
+    result = quick_result("auto_config.py")
+    assert list(result) == ["cold_min", "warm_min", "visited_max"]
+    # How good it is takes a quiet machine; that it is of the order of the best is seen on any.
+    assert 0.2 < result["cold_min"] < 5
+    assert 0.2 < result["warm_min"] < 5
+    assert 1 <= result["visited_max"] <= 4  # of as many
+
+
+def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:
+    result = quick_result("stragglers.py")
+    assert list(result) == ["named_steps", "recovered", "false_alarms"]
+    assert 0 < result["named_steps"] < 100
+    assert result["recovered"] > 0.5
+    assert result["false_alarms"] == 0
+
+
+def test_a_job_with_a_leak_finishes_if_it_is_watched_and_is_killed_if_not() -> None:
+    assert quick_result("memory_growth.py") == {"static_killed": 1, "finished": 1, "killed": 0, "jobs": 1}
