@@ -107,7 +107,7 @@ class SnapshotConfig:
         disk_interval_s: least seconds between two snapshots that are copied there.
     """
 
-    interval_s: float = 30.0
+    interval_s: float = 60.0
     replicas: int = 1
     max_bytes: int | None = None
     memory: Path = ROOT
