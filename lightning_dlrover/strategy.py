@@ -61,17 +61,17 @@ SHARDED = "_dlrover_sharded"
 
 @dataclass
 class _Sharded:
-    """A module's tables, as they were trained last; nothing that a copy of the module has."""
+    """A module's tables, as they were trained last; of a copy of the module, none."""
 
-    tables: ShardedTables
-    model: Any
-    elastic_tables: ElasticTables | None
+    tables: ShardedTables | None = None
+    model: Any = None
+    elastic_tables: ElasticTables | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharded:
+        return _Sharded()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 @dataclass
@@ -289,7 +289,7 @@ class DLRoverStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
-        if self._tables is None and former is not None:
+        if self._tables is None and former is not None and former.tables is not None:
             # Another Trainer of this script has trained the module.
             self._tables, self.model, self.elastic_tables = former.tables, former.model, former.elastic_tables
         elif self._tables is None:
@@ -320,9 +320,9 @@ class DLRoverStrategy(DDPStrategy):
             atexit.register(_leave_group)
         members = [str(rank) for rank in range(dist.get_world_size())]
         self.model = tables.build(tables.first_plan(members), members, self._wrap_dense)
-        seeds = [torch.initial_seed()]
-        dist.broadcast_object_list(seeds)  # tables that all hold whole must be alike
-        tables.initialise(seeds[0])
+        seed = torch.tensor(torch.initial_seed() % 2**63, device=self.root_device)
+        dist.broadcast(seed, 0)  # tables that all hold whole must be alike
+        tables.initialise(int(seed))
 
     def _wrap_dense(self, module: torch.nn.Module, sharded: list[str]) -> torch.nn.Module:
         if self.world_size == 1:

@@ -106,7 +106,8 @@ def test_the_planner_settles_from_anywhere_and_ends_no_worse_than_it_began(
     assert len(explored) == len(set(explored)), "settings were tried twice"
     assert len(explored) <= Rules().max_trials
     assert job.num_changes <= 10, [d.reason for d in job.decisions]
-    assert sum(d.is_change for d in job.decisions[8:]) <= 1, [d.reason for d in job.decisions]
+    late_changes = sum(d.is_change for d in job.decisions[8:])
+    assert late_changes <= (1 if noise < 0.1 else 2), [d.reason for d in job.decisions]
     assert truth.parts(end).step_s <= truth.parts(first).step_s * (1.03 + 2 * noise)
 
 
