@@ -309,6 +309,8 @@ def _planned(view: View) -> RoundRecord | None:
     number = view.round.number
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
+    if view.round.planned and any(view.workers[w].round_number == number - 1 for w in view.in_state("active")):
+        return None  # who was left out is still handing over to the members of this round, and must not see another one
     members = view.round.members
     joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
     leaving = _leaving(view, len(joiners))

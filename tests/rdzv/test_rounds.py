@@ -27,6 +27,14 @@ def view(members: str = "", others: str = "", gone: str = "", **changes: object)
     return replace(View(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
 
 
+def test_nobody_joins_while_one_who_was_left_out_still_hands_over_to_the_round() -> None:
+    seen = view("01", "2")
+    assert next_round(seen, 0.0) is not None
+    leaver = {"w3": worker("w3", "active", 0)}
+    assert next_round(replace(seen, workers={**seen.workers, **leaver}), 0.0) is None
+    assert next_round(view("01", "2", gone="1", workers={"w0": worker("w0"), **leaver}), 0.0) is not None
+
+
 @st.composite
 def views(draw: st.DrawFn) -> View:
     low = draw(st.integers(1, 3))
