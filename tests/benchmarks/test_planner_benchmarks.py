@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from test_benchmarks import DEADLINE_S, quick_result
+from test_benchmarks import DEADLINE_S, quick_result, takes_minutes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes: with DLROVER_ALL_FAULTS=1 only"),
+    takes_minutes,
     pytest.mark.timeout(DEADLINE_S + 40),
 ]
 
