@@ -566,9 +566,9 @@ class World:
             raise
         finally:
             with self._lock:
+                # Both at once: who cuts the group off in between would find nothing, and not come again.
+                self._sockets = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
                 self._member.forming = False
-        with self._lock:
-            self._sockets = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
         self._on_view(self.membership.view)  # the round may have ended while its sockets were not known yet
         return Formation(target, hellos, rank)
 
