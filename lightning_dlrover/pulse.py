@@ -24,6 +24,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.planner.stragglers import OwnTimes
+from lightning_dlrover.resources import CGROUPS, PROC, cgroup_folders
 
 __all__ = ["OwnClock", "OwnTime", "Pulse"]
 
@@ -170,13 +171,13 @@ class Pulse:
         """Numbers for the next vote: means over the steps since the last one, but of none that hold a change of the world."""
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
-        throttled, self._throttled_s = throttled_s() - self._throttled_s, throttled_s()
+        before, self._throttled_s = self._throttled_s, throttled_s()
         if round_number != self._round:
             self._heard.clear()  # first: another thread may ask for what was heard in the new round
             self._round = round_number
         elif self._num_steps:
             # To the kernel, time taken from a worker by its own quota is time in the queue; its host is not to blame.
-            back = min(throttled, self._times[2])
+            back = min(max(0.0, self._throttled_s - before), self._times[2])
             self._times[0] += back
             self._times[2] -= back
             first = NUM_SAID * rank
@@ -205,21 +206,15 @@ def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:
     )
 
 
-def throttled_s() -> float:
-    """Seconds for which the control group of this process had used up its CPU quota; 0 where that is not known."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers and (microseconds := _value(f"/sys/fs/cgroup{path}/cpu.stat", "throttled_usec")):
-                return microseconds / 1e6
-            if "cpu" in controllers.split(","):
-                return _value(f"/sys/fs/cgroup/cpu{path}/cpu.stat", "throttled_time") / 1e9
-    return 0.0
+def throttled_s(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Seconds for which the control group of this process, or one above it, had used up its CPU quota; 0 where nobody says."""
+    stats = [folder / "cpu.stat" for folder in cgroup_folders("cpu", proc, cgroups)]
+    return max((max(_value(s, "throttled_usec") / 1e6, _value(s, "throttled_time") / 1e9) for s in stats), default=0.0)
 
 
-def _value(file: str, name: str) -> int:
+def _value(file: Path, name: str) -> int:
     with suppress(OSError, ValueError):
-        for line in Path(file).read_text().splitlines():
+        for line in file.read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == name:
                 return int(value)

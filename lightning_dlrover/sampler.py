@@ -404,12 +404,9 @@ class ElasticLoader:
         is_first = self._next_feed is not None and self.cursor == self._next_feed.first
         if is_first:
             self._take_over()
-        if self._feed.batches is None:
-            self._feed.first = self.cursor
-            self._start(self._feed)
-        assert self._feed.batches is not None
+        batches = self._running()
         try:
-            batch = next(self._feed.batches)
+            batch = next(batches)
         except Exception as error:
             if not self.num_workers or self.users_num_workers:
                 raise  # the user's own loader would have failed, too
@@ -432,10 +429,15 @@ class ElasticLoader:
         # At once: until its process is forgotten, one that was killed is reported as an error again and again.
         self._feed.end()
         self._feed = _Feed(self, self._loader, 0, self._prefetch_factor)
-        self._feed.first = self.cursor
-        self._start(self._feed)
+        return next(self._running())
+
+    def _running(self) -> Iterator[Any]:
+        """The batches from the cursor on; their preparation is started if it is not under way."""
+        if self._feed.batches is None:
+            self._feed.first = self.cursor
+            self._start(self._feed)
         assert self._feed.batches is not None
-        return next(self._feed.batches)
+        return self._feed.batches
 
     def _restart(self) -> None:
         """Throw away what was prepared; the next fetch begins at the cursor."""

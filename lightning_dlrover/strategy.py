@@ -67,9 +67,6 @@ class _Sharded:
     model: Any = None
     elastic_tables: ElasticTables | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharded:
-        return _Sharded()
-
     def __getstate__(self) -> dict[str, Any]:
         return {}
 

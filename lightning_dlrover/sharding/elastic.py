@@ -69,9 +69,6 @@ MAX_STALL = 0.01
 KEPT_S = 86400.0
 """For so long snapshots of a job that was killed as a whole wait for it to be started again."""
 
-MAX_CHANGED = 0.3
-"""Part of a table's rows: of more, all are copied, which is faster than picking them."""
-
 PLANNED = ("grow", "shrink", "replace")
 """Kinds of rounds that are agreed on while training goes on."""
 
@@ -434,7 +431,7 @@ class _Snapshots:
         self._name: tuple[int, int] | None = None  # of the newest one taken
         self._keep: tuple[int, int] | None = None  # of the newest one that counts
         self._touched: TouchedRows | None = None  # since each of the two slots of this worker's own parts was written
-        self._changed: list[torch.Tensor | None] = []  # rows of each block in the newest part that are not as in its base
+        self._changed: list[torch.Tensor | None] = []  # rows of each block in the newest part not as in its base; None: all
         self._base: tuple[int, int] | None = None
         self._persister = Persister()
         self._is_for_disk = False  # the newest one taken
@@ -588,18 +585,13 @@ class _Snapshots:
         )
         self._name = header.name
         writer = self._store.begin(header, self._keep)
-        self._changed = [self._changed_rows(self._touched, writer, block) for block in blocks]
+        is_based = writer.base is not None
+        self._changed = [self._touched.since(writer.slot, block) if is_based else None for block in blocks]
         self._base = writer.base
         writer.put([block for block in blocks if not self._touched.is_tracked(block)], state)
         self._touched.begin_copy()
         self._touched.mark(writer.slot)
         return writer, blocks
-
-    @staticmethod
-    def _changed_rows(touched: TouchedRows, writer: PartWriter, block: Block) -> torch.Tensor | None:
-        """Rows that are not as in the part that is overwritten; None where copying all of them is cheaper."""
-        rows = touched.since(writer.slot, block) if writer.base is not None else None
-        return rows if rows is not None and len(rows) <= MAX_CHANGED * block.region.num_rows else None
 
     # --- in the thread -------------------------------------------------------------------------------------------------
 
@@ -688,10 +680,9 @@ class _Snapshots:
         self.stop()
         if has_finished:
             self._persister.close(timeout_s=0.0)  # nobody will read what it copies
+            self._store.clear()
         else:
             self._persister.close()
-        if has_finished:
-            self._store.clear()
 
 
 class _Incoming:

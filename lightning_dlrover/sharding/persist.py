@@ -26,7 +26,7 @@ NUM_KEPT = 2
 """Snapshots that stay on disk."""
 
 PREFIX = struct.Struct("<8sQQQ")
-"""Before a part's header, see `snapshot`: the third is the header's length."""
+"""Before a part's header: magic, whether it is complete, length of the header, offset of the values."""
 
 MAX_HEADER_BYTES = 1 << 28
 
@@ -120,9 +120,14 @@ def keep_newest(target: Path) -> None:
                 folder.rmdir()  # unless others' parts are still there
 
 
+def parts_in(folder: Path) -> list[Path]:
+    """Not what was being copied when its process was killed: whether it stayed the same meanwhile, nobody has looked."""
+    return sorted(path for path in folder.glob("*-*-*") if not path.name.startswith("."))
+
+
 def _is_complete(folder: Path) -> bool:
     """Whether the parts of all workers of a snapshot are there: each of them says how many there are."""
-    parts = [path for path in folder.glob("*-*-*") if not path.name.startswith(".")]
+    parts = parts_in(folder)
     with contextlib.suppress(OSError, ValueError, LookupError, struct.error), parts[0].open("rb") as part:
         _, _, length, _ = PREFIX.unpack(part.read(PREFIX.size))
         return len(parts) >= len(json.loads(part.read(min(length, MAX_HEADER_BYTES)))["members"])

@@ -32,6 +32,7 @@ import torch
 
 from lightning_dlrover.sharding.arena import touch
 from lightning_dlrover.sharding.layout import Region
+from lightning_dlrover.sharding.persist import PREFIX, parts_in
 from lightning_dlrover.sharding.tables import Block
 
 __all__ = ["Part", "PartHeader", "Place", "SnapshotError", "SnapshotStore", "holders_of", "newest_complete", "newest_name"]
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 ROOT = Path("/dev/shm")
 
 MAGIC = b"DLRSNAP1"
-_PREFIX = struct.Struct("<8sQQQ")  # magic, whether it is complete, length of the header, offset of the values
 ALIGN = 4096
 PIECE_BYTES = 8 << 20
 """Copied at once, by who may be told to stop."""
@@ -282,7 +282,7 @@ class SnapshotStore:
         paths = [self._path(header.owner, slot) for slot in (0, 1)]
         path = min(paths, key=lambda p: ((name := self._name(p)) == keep, name))
         encoded = header.encode()
-        start = -(-(_PREFIX.size + len(encoded)) // ALIGN) * ALIGN
+        start = -(-(PREFIX.size + len(encoded)) // ALIGN) * ALIGN
         size = start + header.num_bytes
         taken = sum(p.stat().st_size for p in self.folder.glob(f"{_short(self.holder)}-*") if p != path)
         if taken + size > self.max_bytes:
@@ -297,12 +297,12 @@ class SnapshotStore:
             former is not None
             and former.header.blocks == header.blocks
             and former.header.owner == header.owner
-            and _PREFIX.unpack_from(mapping)[3] == start
+            and PREFIX.unpack_from(mapping)[3] == start
         )
         base = former.header.name if former is not None and is_base else None
         os.utime(path)  # what is written through a mapping does not make it any younger, see `sweep`
-        mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, 0, len(encoded), start)
-        mapping[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
+        mapping[: PREFIX.size] = PREFIX.pack(MAGIC, 0, len(encoded), start)
+        mapping[PREFIX.size : PREFIX.size + len(encoded)] = encoded
         return PartWriter(mapping, header, self.holder, start, paths.index(path), base)
 
     def _name(self, path: Path) -> tuple[int, int]:
@@ -352,10 +352,9 @@ class SnapshotStore:
 
     def parts(self) -> list[Part]:
         """All complete parts on this host, of workers that have ended, too; then those on disk."""
-        paths = sorted(self.folder.glob("*-*-*"))
+        paths = parts_in(self.folder)
         if self._disk is not None:
-            # Not what was being copied when its process was killed: whether it stayed the same meanwhile, nobody has looked.
-            paths += sorted(path for path in self._disk.glob("*/*-*-*") if not path.name.startswith("."))
+            paths += [path for folder in sorted(self._disk.glob("*")) for path in parts_in(folder)]
         return [part for path in paths if (part := self._read(path)) is not None]
 
     def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:
@@ -382,10 +381,10 @@ class SnapshotStore:
                     if os.fstat(file.fileno()).st_size == 0:
                         return None  # its memory is being reserved
                     mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            magic, is_complete, length, start = _PREFIX.unpack_from(mapping)
+            magic, is_complete, length, start = PREFIX.unpack_from(mapping)
             if magic != MAGIC or not is_complete:
                 return None
-            header = PartHeader.decode(mapping[_PREFIX.size : _PREFIX.size + length])
+            header = PartHeader.decode(mapping[PREFIX.size : PREFIX.size + length])
             values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
         except (OSError, ValueError, OverflowError, struct.error, SnapshotError) as error:
             if path.exists():

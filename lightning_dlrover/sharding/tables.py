@@ -42,6 +42,9 @@ INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-de
 KEPT = 4
 """The bit of a row that was kept for a copy."""
 
+MAX_CHANGED = 0.3
+"""Part of a table's rows: of more, all are copied, which is faster than picking them. Then nobody has to know which."""
+
 NUM_NOTED = 64
 """Steps whose rows are flagged together."""
 
@@ -441,13 +444,19 @@ class _Tracked(NamedTuple):
 
 
 class _OfKernel:
-    """One byte for every tracked row of the tables that one kernel holds, in one tensor."""
+    """One byte for every tracked row of the tables that one kernel holds, in one tensor.
+
+    Attributes:
+        followed: of each table, the moments since which it is worth telling apart the rows that were trained.
+    """
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:
         *starts, end = itertools.accumulate((table.num_rows for table in tables), initial=0)
         self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one: of all rows that are not tracked
         self.masks = [self.flags[start : start + table.num_rows] for start, table in zip(starts, tables, strict=True)]
+        self.followed: list[set[int]] = [set() for _ in tables]
         self._noted: list[tuple[torch.Tensor, Sequence[int]]] = []  # values and lengths of steps that are not flagged yet
+        self._num_unchecked = 0  # rows that were flagged since somebody looked how many are
         self._blocks = [table.blocks for table in tables]
         self._starts = [*starts, end]
         first = [start if table.num_rows else end for start, table in zip(starts, tables, strict=True)]
@@ -457,6 +466,8 @@ class _OfKernel:
 
     def note(self, features: Any) -> None:
         """Remember what is looked up; `catch_up` flags it. One step at a time, most of it would be waiting for memory."""
+        if not any(self.followed):
+            return
         lengths = features.length_per_key()
         self._noted.append((features.values()[: sum(lengths)].clone(), lengths))
         if len(self._noted) >= NUM_NOTED:
@@ -466,7 +477,13 @@ class _OfKernel:
         """Flag the rows of all steps that were noted."""
         if self._noted:
             noted, self._noted = self._noted, []
-            self.flags.index_fill_(0, self._places(noted), 3)
+            places = self._places(noted)
+            self.flags.index_fill_(0, places, 3)
+            self._num_unchecked += len(places)
+            if self._num_unchecked > MAX_CHANGED / 3 * len(self.flags):
+                self._num_unchecked = 0
+                for mask, moments in zip(self.masks, self.followed, strict=True):
+                    moments -= {moment for moment in moments if _are_too_many(mask, moment)}
 
     def rows_of(self, features: Any) -> torch.Tensor:
         """The places in `flags` of all rows that are looked up, of shape ``(num_values,)``."""
@@ -505,9 +522,8 @@ class TouchedRows:
     """
 
     def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
-        self._masks: dict[tuple[str, Region], torch.Tensor] = {}
+        self._masks: dict[tuple[str, Region], tuple[torch.Tensor, set[int]]] = {}
         self._kernels: list[_OfKernel] = []
-        self._marked = [False, False]
         self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # while there is a copy being made
         self._lock = threading.Lock()  # held while rows are kept: by the thread that trains, when another one ends the copy
         held: dict[tuple[str, Region], list[Block]] = {}
@@ -522,9 +538,9 @@ class TouchedRows:
                 tables.append(_Tracked(held[_key(path, config.name), _held(config)], num_rows, config.num_features()))
             of_kernel = _OfKernel(tables)
             self._kernels.append(of_kernel)
-            for config, mask in zip(kernel.config.embedding_tables, of_kernel.masks, strict=True):
+            for config, mask, moments in zip(kernel.config.embedding_tables, of_kernel.masks, of_kernel.followed, strict=True):
                 if config.local_metadata is not None:
-                    self._masks[_key(path, config.name), _region(config.local_metadata)] = mask
+                    self._masks[_key(path, config.name), _region(config.local_metadata)] = mask, moments
             kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel))
 
     def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
@@ -548,7 +564,7 @@ class TouchedRows:
         """The blocks are to be copied as they are now."""
         self._catch_up()
         with self._lock:
-            for mask in self._masks.values():
+            for mask, _ in self._masks.values():
                 mask &= 3
             self._kept = []
 
@@ -559,24 +575,28 @@ class TouchedRows:
             return kept
 
     def since(self, moment: int, block: Block) -> torch.Tensor | None:
-        """Rows of the block, from its first, that were trained since a moment; None: they are not known."""
-        mask = self._masks.get((block.table, block.region))
-        if mask is None or not self._marked[moment]:
-            return None
+        """Rows of the block, from its first, that were trained since a moment; None: they are not known, or too many."""
         self._catch_up()
+        mask, moments = self._masks.get((block.table, block.region), (None, set()))
+        if mask is None or moment not in moments or _are_too_many(mask, moment):
+            return None
         return (mask & (1 << moment)).nonzero().flatten()
 
     def mark(self, moment: int) -> None:
         """The moment is now."""
         self._catch_up()
-        for mask in self._masks.values():
+        for mask, moments in self._masks.values():
             mask &= 0xFF ^ (1 << moment)
-        self._marked[moment] = True
+            moments.add(moment)
 
     def _catch_up(self) -> None:
         with self._lock:
             for kernel in self._kernels:
                 kernel.catch_up()
+
+
+def _are_too_many(mask: torch.Tensor, moment: int) -> bool:
+    return int((mask & (1 << moment)).count_nonzero()) > MAX_CHANGED * len(mask)
 
 
 def part_of(block: Block, region: Region) -> torch.Tensor:

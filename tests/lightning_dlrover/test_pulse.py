@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.pulse import NUM_SAID, OwnClock, OwnTime, Pulse
+from lightning_dlrover.pulse import NUM_SAID, OwnClock, OwnTime, Pulse, throttled_s
 
 SLOW_S = 0.3
 
@@ -52,6 +52,25 @@ def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: 
     fast, slow = (float((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     assert fast < SLOW_S / 2
     assert slow > SLOW_S * 0.95
+
+
+@pytest.mark.parametrize(
+    ("own", "stat"),
+    [
+        ("0::/job/worker\n", "job/worker/cpu.stat"),
+        ("0::/job/worker\n", "job/cpu.stat"),  # the quota of the group above holds for it, too
+        ("7:cpu,cpuacct:/job\n5:memory:/other\n", "cpu,cpuacct/job/cpu.stat"),
+    ],
+)
+def test_seconds_without_quota_are_those_of_the_control_group_that_has_one(tmp_path: Path, own: str, stat: str) -> None:
+    proc, file = tmp_path / "proc/self/cgroup", tmp_path / "cgroup" / stat
+    for each in (proc, file):
+        each.parent.mkdir(parents=True)
+    proc.write_text(own)
+    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 0.0
+    name, value = ("throttled_time", 2_500_000_000) if "cpuacct" in own else ("throttled_usec", 2_500_000)
+    file.write_text(f"nr_periods 7\n{name} {value}\n")
+    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 2.5
 
 
 def test_time_without_a_core_is_told_apart() -> None:

@@ -6,39 +6,14 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_dlrover.perf.samples import StepProfile
+from test_memory_growth import MIB, window
+
 from lightning_dlrover.rdzv.records import EventRecord, JobRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _Memory
 
-MIB = 2**20
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
-WINDOW = StepProfile(
-    worker_id="w",
-    round_number=1,
-    global_rank=0,
-    num_workers=1,
-    num_nodes=1,
-    first_step=0,
-    num_steps=20,
-    global_batch=64,
-    local_batch=64,
-    loader_workers=0,
-    intra_op_threads=1,
-    cores=1.0,
-    device="cpu",
-    step_time_s=0.1,
-    data_wait_s=0.0,
-    forward_s=0.05,
-    backward_s=0.04,
-    communication_s=0.0,
-    optimizer_s=0.01,
-    other_s=0.0,
-    samples_per_s=640.0,
-    memory_bytes=0,
-    cpu_percent=90.0,
-    memory_limit_bytes=1000 * MIB,
-)
+WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)
 
 
 @dataclass

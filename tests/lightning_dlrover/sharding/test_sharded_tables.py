@@ -67,7 +67,10 @@ def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequenc
         out.pow(2).sum().backward()
 
 
-def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(tables: ShardedTables) -> None:
+def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(
+    tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_dlrover.sharding.tables.MAX_CHANGED", 1.0)
     touched = tables.track()
     for step in range(6):
         moment = step % 2
@@ -112,6 +115,28 @@ def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
     touched = tables.track()
     train(tables, 1)
     assert all(touched.since(0, block) is None for block in tables.blocks())
+
+
+def test_rows_are_not_followed_where_most_of_a_table_is_trained_until_the_next_moment(
+    tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_dlrover.sharding.tables.NUM_NOTED", 4)
+    touched = tables.track()
+    (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
+    most = list(range(ROWS["b"] // 2))
+    for moment in (0, 1, 0):
+        touched.mark(moment)
+        train(tables, 1, of_b=[3])
+        rows = touched.since(moment, block)
+        assert rows is not None
+        assert 3 in rows.tolist()
+        for step in range(400):  # until it is noticed for all the tables
+            train(tables, step, of_b=most)
+            if not any(any(kernel.followed) for kernel in touched._kernels):
+                break
+        assert [touched.since(m, block) for m in (0, 1)] == [None, None]
+    assert step < 399
+    assert not any(kernel._noted for kernel in touched._kernels)
 
 
 def test_rows_that_are_only_read_are_not_noted(tables: ShardedTables) -> None:
