@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
-from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior
+from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior, PriorPrediction
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.perf.threads import one_openmp_thread
 
@@ -26,6 +26,8 @@ COVERAGE = 0.9  # of measured windows, that an interval should hold
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
 MIN_SIGMA = 0.02  # two means over a window of the same steps differ by about this much
 UNTESTED_SIGMA = 0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
+MIN_SHARE_SIGMA = 0.02  # of a part's share of the step, likewise
+UNTESTED_SHARE_SIGMA = 0.1  # likewise, where no measured parts were held out
 MIN_TESTED_CONFIGURATIONS = 5
 
 MIN_CONFORMAL_CONFIGURATIONS = 20
@@ -47,13 +49,19 @@ MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior, nothing b
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step time with the interval that should hold nine of ten measured windows."""
+    """A step time with the interval that should hold nine of ten measured windows; parts and rate have such ones, too."""
 
     step_time_s: float
     low_s: float
     high_s: float
     samples_per_s: float  # of the whole job
     parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data, communication; they add up to the step
+    parts_interval_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def samples_per_s_interval(self) -> tuple[float, float]:
+        samples = self.samples_per_s * self.step_time_s
+        return samples / self.high_s, samples / self.low_s
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Predictions:
     high_s: Floats
     samples_per_s: Floats
     parts_s: Floats
+    parts_low_s: Floats
+    parts_high_s: Floats
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class _Layers:
     @classmethod
     def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
         columns, measured = observed.columns, observed.measured
-        residuals = np.log(measured.step_s) - prior.log_step_time(columns)[0]
+        residuals = np.log(measured.step_s) - prior.predict(columns).log_s
         trees = _fit_trees(columns, residuals, measured.weight) if variant.with_trees else None
         residuals = residuals - _bent(trees, columns)
         from_noise = observed.noise**2 / observed.counts
@@ -125,16 +135,16 @@ class _Layers:
         return cls(prior, trees, variant.carries, _Places.of(columns), residuals, trust)
 
     def predict(self, columns: Columns) -> _Raw:
-        log_s, spread = self.prior.log_step_time(columns)
+        prior = self.prior.predict(columns)
         count = min(NEIGHBOURS if self.carries else 1, len(self.residuals))
         distances, index = self.places.nearest(columns, count)
-        log_s = log_s + _bent(self.trees, columns)
+        log_s = prior.log_s + _bent(self.trees, columns)
         if self.carries:
             closeness = np.exp(-distances / REACH)
             weights = closeness * self.trust[index] + 1e-12
             share = weights / weights.sum(axis=1, keepdims=True)
             log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
-        return _Raw(log_s, spread, distances[:, 0], index[:, 0])
+        return _Raw(log_s, prior, distances[:, 0], index[:, 0])
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ class _Raw:
     """Predictions before what was measured in the very same configuration counts; arrays of one shape."""
 
     log_s: Floats
-    spread: Floats  # of the log, between the prior's shapes
+    prior: PriorPrediction
     distance: Floats  # to the nearest measured configuration
     nearest: NDArray[np.intp]  # which one that is
 
@@ -179,6 +189,7 @@ class _HeldOut:
     """How configurations were predicted by layers that never saw them."""
 
     errors: Floats  # log of measured over predicted
+    share_errors: Floats  # measured less predicted shares of the parts; nan where they were not measured
     distance: float  # of nearly all of them to the nearest that the layers saw
 
     @property
@@ -197,6 +208,15 @@ class _HeldOut:
             return NORMAL_WIDTH * math.sqrt((self.errors**2).mean() * (1 + 2 / n))
         return float(np.sort(np.abs(self.errors))[math.ceil(COVERAGE * (n + 1)) - 1])
 
+    @property
+    def share_sigma(self) -> Floats:
+        """Root mean squares of `share_errors`, for each part."""
+        known = self.share_errors[np.isfinite(self.share_errors).all(axis=1)]
+        if len(known) < MIN_TESTED_CONFIGURATIONS:
+            return np.full(len(PARTS), UNTESTED_SHARE_SIGMA)
+        sigma: Floats = np.maximum(MIN_SHARE_SIGMA, np.sqrt((known**2).mean(axis=0) * (1 + 2 / len(known))))
+        return sigma
+
 
 @dataclass(frozen=True)
 class StepTimeModel:
@@ -206,11 +226,13 @@ class StepTimeModel:
     evidence: Mapping[Configuration, Evidence]  # of this job, newest configuration last
     width: float  # of the log of step time, to either side, in a configuration that was not measured, at a size that was
     tested_distance: float  # how far from what was measured that width was tested
+    share_sigma: Floats  # of the shares of the parts, in the order of `PARTS`, in a configuration that was not measured
     noise: float  # of the log of one window's step time, from window to window
     num_sizes: int  # world sizes measured, in earlier jobs too
     layers: _Layers = field(repr=False)
     seen: Columns = field(repr=False)  # measured configurations: this job's as in `evidence`, then those of earlier jobs
     seen_s: Floats = field(repr=False)  # predicted step times there
+    seen_shares: Floats = field(repr=False)  # of the parts, measured there; nan where they were not
     seen_counts: Floats = field(repr=False)  # windows there
 
     @classmethod
@@ -258,17 +280,19 @@ class StepTimeModel:
         width = tested.width if tested else NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
         # Of configurations measured often, what was left out was a mean; a single window differs from it.
         width = math.hypot(width, NORMAL_WIDTH * observed.noise * math.sqrt(1 - 1 / observed.counts.mean()))
-        there = layers.prior.log_step_time(observed.columns)[0] + _bent(layers.trees, observed.columns)
+        there = layers.prior.predict(observed.columns).log_s + _bent(layers.trees, observed.columns)
         return cls(
             node_cores=node_cores,
             evidence={c: Evidence(len(own[c]), float(layers.residuals[i])) for i, c in enumerate(own)},
             width=max(width, NORMAL_WIDTH * MIN_SIGMA),
             tested_distance=tested.distance if tested else 0.0,
+            share_sigma=tested.share_sigma if tested else np.full(len(PARTS), UNTESTED_SHARE_SIGMA),
             noise=observed.noise,
             num_sizes=len({c.num_workers for c in configurations}),
             layers=layers,
             seen=observed.columns,
             seen_s=np.exp(there + layers.trust * layers.residuals),
+            seen_shares=observed.measured.shares,
             seen_counts=observed.counts,
         )
 
@@ -281,10 +305,20 @@ class StepTimeModel:
         if not configurations:
             return []
         predicted = self.predict_columns(Columns.of(configurations))
-        figures = (predicted.step_time_s, predicted.low_s, predicted.high_s, predicted.samples_per_s, predicted.parts_s)
+        figures = (predicted.step_time_s, predicted.low_s, predicted.high_s, predicted.samples_per_s)
+        parts = (predicted.parts_s, predicted.parts_low_s, predicted.parts_high_s)
         return [
-            Prediction(step_s, low_s, high_s, samples_per_s, dict(zip(PARTS, parts_s, strict=True)))
-            for step_s, low_s, high_s, samples_per_s, parts_s in zip(*(f.tolist() for f in figures), strict=True)
+            Prediction(
+                step_s,
+                low_s,
+                high_s,
+                samples_per_s,
+                dict(zip(PARTS, parts_s, strict=True)),
+                dict(zip(PARTS, zip(least_s, most_s, strict=True), strict=True)),
+            )
+            for step_s, low_s, high_s, samples_per_s, parts_s, least_s, most_s in zip(
+                *(figure.tolist() for figure in (*figures, *parts)), strict=True
+            )
         ]
 
     def predict_columns(self, columns: Columns) -> Predictions:
@@ -294,7 +328,7 @@ class StepTimeModel:
         # From one world size, the model may miss all of the gain, and as much the other way. Further sizes test the shape,
         # but no number of small ones vouches for a far larger one.
         doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
-        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.spread) ** 2)
+        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2)
         # Adding workers is no faster than perfect scaling of what was measured.
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
@@ -302,12 +336,21 @@ class StepTimeModel:
         own = (raw.distance == 0) & (raw.nearest < len(self.evidence))
         repeated = NORMAL_WIDTH * self.noise * np.sqrt(1 + 1 / self.seen_counts[raw.nearest])
         step_s = np.where(own, near_s, np.exp(log_s))
+        low, high = np.where(own, repeated, low), np.where(own, repeated, high)
+        measured = own[:, None] & np.isfinite(self.seen_shares[raw.nearest])
+        shares = np.where(measured, self.seen_shares[raw.nearest], raw.prior.shares)
+        sigma = np.where(measured, MIN_SHARE_SIGMA, np.hypot(self.share_sigma, raw.prior.shares_spread))
+        parts_s = shares * step_s[:, None]
+        of_shares_s = NORMAL_WIDTH * sigma * step_s[:, None]
         return Predictions(
             step_time_s=step_s,
-            low_s=step_s * np.exp(-np.where(own, repeated, low)),
-            high_s=step_s * np.exp(np.where(own, repeated, high)),
+            low_s=step_s * np.exp(-low),
+            high_s=step_s * np.exp(high),
             samples_per_s=columns.num_workers * columns.local_batch / step_s,
-            parts_s=self.layers.prior.shares(columns) * step_s[:, None],
+            parts_s=parts_s,
+            # Of a part, the step time may be wrong, and so may its share.
+            parts_low_s=np.maximum(0.0, parts_s - np.hypot(parts_s * -np.expm1(-low)[:, None], of_shares_s)),
+            parts_high_s=parts_s + np.hypot(parts_s * np.expm1(high)[:, None], of_shares_s),
         )
 
     @property
@@ -434,13 +477,16 @@ def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[
 def _hold_out(observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant]) -> dict[_Variant, _HeldOut]:
     """Each configuration predicted by layers that never saw it, in each variant."""
     errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
-    distances = []
+    share_errors, distances = [], []
     for train, test in _folds(len(observed.counts)):
         seen, unseen = observed.rows(train), observed.rows(test)
         fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior)
         for variant in variants:
             raw = _Layers.fit(seen, fold_prior, variant).predict(unseen.columns)
             errors[variant].append(np.log(unseen.measured.step_s) - raw.log_s)
+        share_errors.append(unseen.measured.shares - raw.prior.shares)
         distances.append(raw.distance)
     distance = float(np.quantile(np.concatenate(distances), COVERAGE))
-    return {variant: _HeldOut(np.concatenate(found), distance) for variant, found in errors.items()}
+    return {
+        variant: _HeldOut(np.concatenate(found), np.concatenate(share_errors), distance) for variant, found in errors.items()
+    }

@@ -23,7 +23,17 @@ from lightning_dlrover.perf.columns import Columns, Configuration, Floats, confi
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_blas_thread
 
-__all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "Measured", "PhysicalPrior", "Term", "configuration_of"]
+__all__ = [
+    "PARTS",
+    "SHAPES",
+    "TERMS",
+    "Configuration",
+    "Measured",
+    "PhysicalPrior",
+    "PriorPrediction",
+    "Term",
+    "configuration_of",
+]
 
 Part = Literal["compute", "data", "communication"]
 PARTS: tuple[Part, ...] = ("compute", "data", "communication")
@@ -269,6 +279,12 @@ class Measured:
         shares = np.array(parts).reshape(-1, 2)
         return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, np.asarray(weights, dtype=np.float64))
 
+    @property
+    def shares(self) -> Floats:
+        """Of the step, in the order of `PARTS`; of shape ``(num_configurations, 3)``, nan where parts were not measured."""
+        compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
+        return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
+
     def rows(self, index: NDArray[Any]) -> Measured:
         return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
 
@@ -279,7 +295,17 @@ def _shares(sample: StepProfile) -> tuple[float, float]:
     whole_s = compute_s + sample.data_wait_s + sample.communication_s
     if abs(whole_s - sample.step_time_s) > 0.05 * sample.step_time_s:
         return np.nan, np.nan
-    return compute_s / sample.step_time_s, sample.data_wait_s / sample.step_time_s
+    return compute_s / whole_s, sample.data_wait_s / whole_s
+
+
+@dataclass(frozen=True)
+class PriorPrediction:
+    """Of some configurations, with the standard deviations of the shapes about their means."""
+
+    log_s: Floats  # of seconds; of shape ``(num_configurations,)``, as its spread
+    spread: Floats
+    shares: Floats  # of the step, in the order of `PARTS`: what overlaps counts as compute; ``(num_configurations, 3)``
+    shares_spread: Floats
 
 
 @dataclass(frozen=True)
@@ -344,29 +370,19 @@ class PhysicalPrior:
             shapes.append(min(fits, key=lambda fit: fit[0])[1])
         return cls(tuple(shapes))
 
-    def log_step_time(self, columns: Columns) -> tuple[Floats, Floats]:
-        """Log of seconds, and the standard deviation of the shapes about it; both of shape ``(num_configurations,)``."""
+    def predict(self, columns: Columns) -> PriorPrediction:
+        """The means over the shapes, of the log of step time and of the shares."""
         amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
         with one_blas_thread():
-            logs = np.array([np.log(shape.overlapped(amounts, loader_overlap).step_s) for shape in self.shapes])
-        mean: Floats = logs.mean(axis=0)
-        spread: Floats = logs.std(axis=0)
-        return mean, spread
+            found = [shape.overlapped(amounts, loader_overlap) for shape in self.shapes]
+        logs = np.array([np.log(o.step_s) for o in found])
+        parts_s = np.array([[o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s] for o in found])
+        shares = parts_s.transpose(0, 2, 1) / np.array([o.step_s for o in found])[:, :, None]
+        return PriorPrediction(logs.mean(axis=0), logs.std(axis=0), shares.mean(axis=0), shares.std(axis=0))
 
     def step_time_s(self, columns: Columns) -> Floats:
-        seconds: Floats = np.exp(self.log_step_time(columns)[0])
+        seconds: Floats = np.exp(self.predict(columns).log_s)
         return seconds
-
-    def shares(self, columns: Columns) -> Floats:
-        """Shares of the step spent in `PARTS`, of shape ``(num_configurations, 3)``: what overlaps counts as compute."""
-        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
-        shares = np.zeros((len(columns), len(PARTS)))
-        for shape in self.shapes:
-            with one_blas_thread():
-                o = shape.overlapped(amounts, loader_overlap)
-            shares += np.stack([o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s], axis=1) / o.step_s[:, None]
-        total: Floats = shares / shares.sum(axis=1, keepdims=True)
-        return total
 
 
 _GROWTH = frozenset(name for shape in SHAPES for name in shape)

@@ -210,6 +210,53 @@ def test_predictions_are_positive_lie_within_their_interval_and_their_parts_add_
         assert 0 < prediction.low_s <= prediction.step_time_s <= prediction.high_s < math.inf
         assert all(seconds >= 0 for seconds in prediction.parts_s.values())
         assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_time_s)
+        for part, (low_s, high_s) in prediction.parts_interval_s.items():
+            assert 0 <= low_s <= prediction.parts_s[part] <= high_s < math.inf
+        low, high = prediction.samples_per_s_interval
+        assert 0 < low <= prediction.samples_per_s <= high < math.inf
+
+
+def windows_with_parts(rng: random.Random, bandwidth: float) -> list[StepProfile]:
+    """Of a job whose compute, waiting for data and communication follow laws that are not quite those of the prior."""
+    samples = []
+    for _ in range(60):
+        workers, batch, loaders = rng.randint(1, 8), rng.choice([32, 64, 128, 256]), rng.randint(0, 2)
+        noise = [rng.lognormvariate(0, 0.05) for _ in range(3)]
+        compute_s = noise[0] * (0.003 + 1e-4 * batch**0.95)
+        data_s = noise[1] * (4e-5 * batch if not loaders else max(0.0, 1.5e-4 * batch / loaders - compute_s))
+        sync_s = noise[2] * (0.0 if workers == 1 else 0.001 + 2 * (workers - 1) / workers * 4e6 / bandwidth)
+        sample = window(workers, compute_s + data_s + sync_s, global_batch=batch * workers, communication_s=data_s + sync_s)
+        prefetch = 2 if loaders else 0
+        samples.append(
+            replace(sample, data_wait_s=data_s, communication_s=sync_s, loader_workers=loaders, prefetch_factor=prefetch)
+        )
+    return samples
+
+
+def test_nine_of_ten_measured_parts_of_steps_lie_within_their_intervals_and_the_intervals_say_something() -> None:
+    inside: dict[str, list[bool]] = {"compute": [], "data": [], "communication": []}
+    widths = []
+    for seed in range(8):
+        rng = random.Random(seed)
+        windows = windows_with_parts(rng, bandwidth=rng.choice([2e8, 1e9, 1e10]))
+        model = StepTimeModel.fit(windows[:25])
+        for sample, prediction in zip(
+            windows[25:], model.predict_many([configuration_of(w) for w in windows[25:]]), strict=True
+        ):
+            compute_s = sample.forward_s + sample.backward_s
+            measured = {"compute": compute_s, "data": sample.data_wait_s, "communication": sample.communication_s}
+            for part, (low_s, high_s) in prediction.parts_interval_s.items():
+                inside[part].append(low_s <= measured[part] <= high_s)
+                widths.append((high_s - low_s) / prediction.step_time_s)
+    assert all(np.mean(found) >= 0.85 for found in inside.values()), {part: np.mean(found) for part, found in inside.items()}
+    assert np.median(widths) < 0.5
+
+
+def test_parts_of_a_measured_configuration_are_those_that_were_measured() -> None:
+    sample = window(4, 0.1, communication_s=0.07)
+    prediction = StepTimeModel.fit([sample] * 3).predict(configuration_of(sample))
+    assert prediction.parts_s["communication"] == pytest.approx(0.07, rel=0.02)
+    assert prediction.parts_s["compute"] == pytest.approx(0.03, rel=0.02)
 
 
 @given(seed=st.integers(0, 1000), factor=st.floats(1.0, 8.0), more=st.integers(1, 8))
@@ -330,21 +377,25 @@ def test_windows_whose_parts_were_not_measured_still_fit() -> None:
 
 def test_two_thousand_windows_are_fitted_within_a_second_and_a_hundred_thousand_predicted_within_half_of_one() -> None:
     # A process of its own, and the processor time of all its threads: other work on this machine does not count, threads that
-    # wait for each other do. As in a job: nothing in the environment keeps libraries to one thread.
+    # wait for each other do. As in a job: nothing in the environment keeps libraries to one thread. The best of three, as who
+    # works beside it takes caches, too.
     program = """
 import time
 import test_model
 from lightning_dlrover.perf import Columns, StepTimeModel, configuration_of
 samples = test_model.two_thousand_windows()
 StepTimeModel.fit(samples[:100])  # pays for the imports
-started = time.process_time()
-model = StepTimeModel.fit(samples)
+asked = Columns.of([configuration_of(s) for s in samples] * 50)
+fit_s, predict_s = [], []
+for _ in range(3):
+    started = time.process_time()
+    model = StepTimeModel.fit(samples)
+    fitted = time.process_time()
+    model.predict_columns(asked)
+    fit_s.append(fitted - started)
+    predict_s.append(time.process_time() - fitted)
 assert model.layers.trees is not None
-fitted = time.process_time()
-asked = Columns.of([configuration_of(s) for s in test_model.two_thousand_windows()] * 50)
-converted = time.process_time()
-model.predict_columns(asked)
-print(fitted - started, time.process_time() - converted)
+print(min(fit_s), min(predict_s))
 """
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     run = subprocess.run(
