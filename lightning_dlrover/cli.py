@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.job_view import EventLog, JobPlace
     from lightning_dlrover.rdzv.client import EtcdClient
     from lightning_dlrover.rdzv.records import EventRecord
+    from lightning_dlrover.rdzv.rounds import View
 
 __all__ = ["main"]
 
@@ -124,6 +125,16 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
     stacks = job_command("stacks", _stacks, "ask all workers where they stand, and show their stack traces")
     stacks.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for their answers (default 10)")
+    divide = commands.add_parser("divide", help="share cores (or GPUs) among running jobs, by what each gains from more")
+    divide.description = (
+        "Share a budget of cores, or of GPUs for jobs that train on them, among running jobs: whoever gains most by one more "
+        "is given it first. What each gains is what its own planner has predicted last."
+    )
+    divide.add_argument("jobs", nargs="+", type=_weighted, metavar="JOB[=WEIGHT]", help="weight of its gains; default 1")
+    divide.add_argument("--budget", required=True, type=_budget, metavar="N", help="cores, or GPUs, of all of them together")
+    divide.add_argument("--apply", action="store_true", help="make it the jobs' plans; else it is only shown")
+    _place_options(divide)
+    divide.set_defaults(run=_divide)
     listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
     _place_options(listing)
     listing.set_defaults(run=_list)
@@ -210,6 +221,23 @@ def _setting(text: str) -> int:
     if not text.isdecimal() or int(text) > MAX_SETTING:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_SETTING}")
     return int(text)
+
+
+def _budget(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (budget := float(text)) < float("inf"):
+            return budget
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores or GPUs above 0")
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    name, given, weight = text.rpartition("=")
+    if not given:
+        return text, 1.0
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {weight!r} is no weight, such as 2 or 0.5") from None
 
 
 def _workers(text: str) -> tuple[int, int]:
@@ -510,46 +538,109 @@ def _install_handlers(hurry: threading.Event) -> None:
 
 def _scale(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import connect_to_job, find_job, read_job
-    from lightning_dlrover.rdzv.client import Put, absent, modified
-    from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, RecordError, decode, encode
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
     with connect_to_job(place, options.run_dir) as client:
         found = read_job(client, place.keys)
         _tell_problems(found.problems)
-        view = found.view
-        if view.job is None:
-            raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
-        if view.job.phase in ("finished", "failed"):
-            raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
-        low, high = view.job.min_workers, view.job.max_workers
-        if options.num_workers is not None and not low <= options.num_workers <= high:
-            raise UsageError(
-                f"job {place.run_id!r} was started for {low} to {high} workers, {options.num_workers} is outside of that"
-            )
+        _check_can_be_planned(place, found.view, options.num_workers)
         settings = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
         if options.num_workers is None and not settings:
             asked = ", ".join(f"--{_option(name)}" for name in _SETTINGS)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
-        wanted = ", ".join(f"{value} {_SETTINGS[name][0]}" for name, value in settings.items())
-        if options.num_workers is not None:
-            wanted = f"{options.num_workers} workers" + (f", {wanted} each" if wanted else "")
-        reason = f"set to {wanted} by hand"
-        while True:
-            entry = client.get(place.keys.plan)
-            unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
-            plan = PlanRecord(len(view.survivors) or low, "user", reason, binding=False)
-            with contextlib.suppress(RecordError):  # what cannot be read is replaced
-                plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
-            if options.num_workers is not None:
-                plan = replace(plan, num_workers=options.num_workers, binding=True)
-            plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
-            if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
-                break
-        data = {"num_workers": plan.num_workers, "source": "user", **settings}
-        event = EventRecord("scale", time.time(), reason, data)
-        client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))
+        wanted = _wanted_text(options.num_workers, settings)
+        _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     print(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
+    return EXIT_OK
+
+
+def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
+    wanted = ", ".join(f"{value} {_SETTINGS[name][0]}" for name, value in settings.items())
+    return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
+
+
+def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:
+    """Refuse a plan that nobody would carry out.
+
+    Raises:
+        UsageError: the job does not train, or was not started for so many workers.
+    """
+    if view.job is None:
+        raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
+    if view.job.phase in ("finished", "failed"):
+        raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
+    low, high = view.job.min_workers, view.job.max_workers
+    if num_workers is not None and not low <= num_workers <= high:
+        raise UsageError(f"job {place.run_id!r} was started for {low} to {high} workers, {num_workers} is outside of that")
+
+
+def _plan_by_hand(
+    client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
+) -> None:
+    """Write a plan that the job's own planner leaves alone; what is not asked for stays as it was planned."""
+    from lightning_dlrover.rdzv.client import Put, absent, modified
+    from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, RecordError, decode, encode
+
+    assert view.job is not None
+    while True:
+        entry = client.get(place.keys.plan)
+        unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
+        plan = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
+        with contextlib.suppress(RecordError):  # what cannot be read is replaced
+            plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
+        if num_workers is not None:
+            plan = replace(plan, num_workers=num_workers, binding=True)
+        plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
+        if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
+            break
+    event = EventRecord("scale", time.time(), reason, {"num_workers": plan.num_workers, "source": "user", **settings})
+    client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))
+
+
+def _divide(options: argparse.Namespace) -> int:
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_events, read_job
+    from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
+    from lightning_dlrover.planner.plan import Decision
+
+    with contextlib.ExitStack() as stack:
+        jobs, running, devices = [], {}, {}
+        for name, weight in options.jobs:
+            place = find_job(name, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+            client = stack.enter_context(connect_to_job(place, options.run_dir))
+            view = read_job(client, place.keys).view
+            _check_can_be_planned(place, view, None)
+            events = read_events(client.get_prefix(place.keys.events)[1])
+            newest = next((event for event in reversed(events) if event.kind == "decision"), None)
+            if newest is None:
+                raise UsageError(
+                    f"job {name!r} has not said yet what it would gain: its planner, which needs a DLRoverCallback, decides "
+                    f"for the first time after some steps; `dlrover explain {name}` shows when it has"
+                )
+            decision = Decision.from_data(newest.data)
+            able = options_of(decision)
+            if not able:
+                raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
+            jobs.append(ClusterJob(name, able, weight))
+            running[name] = place, client, view, decision.current
+            devices[name] = "GPUs" if any(c.gpus for c in decision.candidates) else "cores"
+        if len(set(devices.values())) > 1:
+            listed = ", ".join(f"{name} {unit}" for name, unit in devices.items())
+            raise UsageError(f"these jobs do not compete for the same: {listed}; divide those of one kind at a time")
+        shares = divide(jobs, options.budget)
+        for name, share in shares.items():
+            _check_can_be_planned(running[name][0], running[name][2], share.settings.num_workers)
+        for job in jobs:
+            share, (place, client, view, current) = shares[job.name], running[job.name]
+            settings = {name: getattr(share.settings, name) for name in _SETTINGS}
+            wanted, unit = _wanted_text(share.settings.num_workers, settings), devices[job.name]
+            now = next((o for o in job.options if o.settings == current), None)
+            beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
+            print(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
+            if options.apply:
+                reason = f"its share of {options.budget:g} {unit} among {len(jobs)} jobs: {wanted}"
+                _plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
+    if not options.apply:
+        print("nothing was changed; --apply makes these the jobs' plans")
     return EXIT_OK
 
 

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from lightning_dlrover import cli
 from lightning_dlrover.job_view import EventLog, JobPlace, list_jobs, read_event_file
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.rdzv.client import EtcdClient, Mirror
 from lightning_dlrover.rdzv.records import (
     ControllerRecord,
@@ -240,6 +241,78 @@ def test_scale_refuses_a_job_that_is_over_or_unknown(
     assert (code, "has failed" in errors) == (2, True)
     code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, "unknown", 2)
     assert (code, "holds no job 'unknown'" in errors) == (2, True)
+
+
+def decided(client: EtcdClient, keys: Keys, rates: Sequence[float], gpus: int = 0) -> None:
+    """A job of 1 to 3 workers of two cores each, that runs with one and predicts these rates."""
+    candidates = tuple(
+        Candidate(Settings(n, 0, 1, 0), 64 / r, 60 / r, 70 / r, r, 0.0, n == 1, True, cores=2.0 * n, gpus=gpus * n)
+        for n, r in enumerate(rates, start=1)
+    )
+    alone = Settings(1, 0, 1, 0)
+    decision = Decision(1, 1.0, alone, alone, "", candidates, 64 / rates[0], 64 / rates[0], False)
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0", global_batch_size=64)))
+    client.put(f"{keys.events}{1:020d}-x", encode(EventRecord("decision", 1.0, "", decision.to_data())))
+
+
+@pytest.fixture
+def competitors(client: EtcdClient, keys: Keys) -> list[Keys]:
+    """Two jobs: one hardly gains by a second worker, the other one does."""
+    both = [Keys(f"{keys.run_id}-{name}") for name in ("flat", "steep")]
+    decided(client, both[0], [100.0, 105.0, 106.0])
+    decided(client, both[1], [10.0, 19.0, 27.0])
+    return both
+
+
+def plan_of(client: EtcdClient, keys: Keys) -> PlanRecord | None:
+    entry = client.get(keys.plan)
+    return decode(PlanRecord, entry.value, entry.key) if entry else None
+
+
+def test_a_budget_is_divided_among_running_jobs_by_what_each_gains(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys]
+) -> None:
+    flat, steep = competitors
+    divide = ("divide", "--endpoint", etcd.endpoint, flat.run_id, f"{steep.run_id}=1", "--budget", 8)
+    code, output, _ = dlrover(*divide)
+    assert (code, plan_of(client, flat), plan_of(client, steep)) == (0, None, None)
+    assert f"{steep.run_id}: 3 workers" in output
+    assert "2.70 times as many as now" in output
+    code, _, errors = dlrover(*divide, "--apply")
+    assert code == 0, errors
+    shares = [plan_of(client, keys) for keys in competitors]
+    assert [(plan.num_workers, plan.binding, plan.source) for plan in shares if plan] == [(1, True, "user"), (3, True, "user")]
+    dlrover("divide", "--endpoint", etcd.endpoint, f"{flat.run_id}=100", steep.run_id, "--budget", 8, "--apply")
+    assert [plan.num_workers for keys in competitors if (plan := plan_of(client, keys))] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("3", "the cheapest settings of 2 jobs need 4, the budget is 3"), ("nan", "not a number of cores"), ("-1", "above 0")],
+)
+def test_a_budget_that_is_none_or_too_small_is_refused(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], budget: str, message: str
+) -> None:
+    names = [keys.run_id for keys in competitors]
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, f"--budget={budget}", "--apply")
+    assert (code, message in errors) == (2, True), errors
+    assert [plan_of(client, keys) for keys in competitors] == [None, None]
+
+
+def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], job: Keys
+) -> None:
+    names = [keys.run_id for keys in competitors]
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, job.run_id, "--budget", 8, "--apply")
+    assert (code, "has not said yet what it would gain" in errors) == (2, True)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
+    assert (code, "have one name" in errors) == (2, True)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
+    assert (code, "'much' is no weight" in errors) == (2, True)
+    decided(client, competitors[1], [10.0, 19.0], gpus=1)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
+    assert (code, "do not compete for the same" in errors) == (2, True)
+    assert [plan_of(client, keys) for keys in competitors] == [None, None]
 
 
 def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
