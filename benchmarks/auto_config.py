@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class Size:
     stays_s: float  # a planner that changes nothing for so long has settled
     settle_timeout_s: float
     comparisons: int
+    compare_s: float
 
     @property
     def grid(self) -> list[Settings]:
@@ -88,8 +89,8 @@ class Size:
         return sorted({Settings(w, loaders, threads, ahead if loaders else 0) for w, loaders, threads, ahead in each})
 
 
-FULL = Size(3, (0, 1, 2), (1, 2), (2, 4), 3, 1.0, 6, 1.0, 4.0, 25.0, 240.0, 3)
-QUICK = Size(2, (0, 1), (1,), (2,), 1, 0.3, 4, 0.3, 1.0, 6.0, 40.0, 1)
+FULL = Size(3, (0, 1, 2), (1, 2), (2, 4), 3, 1.0, 6, 1.0, 4.0, 25.0, 240.0, 7, 2.0)
+QUICK = Size(2, (0, 1), (1,), (2,), 1, 0.3, 4, 0.3, 1.0, 6.0, 40.0, 1, 0.3)
 
 
 def careful_user(size: Size) -> Settings:
@@ -129,9 +130,9 @@ class Trial(LiveJob):
         began = time.monotonic()
 
         def look() -> float | None:
-            newest: dict[int, Step] = {}
-            for step in self.recent(began):
-                newest[step.global_rank] = step
+            steps = list(self.recent(began))
+            round_number = max((step.round_number for step in steps), default=0)  # in former ones there were other ranks
+            newest: dict[int, Step] = {step.global_rank: step for step in steps if step.round_number == round_number}
             if len(newest) < settings.num_workers or any(list(step.settings) != wanted for step in newest.values()):
                 return None
             return max(step.ended_s for step in newest.values())
@@ -320,6 +321,7 @@ class Outcome:
 
 def compare(job: Trial, chosen: Settings, grid: Grid, size: Size, careful: Settings) -> tuple[float, float]:
     """The rate of what was chosen as fractions of those of the grid's best and of the careful user's, measured in turn."""
+    size = replace(size, measure_s=size.compare_s)
     rates: dict[Settings, list[float]] = {settings: [] for settings in (chosen, grid.best, careful)}
     for number in range(size.comparisons if len(rates) > 1 else 0):
         for settings in list(rates) if number % 2 == 0 else list(rates)[::-1]:
@@ -403,7 +405,7 @@ def main() -> int:
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     if options.rounds:
-        size = Size(**{**vars(size), "rounds": options.rounds})
+        size = replace(size, rounds=options.rounds)
     kinds = ["input"] if options.quick else options.jobs.split(",")
     if unknown := sorted({*kinds} - {*JOBS}):
         parser.error(f"--jobs names {unknown}, the jobs are {', '.join(JOBS)}")

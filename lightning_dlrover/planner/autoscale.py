@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ Floats = NDArray[np.float64]
 INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
 NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
 MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
+STRETCH_WINDOWS = 4  # by whose means it is told how a machine's speed changes with time
+MIN_DRIFT = 0.02  # and so does what windows of two different times have in common: others use the machine, too
 MAX_MODEL_SIGMA = 0.5  # whoever knows nothing of settings is not to be drawn there by that alone
 MIN_MODEL_SIGMA = 0.08  # of a log step time that was never measured, however sure the model is
 LENGTH = 0.8  # in log settings, over which errors of the model stay alike: a bit more than a factor of two in one of them
@@ -158,7 +161,8 @@ class _Field:
     bound_s: Floats  # step times above it miss the deadline, or spend more than the budget
     measured: NDArray[np.bool_]
     num_windows: Sequence[int]  # that were measured, the newest ones that count
-    noise: float  # standard deviation of the log of a window's step time
+    noise: float  # standard deviation of the log of a window's step time, within one stretch of time
+    drift: float  # standard deviation of its mean from one stretch of time to another, likewise
     notes: Sequence[str]  # why not; empty where feasible
     cores: Floats
     gpus: Floats
@@ -180,8 +184,9 @@ class _Field:
     ) -> _Field:
         current = situation.current
         runs = settings_of(current)
-        measured = _measured_log_s(situation.windows, current.global_batch)
-        noise = _noise(measured)
+        visits = _visits(situation.windows, current.global_batch)
+        measured = {settings: np.concatenate(of_settings)[-NUM_NEWEST_WINDOWS:] for settings, of_settings in visits.items()}
+        noise = _noise(visits)
 
         def at(settings: Settings) -> Configuration:
             return configuration(settings, current, limits, situation.node_cores)
@@ -238,6 +243,7 @@ class _Field:
             measured=np.array([s in measured for s in settings]),
             num_windows=[len(measured.get(s, ())) for s in settings],
             noise=noise,
+            drift=_drift(visits, noise),
             notes=notes,
             cores=np.array([u.cores for u in used]),
             gpus=np.array([u.gpus for u in used]),
@@ -308,13 +314,13 @@ class _Field:
         )
 
 
-def _measured_log_s(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settings, Floats]:
-    """Log step times of the newest windows of each settings that ran with this batch."""
-    found: dict[Settings, list[float]] = {}
-    for window in windows:
-        if window.global_batch == global_batch:
-            found.setdefault(settings_of(window), []).append(math.log(window.step_time_s))
-    return {settings: np.array(log_s[-NUM_NEWEST_WINDOWS:]) for settings, log_s in found.items()}
+def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settings, Sequence[Floats]]:
+    """Log step times of all windows of each settings that ran with this batch, by stretches of time without a change."""
+    visits: dict[Settings, list[Floats]] = {}
+    for (settings, batch), visit in groupby(windows, key=lambda window: (settings_of(window), window.global_batch)):
+        if batch == global_batch:
+            visits.setdefault(settings, []).append(np.log([window.step_time_s for window in visit]))
+    return visits
 
 
 def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
@@ -332,12 +338,25 @@ def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measur
     return result
 
 
-def _noise(measured: Mapping[Settings, Floats]) -> float:
+def _noise(visits: Mapping[Settings, Sequence[Floats]]) -> float:
     """Standard deviation of the log of a window's step time, from window to window."""
-    squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in measured.values())
-    degrees = sum(len(log_s) - 1 for log_s in measured.values())
+    each = [log_s for of_settings in visits.values() for log_s in of_settings]
+    squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in each)
+    degrees = sum(len(log_s) - 1 for log_s in each)
     # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
     return max(MIN_NOISE, math.sqrt((squares + 0.05**2) / (degrees + 1)))
+
+
+def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
+    """Standard deviation of the log of the step time that settings have, from one stretch of time to another."""
+    squares, degrees = 0.0, 0
+    for of_settings in visits.values():
+        parts = [part for log_s in of_settings for part in np.array_split(log_s, math.ceil(len(log_s) / STRETCH_WINDOWS))]
+        means = np.array([part.mean() for part in parts])
+        by_chance = noise**2 * float(np.mean([1 / len(part) for part in parts]))
+        squares += float(((means - means.mean()) ** 2).sum()) - (len(means) - 1) * by_chance
+        degrees += len(means) - 1
+    return max(MIN_DRIFT, math.sqrt(max(0.0, squares + MIN_DRIFT**2) / (degrees + 1)))
 
 
 @dataclass(frozen=True)
@@ -459,7 +478,8 @@ class _Search:
         field = self.field
         if past is None or (past.explored and past.chosen == field.settings[field.now]):
             return 0.0
-        return INTERVAL_SIGMAS * field.noise * math.sqrt(1 / field.num_windows[best] + 1 / max(1, field.num_windows[field.now]))
+        of_windows = field.noise**2 * sum(1 / max(1, field.num_windows[i]) for i in (best, field.now))
+        return INTERVAL_SIGMAS * math.sqrt(of_windows + 2 * field.drift**2)
 
     # --- words -----------------------------------------------------------------------------------------------------------
 

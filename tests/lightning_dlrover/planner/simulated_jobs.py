@@ -11,10 +11,10 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.planner.autoscale import Situation
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.space import Limits, tunable_axes
@@ -151,6 +151,12 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
     )
 
 
+def slowed(sample: StepProfile, factor: float) -> StepProfile:
+    """The window of a machine on which everything takes so many times as long."""
+    times = {name: factor * getattr(sample, name) for name in ("step_time_s", *(f"{part}_s" for part in STEP_PARTS))}
+    return replace(sample, samples_per_s=sample.samples_per_s / factor, **times)  # type: ignore[arg-type]
+
+
 @dataclass
 class SimulatedJob:
     """A job that carries out what the planner decides, after a few windows each."""
@@ -160,6 +166,7 @@ class SimulatedJob:
     limits: Limits
     settings: Settings
     noise: float = 0.05
+    drift: float = 0.0  # standard deviation of the log by which the machine is slower at one decision than at the next
     seed: int = 0
     remaining_s: float = 4 * 3600.0  # at the settings it starts with
     windows_per_decision: int = 3
@@ -170,9 +177,12 @@ class SimulatedJob:
         """The settings after so many decisions."""
         rng = random.Random(self.seed)
         remaining = self.remaining_s / self.truth.parts(self.settings).step_s * self.truth.global_batch
+        weather = random.Random(self.seed + 1)
+        slow = 1.0
         for number in range(num_decisions):
+            slow *= weather.lognormvariate(0, self.drift)
             for _ in range(self.windows_per_decision):
-                sample = window(self.truth, self.settings, rng, self.noise, at=float(len(self.samples)))
+                sample = slowed(window(self.truth, self.settings, rng, self.noise, at=float(len(self.samples))), slow)
                 self.samples.append(sample)
                 remaining -= sample.num_steps * sample.global_batch
             situation = Situation(

@@ -7,6 +7,7 @@ import math
 import os
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,25 @@ def test_a_job_that_waits_for_storage_gets_more_loader_workers_than_there_are_co
     assert end.num_workers * end.loader_workers > cores
 
 
+def changes_of_mind(job: SimulatedJob) -> int:
+    """Changes that are neither a trial nor the way home from one."""
+    return sum(d.is_change and not d.explored and not before.explored for before, d in pairwise(job.decisions))
+
+
+def test_a_machine_whose_speed_drifts_is_not_taken_for_a_reason_to_go_back_and_forth() -> None:
+    changes, shares = [], []
+    for kind in KINDS:
+        truth = kind(2)
+        limits = limits_of(truth, 3)
+        for seed in range(4):
+            job = SimulatedJob(truth, ours, limits, ONE, noise=0.03, drift=0.05, seed=seed)
+            shares.append(throughput_share(truth, job.run(24), reachable(truth, limits)))
+            changes.append(changes_of_mind(job))
+    assert sum(changes) / len(changes) <= 0.75, changes
+    assert max(changes) <= 2, changes
+    assert sum(shares) / len(shares) >= 0.93, shares
+
+
 @given(
     kind=st.sampled_from(KINDS),
     start=st.tuples(st.integers(1, 4), st.integers(0, 2), st.sampled_from([1, 2, 4])),
@@ -106,8 +126,7 @@ def test_the_planner_settles_from_anywhere_and_ends_no_worse_than_it_began(
     assert len(explored) == len(set(explored)), "settings were tried twice"
     assert len(explored) <= Rules().max_trials
     assert job.num_changes <= 10, [d.reason for d in job.decisions]
-    late_changes = sum(d.is_change for d in job.decisions[8:])
-    assert late_changes <= (1 if noise < 0.1 else 2), [d.reason for d in job.decisions]
+    assert changes_of_mind(job) <= 1, [d.reason for d in job.decisions]
     assert truth.parts(end).step_s <= truth.parts(first).step_s * (1.03 + 2 * noise)
 
 
