@@ -48,6 +48,7 @@ def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_the_overhead_benchmark_compares_all_three_ways_at_both_step_times() -> None:
     result = quick_result("overhead.py")
@@ -78,6 +79,7 @@ def test_resizing_and_losing_workers_does_not_change_what_is_learned() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_faults_of_etcd_cost_no_job_and_no_step() -> None:
     assert quick_result("etcd_faults.py") == {"jobs_lost": 0, "steps_lost": 0}

@@ -19,7 +19,7 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 from table_job import KINDS, TableSettings, train_tables
 from table_verdict import judge, lose_shared_memory_of, shared_memory_of, undisturbed
 
-SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 8
+SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 4
 BATCH = 4  # schedules per test
 AT_ONCE = 2
 
