@@ -12,10 +12,12 @@ import gc
 import io
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
 import sqlite3
+import tempfile
 import time
 import types
 from collections import deque
@@ -38,6 +40,9 @@ DEFAULT_PREFETCH_FACTOR = 2
 BATCHES_TO_START_IN = 2
 """At least so many are still delivered in the old way while new loader workers start."""
 
+MAX_SOCKET_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes in the path of a folder for temporary files in which processes can still open a socket to hand over tensors."""
+
 MAX_PROBED_OBJECTS = 50_000
 DATA_AND_CODE = (torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, type, types.FunctionType, types.ModuleType)
 HANDLES = (io.IOBase, socket.socket, sqlite3.Connection)
@@ -46,6 +51,20 @@ LIBRARIES_OF_HANDLES = ("h5py", "lmdb", "netCDF4")
 
 class UnsupportedLoaderError(TypeError):
     """A data loader whose samples cannot be split anew when the world changes."""
+
+
+def _keep_socket_paths_short() -> None:
+    """Let processes open their sockets in /tmp where the path of the folder for temporary files is too long for one.
+
+    Python does so itself from 3.14 on; before, loader workers cannot hand over a single batch then.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER:
+        tempfile.tempdir = "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # remembered, also by the processes that are started from here on
+        finally:
+            tempfile.tempdir = folder
 
 
 def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
@@ -467,6 +486,8 @@ class ElasticLoader:
             loader.generator = torch.Generator().manual_seed(seed % 2**63)
         self._draws_seed = False
         self._num_starts += 1
+        if loader.num_workers:
+            _keep_socket_paths_short()
         was_enabled = gc.isenabled()
         gc.disable()  # in loader workers, until they are initialised
         try:

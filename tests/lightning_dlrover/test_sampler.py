@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -300,6 +302,23 @@ def test_loader_workers_work_however_they_are_started(context: str) -> None:
         assert indices(next(loader)) == list(range(8))
     finally:
         loader.close()
+
+
+def test_loader_workers_deliver_though_the_path_for_temporary_files_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    script = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_dlrover.sampler import ElasticLoader
+
+loader = ElasticLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1), 4, True, place=lambda: (0, 1))
+print(*(batch.tolist() for (batch,) in loader))
+"""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1, 2, 3] [4, 5, 6, 7]\n", done.stderr
+    assert list(folder.iterdir()) == []
 
 
 def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None:
