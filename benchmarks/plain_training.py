@@ -116,6 +116,7 @@ def live(options: Options, training: Training) -> None:
             with step:
                 if step.round_is_new:
                     replica = DistributedDataParallel(training.model, init_sync=False)
+                    world.guard(replica)
                 samples = training.make(replica, step.number, step.rank, step.size)
             if step.was_made:
                 assert world.formation is not None

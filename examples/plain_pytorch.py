@@ -58,6 +58,7 @@ def main() -> None:
             with step:
                 if step.round_is_new:
                     replica = DistributedDataParallel(model, init_sync=False)  # all have the same parameters already
+                    world.guard(replica)
                     print(f"step {step.number}: rank {step.rank} of {step.size}", flush=True)
                 rows, num_rows = rows_of_step(step, options.rows, options.batch_size)
                 time.sleep(options.step_s)

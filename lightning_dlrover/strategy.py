@@ -336,6 +336,8 @@ class DLRoverStrategy(DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         wrapped = super()._setup_model(model)
         self.clock.stop_in_forward(wrapped)
+        if self._world is not None and self._ddp_comm_hook is None:
+            self._world.guard(wrapped)
         return wrapped
 
     def _dense_to_device(self) -> None:

@@ -25,6 +25,7 @@ import stat
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv import rounds
+from lightning_dlrover.rdzv import rounds, waits
 from lightning_dlrover.rdzv.client import (
     EtcdClient,
     EtcdConfig,
@@ -86,6 +88,9 @@ OUT_OF_REACH_S = 5.0
 
 NEWS_S = 3.0
 """A wait that lasts for so long is told to who reads the worker's output."""
+
+AWAKE_S = 0.5
+"""After a group was cut off: all that gloo tells of it has failed by then."""
 
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
@@ -210,6 +215,9 @@ class World:
         self._known_inodes: set[int] = set()  # sockets that were there before the group
         self._listener = (listener_fd, os.stat(listener_fd).st_ino)
         self._severed = False
+        self._severed_at = 0.0
+        self._groups: list[dist.ProcessGroupGloo] = []  # of the round
+        self._are_unused = threading.Event()  # set when nobody has the groups of the round before any more
         self._next_probe = 0.0
         self._next_reach_probe = 0.0
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
@@ -217,6 +225,8 @@ class World:
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
+        if "nccl" not in backend:  # NCCL's groups can be aborted
+            waits.end_waits_with(weakref.WeakMethod(self._round_of_waits))
         self.membership = Membership(
             self._client,
             MembershipConfig(
@@ -362,6 +372,15 @@ class World:
             if self._attempts[1] > MAX_ATTEMPTS:
                 raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
         return run_blocking(self._member.recover(hello))
+
+    def guard(self, replica: DistributedDataParallel) -> None:
+        """Let the backward pass of a model that was wrapped for the current round fail, too, when the round ends.
+
+        It does so in any case but one: where a worker is lost that has sent a part of a message. Takes the place of a hook for
+        communication, so use it only where there is none.
+        """
+        if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
+            waits.guard_gradients(replica)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
         """Rank 0 of the first round: the job trains, and this is the model that joiners must have."""
@@ -552,6 +571,7 @@ class World:
                 # Said before anyone connects: the others would wait for a member that has gone away again.
                 raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
+            self._groups.append(gloo)
             with _as_gloo(gloo):
                 dist.init_process_group(
                     self.backend,
@@ -676,6 +696,7 @@ class World:
 
         store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
         group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
+        self._groups.append(group)
         with self._lock:
             self._sockets += [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in known]
         raise_if_over()  # it may have ended while the sockets were not known yet
@@ -711,6 +732,11 @@ class World:
     def _destroy(self) -> None:
         self._vote = None
         self.wishes = []  # they were said in a round that is over
+        # Models of the round before last have been replaced. This thread must not be the last one to have a group.
+        self._are_unused.set()
+        self._are_unused = threading.Event()
+        former, self._groups = self._groups, []
+        waits.let_go(former, self._are_unused)
         if not dist.is_initialized():
             return
         if "nccl" in self.backend and self._severed:
@@ -720,6 +746,9 @@ class World:
         # unnoticed by the peers, shutting them down does not.
         self._sever(self._member.number, quietly=True)
         dist.destroy_process_group()
+
+    def _round_of_waits(self) -> tuple[int, bool]:
+        return self._member.number, self._severed and time.monotonic() - self._severed_at > AWAKE_S
 
     def _on_view(self, view: View) -> None:
         """Membership thread: cut the group off when it will complete no more collectives."""
@@ -758,8 +787,8 @@ class World:
         with self._lock:
             if number != self._member.number:
                 return
-            if not quietly:
-                self._severed = True
+            if not quietly and not self._severed:
+                self._severed, self._severed_at = True, time.monotonic()
             if self._member.forming:
                 doomed = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
             else:

@@ -1,0 +1,152 @@
+"""Let waits for gloo's collectives end once their round is over.
+
+Whoever waits for a collective is woken by gloo when a connection breaks, but for one: of a message that was on its way, in part
+sent or received, gloo tells nobody (`tcp::Pair::signalException` goes through the operations that have not begun). Its waiter
+would sit there until the timeout of collectives, half an hour. So waits are taken in slices here, and given up between two of
+them once the group was cut off. What hangs is left behind with the group, which must not be destroyed by a thread that has
+anything else to do: the destructor waits for it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.rdzv.member import RoundEndedError
+
+__all__ = ["end_waits_with", "guard_gradients", "let_go"]
+
+SLICE_S = 0.2
+
+POINT_TO_POINT = frozenset((12, 13, 14))
+"""`c10d::OpType` of send, receive and receive from anybody: a wait for one that times out breaks its connections."""
+
+Round = tuple[int, bool]
+
+_find_round: Callable[[], Callable[[], Round] | None] = lambda: None  # noqa: E731
+
+
+def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]]) -> None:
+    """From here on a wait that is begun from Python, and given no timeout, fails once the round in which it was begun is over.
+
+    Args:
+        round_: tells the number of the round that this process is in, and whether its group was cut off so long ago that
+            whatever gloo wakes is awake.
+    """
+    global _find_round
+    _find_round = round_
+    _install()
+
+
+def _round_now() -> Round:
+    round_ = _find_round()
+    return round_() if round_ is not None else (0, False)
+
+
+@functools.cache
+def _install() -> None:
+    work: Any = torch._C._distributed_c10d.Work
+    wait = work.wait
+
+    def guarded_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number, _ = _round_now()
+        if args or kwargs or number == 0:
+            return wait(self, *args, **kwargs)
+        if self._get_op_type() in POINT_TO_POINT:
+            return _wait_beside(number, functools.partial(wait, self))
+        return _wait_in_slices(number, self, wait)
+
+    work.wait = guarded_wait
+
+
+def _wait_in_slices(number: int, work: Any, wait: Callable[..., Any]) -> Any:
+    while True:
+        try:
+            return wait(work, timedelta(seconds=SLICE_S))
+        except RuntimeError as error:
+            if work.is_completed() or "timed out" not in str(error):
+                raise
+        _raise_if_over(number)
+
+
+def _wait_beside(number: int, wait: Callable[[], Any]) -> Any:
+    """Wait in a thread of its own, which is left behind if nothing comes."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(wait())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="dlrover-wait", daemon=True).start()
+    while not wait_for_futures([done], SLICE_S).done:
+        _raise_if_over(number)
+    return done.result()
+
+
+def _raise_if_over(number: int) -> None:
+    now, is_cut_off = _round_now()
+    if now != number or is_cut_off:
+        raise RoundEndedError(f"round {number} ended in the middle of a message between two workers")
+
+
+def guard_gradients(replica: DistributedDataParallel) -> None:
+    """Let DDP's backward pass end with its round, too: it waits for the reduced gradients where Python has no say.
+
+    They are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a static graph, whose
+    first pass reduces them later than that.
+    """
+    if replica.static_graph:
+        return
+    group: Any = replica.process_group
+    scale = 1.0 / group.size()
+    its_replica = weakref.ref(replica)  # in a cycle with the reducer it would live for ever
+    pending: list[Any] = []
+
+    def await_all() -> None:
+        works = pending.copy()
+        pending.clear()
+        for work in works:
+            work.wait()
+
+    def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            pending.clear()  # of a pass that failed
+        values = bucket.buffer().mul_(scale)
+        pending.append(group.allreduce([values]))
+        if getattr(its_replica(), "static_graph", True):
+            await_all()  # made static after it was wrapped
+        else:
+            # Run before what DDP queues after the last bucket, which takes the values. For every bucket: this may be a pass
+            # within another one, each of which runs what was queued in it.
+            torch.autograd.Variable._execution_engine.queue_callback(await_all)
+        # Not the work's own future: a thread of gloo's would call into Python, and abort a process that is about to end.
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(values)
+        return done
+
+    replica.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+
+
+def let_go(groups: Sequence[object], after: threading.Event) -> None:
+    """Drop groups once `after` is set, in a thread that may hang in their destructors; at the process's end it never does.
+
+    The caller must hold none of them any more, in `groups` neither.
+    """
+    kept = list(groups)
+
+    def drop() -> None:
+        after.wait()
+        kept.clear()
+
+    threading.Thread(target=drop, name="dlrover-let-go", daemon=True).start()

@@ -1,0 +1,162 @@
+"""Two workers, one of which is lost in the middle of a message, for `test_waits.py`: `python broken_off.py SCENARIO FOLDER`.
+
+Prints what became of the other one, as JSON. Both are forked before either has a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.rdzv import waits
+
+NUM_VALUES = 1 << 27  # 512 MiB: on the way for long enough to be met there
+
+
+class Round:
+    """That both are in."""
+
+    cut_off_at: float | None = None
+
+    def cut_off(self) -> None:
+        self.cut_off_at = time.monotonic()
+
+    def now(self) -> tuple[int, bool]:
+        return 1, self.cut_off_at is not None
+
+
+def join(folder: Path, rank: int) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
+
+
+def once_begun(values: torch.Tensor, act: Callable[[], object]) -> None:
+    """Act as soon as a part of the values has come, and not all of them."""
+
+    def watch() -> None:
+        while values[0] == 0:
+            pass
+        if values[-1] == 0:
+            act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def lose(scenario: str) -> None:
+    """Be the worker that is lost."""
+    values = torch.zeros(NUM_VALUES)
+    if scenario == "broadcast":
+        dist.broadcast(values.fill_(1), 1)
+    elif scenario == "receive":
+        dist.send(values.fill_(1), 0)
+    elif scenario == "send":
+        once_begun(values, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        dist.recv(values, 0)
+    elif scenario == "gradients":
+        gradients()
+    time.sleep(600)
+
+
+def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, Any]) -> None:
+    values = torch.zeros(NUM_VALUES)
+
+    def kill() -> None:
+        os.kill(peer, signal.SIGKILL)
+
+    def cut_off() -> None:
+        os.waitpid(peer, 0)
+        time.sleep(0.5)  # for gloo to say so, if it does
+        round_.cut_off()
+
+    if scenario == "backward":
+        replica = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)
+        waits.guard_gradients(replica)
+        threading.Timer(0.5, round_.cut_off).start()  # the other one never comes to it
+        replica(torch.ones(2, 4)).sum().backward()
+        return
+    if scenario == "broadcast":
+        once_begun(values, kill)
+        work = dist.broadcast(values, 1, async_op=True)
+        assert work is not None
+        os.waitpid(peer, 0)
+        try:
+            work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            found["gloo"] = str(error)
+        round_.cut_off()
+        work.wait()
+        return
+    threading.Thread(target=cut_off, daemon=True).start()
+    if scenario == "receive":
+        once_begun(values, kill)
+        dist.recv(values, 1)
+    elif scenario == "send":
+        dist.send(values.fill_(1), 1)
+
+
+def gradients() -> list[list[float]]:
+    """Of one model, guarded and not, by two workers with other samples."""
+    found = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
+        replica = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        if is_guarded:
+            waits.guard_gradients(replica)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(3):
+            replica(torch.randn(8, 40)).square().sum().backward()
+        found.append([value for p in model.parameters() if p.grad is not None for value in p.grad.flatten().tolist()])
+    return found
+
+
+def outcome(scenario: str, peer: int) -> dict[str, Any]:
+    round_ = Round()
+    waits.end_waits_with(weakref.WeakMethod(round_.now))
+    found: dict[str, Any] = {}
+    if scenario == "gradients":
+        plain, guarded = gradients()
+        return {"equal": plain == guarded, "num": len(plain)}
+    try:
+        wait_for_the_lost(scenario, peer, round_, found)
+    except RuntimeError as error:
+        found |= {"error": type(error).__name__, "text": str(error), "after_s": time.monotonic() - (round_.cut_off_at or 0.0)}
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    are_unused = threading.Event()
+    waits.let_go([group], are_unused)
+    del group
+    dist.destroy_process_group()
+    are_unused.set()
+    return found
+
+
+def main(scenario: str, folder: Path) -> None:
+    peer = os.fork()
+    if peer == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    join(folder, 1 if peer == 0 else 0)
+    if peer == 0:
+        lose(scenario)
+    print(json.dumps(outcome(scenario, peer)))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(peer, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
