@@ -67,6 +67,15 @@ def _keep_socket_paths_short() -> None:
             tempfile.tempdir = folder
 
 
+def _leave_deaths_to_fetching(batches: Any) -> None:
+    """Let the death of a loader worker be told by the next batch alone.
+
+    torch's handler of SIGCHLD raises wherever the main thread happens to be, in the user's step, too.
+    """
+    torch._C._remove_worker_pids(id(batches))
+    batches._worker_pids_set = False
+
+
 def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
     """The half-open range of a global batch that one worker processes.
 
@@ -495,6 +504,8 @@ class ElasticLoader:
         finally:
             if was_enabled:
                 gc.enable()
+        if loader.num_workers and not self.users_num_workers:
+            _leave_deaths_to_fetching(feed.batches)
 
     def _cannot_be_shared(self) -> bool:
         """Whether processes that are forked would disturb each other; `refusal` then says why."""

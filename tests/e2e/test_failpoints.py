@@ -91,6 +91,7 @@ EITHER = {
     "LeaseKeepAlive",
     "put events",
     "put convener",
+    "delete convener",
     "put workers/own:reforming",
 }
 """Made by whichever worker comes first, or only when a scenario takes long enough."""
