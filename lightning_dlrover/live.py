@@ -95,6 +95,7 @@ class Progress:
 
     phase: Phase
     round_number: int
+    steps_in_round: int
     batch: int  # global batches handed out over all epochs
     counts: tuple[int, ...]  # of updates, collectives and validation batches
 
@@ -1056,7 +1057,8 @@ class LiveTraining:
         else:
             phase = "step" if self._in_step else "between"
         counts = (self._updates, self._collective, self._epoch_loop.val_loop.batch_progress.total.ready)
-        return Progress(phase, self.formation.round.number if self.formation is not None else 0, self._batch, counts)
+        number = self.formation.round.number if self.formation is not None else 0
+        return Progress(phase, number, self._pace.steps_in_round, self._batch, counts)
 
     @property
     def is_in_collective(self) -> bool:

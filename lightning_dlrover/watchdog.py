@@ -157,14 +157,11 @@ class _Hangs:
         self._told_at: float | None = None  # this hang; by whomever
         self._progress: Progress | None = None
         self._since = time.monotonic()
-        self._round = (0, 0)  # and the batch that it began with, as far as this worker knows
 
     def look(self, now: float, was_stopped: bool) -> None:
         progress = self._live.progress
         if progress != self._progress or was_stopped:
             self._progress, self._since, self._told_at = progress, now, None
-        if progress.round_number != self._round[0]:
-            self._round = progress.round_number, progress.batch
         request = self._membership.stacks_request()
         if request is not None and request.number > self._answered:
             self._answer(request, now)
@@ -173,7 +170,7 @@ class _Hangs:
             self._conclude(now)
         elif self._patience.floor_s > 0 and (self._told_at is None or now - self._told_at > self._patience.again_s):
             phase = "debugger" if is_in_debugger() else progress.phase
-            limit_s = self._patience.limit_s(phase, progress.batch - self._round[1], self._live.step_time_s)
+            limit_s = self._patience.limit_s(phase, progress.steps_in_round, self._live.step_time_s)
             if now - self._since > limit_s:
                 self._ask(now)
 

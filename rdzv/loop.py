@@ -54,6 +54,7 @@ class Pace:
         self._wishes = wishes
         self._check_interval_s = check_interval_s
         self.step_time_s = 0.0  # of late; 0 while none is known
+        self.steps_in_round = 0  # that this worker has ended
         self._step_end = 0.0
         self._was_held_up = False  # the step being made holds a change of the world
         self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, workers then
@@ -62,6 +63,7 @@ class Pace:
     def step_ended(self) -> None:
         """Call between two steps, before anything else that takes time."""
         now = time.perf_counter()
+        self.steps_in_round += 1
         if self._step_end and not self._was_held_up:
             took = now - self._step_end
             self.step_time_s = took if not self.step_time_s else 0.8 * self.step_time_s + 0.2 * took
@@ -97,6 +99,7 @@ class Pace:
     def went_on(self, place: int) -> None:
         """A new round is ready for the step at `place`, the same on all its workers."""
         self._next_vote = place
+        self.steps_in_round = 0
         self._was_held_up = True
         if self._held_up_since is None:
             return
