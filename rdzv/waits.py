@@ -103,10 +103,10 @@ def _raise_if_over(number: int) -> None:
 def guard_gradients(replica: DistributedDataParallel) -> None:
     """Let DDP's backward pass end with its round, too: it waits for the reduced gradients where Python has no say.
 
-    They are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a static graph, whose
-    first pass reduces them later than that.
+    They are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has a hook for
+    communication already, as for mixed precision, nor to a static graph, whose first pass reduces gradients later than that.
     """
-    if replica.static_graph:
+    if replica.static_graph or replica._comm_hooks:
         return
     group: Any = replica.process_group
     scale = 1.0 / group.size()

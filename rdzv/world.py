@@ -376,8 +376,8 @@ class World:
     def guard(self, replica: DistributedDataParallel) -> None:
         """Let the backward pass of a model that was wrapped for the current round fail, too, when the round ends.
 
-        It does so in any case but one: where a worker is lost that has sent a part of a message. Takes the place of a hook for
-        communication, so use it only where there is none.
+        It does so in any case but one: where a worker is lost that has sent a part of a message. A model that has a hook for
+        communication is left alone.
         """
         if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
             waits.guard_gradients(replica)

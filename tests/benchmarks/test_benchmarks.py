@@ -37,6 +37,7 @@ def quick_result(script: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
     result = quick_result("live_resize.py")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from test_benchmarks import DEADLINE_S, quick_result
+from test_benchmarks import DEADLINE_S, quick_result, takes_minutes
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_resharding_in_memory_moves_the_least_and_is_shorter_than_a_restart() -> None:
     result = quick_result("reshard.py")
@@ -24,6 +25,7 @@ def test_resharding_in_memory_moves_the_least_and_is_shorter_than_a_restart() ->
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_snapshots_leave_most_of_the_throughput() -> None:
     result = quick_result("snapshot.py")

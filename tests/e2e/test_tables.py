@@ -446,6 +446,22 @@ def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(ne
     assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
 
 
+def test_what_no_copy_covers_is_lost_and_the_job_goes_back_to_its_checkpoint(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, save_at=20, replicas=0)
+    job = new_job(settings)
+    started(job, 2)
+    job.wait_for_step(30)
+    job.workers[1].kill()  # with its host, as far as the other one can see
+    assert job.workers[0].wait() not in (0, -9)
+    assert "start again" in job.workers[0].output
+    again = [job.start(), job.start()]  # as agents do
+    codes = job.finish()
+    assert codes[2:] == [0, 0], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 21
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
+    assert any("cannot be used: nobody has the parts of" in event.text for event in job.events("snapshot"))
+
+
 def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, on_disk=True)
     job = new_job(settings, lease_ttl_s=8)
