@@ -97,7 +97,7 @@ class OwnClock:
         def timed_wait(self_: Any, *args: Any, **kwargs: Any) -> Any:
             clock = OwnClock._running
             assert clock is not None
-            if threading.get_ident() != clock._thread:
+            if threading.get_ident() != clock._thread or clock.is_stopped:
                 return wait(self_, *args, **kwargs)
             started = clock._now()
             clock.is_stopped = True
@@ -127,7 +127,7 @@ class OwnClock:
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         """Have the end of the backward pass's own work noted; after it DDP waits for the gradients of the others."""
-        self._computed = None
+        self._computed, self.is_stopped = None, False
         if loss.requires_grad:
             loss.register_hook(self._queue_note)  # type: ignore[no-untyped-call]
 

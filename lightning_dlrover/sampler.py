@@ -72,8 +72,9 @@ def _leave_deaths_to_fetching(batches: Any) -> None:
 
     torch's handler of SIGCHLD raises wherever the main thread happens to be, in the user's step, too.
     """
-    torch._C._remove_worker_pids(id(batches))
-    batches._worker_pids_set = False
+    if batches._worker_pids_set:  # not of processes that go on from a former round
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
 
 
 def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:

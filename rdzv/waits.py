@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.member import RoundEndedError
@@ -73,7 +74,9 @@ def _wait_in_slices(number: int, work: Any, wait: Callable[..., Any]) -> Any:
         try:
             return wait(work, timedelta(seconds=SLICE_S))
         except RuntimeError as error:
-            if work.is_completed() or "timed out" not in str(error):
+            if work.is_completed():
+                return wait(work)  # perhaps only since the slice was over
+            if "timed out" not in str(error):
                 raise
         _raise_if_over(number)
 
@@ -101,15 +104,17 @@ def _raise_if_over(number: int) -> None:
 
 
 def guard_gradients(replica: DistributedDataParallel) -> None:
-    """Let DDP's backward pass end with its round, too: it waits for the reduced gradients where Python has no say.
+    """Let DDP's passes end with their round, too: it waits for gradients and buffers where Python has no say.
 
-    They are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has a hook for
-    communication already, as for mixed precision, nor to a static graph, whose first pass reduces gradients later than that.
+    Gradients are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has, or is
+    to have, a hook for communication of its own, nor to a static graph, whose first pass reduces gradients later than that.
     """
-    if replica.static_graph or replica._comm_hooks:
+    has_hook = replica._comm_hooks or any(hasattr(p, "_in_backward_optimizers") for p in replica.module.parameters())
+    if has_hook or replica.static_graph:
         return
     group: Any = replica.process_group
-    scale = 1.0 / group.size()
+    size, is_divided = group.size(), replica.gradient_as_bucket_view  # or multiplied, which rounds otherwise
+    replica._distributed_broadcast_coalesced = functools.partial(_broadcast, group)  # type: ignore[method-assign]
     its_replica = weakref.ref(replica)  # in a cycle with the reducer it would live for ever
     pending: list[Any] = []
 
@@ -122,14 +127,17 @@ def guard_gradients(replica: DistributedDataParallel) -> None:
     def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             pending.clear()  # of a pass that failed
-        values = bucket.buffer().mul_(scale)
+        values = bucket.buffer().div_(size) if is_divided else bucket.buffer().mul_(1.0 / size)
         pending.append(group.allreduce([values]))
         if getattr(its_replica(), "static_graph", True):
             await_all()  # made static after it was wrapped
         else:
             # Run before what DDP queues after the last bucket, which takes the values. For every bucket: this may be a pass
             # within another one, each of which runs what was queued in it.
-            torch.autograd.Variable._execution_engine.queue_callback(await_all)
+            try:
+                torch.autograd.Variable._execution_engine.queue_callback(await_all)
+            except RuntimeError:  # not in a backward pass, as for a worker that has run out of inputs
+                await_all()
         # Not the work's own future: a thread of gloo's would call into Python, and abort a process that is about to end.
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(values)
@@ -138,10 +146,25 @@ def guard_gradients(replica: DistributedDataParallel) -> None:
     replica.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
-def let_go(groups: Sequence[object], after: threading.Event) -> None:
-    """Drop groups once `after` is set, in a thread that may hang in their destructors; at the process's end it never does.
+def _broadcast(group: Any, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+    """Give all workers one worker's tensors; those of one kind at once."""
+    options = dist.BroadcastOptions()
+    options.rootRank = authoritative_rank
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in kinds.values():
+        together = torch.cat([tensor.flatten() for tensor in alike])
+        group.broadcast([together], options).wait()
+        if group.rank() != authoritative_rank:
+            for tensor, values in zip(alike, torch.split(together, [t.numel() for t in alike]), strict=True):
+                tensor.copy_(values.view_as(tensor))
 
-    The caller must hold none of them any more, in `groups` neither.
+
+def let_go(groups: Sequence[object], after: threading.Event) -> threading.Thread:
+    """Drop groups once `after` is set, in a thread that may hang in their destructors. The caller drops them, too.
+
+    A thread that comes back from there while the process ends would abort it: do not set `after` then.
     """
     kept = list(groups)
 
@@ -149,4 +172,6 @@ def let_go(groups: Sequence[object], after: threading.Event) -> None:
         after.wait()
         kept.clear()
 
-    threading.Thread(target=drop, name="dlrover-let-go", daemon=True).start()
+    thread = threading.Thread(target=drop, name="dlrover-let-go", daemon=True)
+    thread.start()
+    return thread

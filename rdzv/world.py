@@ -218,6 +218,8 @@ class World:
         self._severed_at = 0.0
         self._groups: list[dist.ProcessGroupGloo] = []  # of the round
         self._are_unused = threading.Event()  # set when nobody has the groups of the round before any more
+        self._keeping: list[threading.Thread] = []  # these groups
+        self._dropping: list[threading.Thread] = []  # those of the round before that
         self._next_probe = 0.0
         self._next_reach_probe = 0.0
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
@@ -374,9 +376,9 @@ class World:
         return run_blocking(self._member.recover(hello))
 
     def guard(self, replica: DistributedDataParallel) -> None:
-        """Let the backward pass of a model that was wrapped for the current round fail, too, when the round ends.
+        """Let the passes of a model that was wrapped for the current round end with the round in any case.
 
-        It does so in any case but one: where a worker is lost that has sent a part of a message. A model that has a hook for
+        By themselves they do but for one case: a worker is lost that has sent a part of a message. A model that has a hook for
         communication is left alone.
         """
         if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
@@ -414,7 +416,9 @@ class World:
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
-        self._destroy()
+        self._destroy(is_last=True)
+        for thread in self._dropping:
+            thread.join(0.5)  # if it does not hang: a thread that comes back from there while the process ends aborts it
         self.membership.close()
         self._client.close()
 
@@ -729,14 +733,17 @@ class World:
 
     # --- tearing down ------------------------------------------------------------------------------------------------
 
-    def _destroy(self) -> None:
+    def _destroy(self, is_last: bool = False) -> None:
         self._vote = None
         self.wishes = []  # they were said in a round that is over
-        # Models of the round before last have been replaced. This thread must not be the last one to have a group.
-        self._are_unused.set()
-        self._are_unused = threading.Event()
+        # This thread must not be the last one to have a group: see `waits`. Since this round was formed nobody has those of the
+        # one before any more, as models were wrapped anew.
+        if dist.is_initialized() and not is_last:
+            self._are_unused.set()
+            self._are_unused = threading.Event()
+            self._dropping, self._keeping = self._keeping, []
         former, self._groups = self._groups, []
-        waits.let_go(former, self._are_unused)
+        self._keeping.append(waits.let_go(former, self._are_unused))
         if not dist.is_initialized():
             return
         if "nccl" in self.backend and self._severed:

@@ -286,6 +286,22 @@ def test_loader_workers_survive_a_change_of_the_world() -> None:
         loader.close()
 
 
+def test_loader_workers_that_a_plan_has_asked_for_survive_a_change_of_the_world() -> None:
+    loader = elastic(80, 8)
+    try:
+        next(loader)
+        while not loader.retune(1):
+            next(loader)
+        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        for world_size in (2, 1):
+            loader.reshard(0, world_size)
+            next(loader)
+        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+        assert not loader.refusal
+    finally:
+        loader.close()
+
+
 def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
     loader = elastic(16, 8, num_workers=1)
     try:

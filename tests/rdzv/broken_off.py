@@ -1,4 +1,6 @@
-"""Two workers, one of which is lost in the middle of a message, for `test_waits.py`: `python broken_off.py SCENARIO FOLDER`.
+"""Two workers, one of which is lost in the middle of a message, for `test_waits.py`.
+
+    python broken_off.py SCENARIO FOLDER [drop]
 
 Prints what became of the other one, as JSON. Both are forked before either has a thread.
 """
@@ -83,11 +85,14 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
         time.sleep(0.5)  # for gloo to say so, if it does
         round_.cut_off()
 
-    if scenario == "backward":
-        replica = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)
+    if scenario in ("forward", "backward"):
+        layers = [torch.nn.Linear(4, 4), *([torch.nn.BatchNorm1d(4)] if scenario == "forward" else [])]
+        replica = DistributedDataParallel(torch.nn.Sequential(*layers), init_sync=False)
         waits.guard_gradients(replica)
         threading.Timer(0.5, round_.cut_off).start()  # the other one never comes to it
-        replica(torch.ones(2, 4)).sum().backward()
+        loss = replica(torch.ones(2, 4)).sum()
+        found["forward"] = "done"
+        loss.backward()
         return
     if scenario == "broadcast":
         once_begun(values, kill)
@@ -110,28 +115,31 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
 
 
 def gradients() -> list[list[float]]:
-    """Of one model, guarded and not, by two workers with other samples."""
+    """Of one model with buffers, not guarded and guarded, by two workers with other samples: last, those of DDP's views."""
     found = []
-    for is_guarded in (False, True):
+    for is_guarded, as_view in ((False, False), (True, False), (False, True), (True, True)):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
-        replica = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        layers = [layer for _ in range(4) for layer in (torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))]
+        model = torch.nn.Sequential(*layers)
+        replica = DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view)
         if is_guarded:
             waits.guard_gradients(replica)
         torch.manual_seed(dist.get_rank())
-        for _ in range(3):
-            replica(torch.randn(8, 40)).square().sum().backward()
-        found.append([value for p in model.parameters() if p.grad is not None for value in p.grad.flatten().tolist()])
+        for i in range(4):
+            with replica.no_sync() if i == 1 else contextlib.nullcontext():
+                replica(torch.randn(8, 40)).square().sum().backward()
+        values = [p.grad for p in model.parameters() if p.grad is not None] + [b.double() for b in model.buffers()]
+        found.append([value for tensor in values for value in tensor.flatten().tolist()])
     return found
 
 
-def outcome(scenario: str, peer: int) -> dict[str, Any]:
+def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     round_ = Round()
     waits.end_waits_with(weakref.WeakMethod(round_.now))
     found: dict[str, Any] = {}
     if scenario == "gradients":
-        plain, guarded = gradients()
-        return {"equal": plain == guarded, "num": len(plain)}
+        plain, guarded, plain_view, guarded_view = gradients()
+        return {"equal": plain == guarded and plain_view == guarded_view, "num": len(plain)}
     try:
         wait_for_the_lost(scenario, peer, round_, found)
     except RuntimeError as error:
@@ -139,24 +147,26 @@ def outcome(scenario: str, peer: int) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     are_unused = threading.Event()
-    waits.let_go([group], are_unused)
+    keeper = waits.let_go([group], are_unused)
     del group
     dist.destroy_process_group()
-    are_unused.set()
+    if is_dropped:  # as in a job that goes on; else as in a process that ends
+        are_unused.set()
+        keeper.join(0.5)
     return found
 
 
-def main(scenario: str, folder: Path) -> None:
+def main(scenario: str, folder: Path, is_dropped: bool) -> None:
     peer = os.fork()
     if peer == 0:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     join(folder, 1 if peer == 0 else 0)
     if peer == 0:
         lose(scenario)
-    print(json.dumps(outcome(scenario, peer)))
+    print(json.dumps(outcome(scenario, peer, is_dropped)))
     with contextlib.suppress(ProcessLookupError):
         os.kill(peer, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), is_dropped=len(sys.argv) > 3)
