@@ -87,6 +87,7 @@ def test_faults_of_etcd_cost_no_job_and_no_step() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
 def test_nodes_join_faster_than_with_torchs_rendezvous_and_are_quiet_while_idle() -> None:
     result = quick_result("rendezvous_scale.py")

@@ -165,7 +165,7 @@ def test_a_worker_whose_agent_is_killed_while_it_imports_torch_ends(dlrover: Dlr
 
 @pytest.mark.timeout(300)
 def test_a_script_that_always_fails_in_training_is_not_started_for_ever(dlrover: Dlrover) -> None:
-    run = dlrover.start("--workers", "2:2", SCRIPT, "--fail-at", 3)
+    run = dlrover.start("--workers", "1:1", SCRIPT, "--fail-at", 3)
     assert run.wait_for_exit(200) == 1, run.output
     dlrover.assert_all_ended()
     lines = run.output.rstrip().splitlines()

@@ -128,14 +128,14 @@ def test_peaks_of_processes_that_trained_are_predicted_for_configurations_left_o
         for batch, (loaders, prefetch), workers in itertools.product((16, 64, 256), ((0, 2), (1, 2), (2, 2), (2, 4)), (1, 2, 4))
     ]
     random.Random(0).shuffle(grid)
-    profiles = measured(grid[:20])
-    model = MemoryModel.fit(profiles[:10])
-    held_out = profiles[10:]
+    profiles = measured(grid[:14])
+    model = MemoryModel.fit(profiles[:8])
+    held_out = profiles[8:]
     predictions = [model.predict(configuration_of(p)) for p in held_out]
     errors = [abs(p.peak_bytes / h.peak_memory_bytes - 1) for p, h in zip(predictions, held_out, strict=True)]
     inside = [p.low_bytes <= h.peak_memory_bytes <= p.high_bytes for p, h in zip(predictions, held_out, strict=True)]
-    usual = statistics.median(p.peak_memory_bytes for p in profiles[:10])
+    usual = statistics.median(p.peak_memory_bytes for p in profiles[:8])
     by_the_usual = statistics.median(abs(usual / h.peak_memory_bytes - 1) for h in held_out)
     assert statistics.median(errors) <= 0.10
     assert statistics.median(errors) < by_the_usual / 2  # the configurations do differ
-    assert sum(inside) >= 8
+    assert sum(inside) >= 5
