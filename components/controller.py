@@ -1,7 +1,8 @@
 """Keep the nodes of one job as its plan says.
 
 `Controller` holds the job's `controller` key, looks at etcd and at the scheduler, lets `reconcile.py` decide and carries that
-out. What it knows is in etcd, so it may be started again.
+out. Whatever it must not forget is in etcd before it acts, so it may be killed at any moment and started again: a node's name
+is written down before the scheduler is asked for it, its cancellation before it is cancelled.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+import psutil
+
+from lightning_dlrover.components.logs import LogFile
 from lightning_dlrover.components.post_mortem import PostMortem, examine
 from lightning_dlrover.components.reconcile import (
     Action,
@@ -31,7 +37,19 @@ from lightning_dlrover.components.reconcile import (
     Warn,
     reconcile,
 )
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdError, Lease, Mirror, Put, absent, modified
+from lightning_dlrover.components.target import App, NotTakenError, Target, TargetError
+from lightning_dlrover.rdzv.client import (
+    Delete,
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    Lease,
+    Mirror,
+    Put,
+    absent,
+    created,
+    modified,
+)
 from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
     HISTORY_TTL_S,
@@ -39,6 +57,8 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodeRecord,
+    NodesRecord,
     PlanRecord,
     RecordError,
     decode,
@@ -46,14 +66,14 @@ from lightning_dlrover.rdzv.records import (
 )
 from lightning_dlrover.rdzv.rounds import View
 
-if TYPE_CHECKING:
-    from lightning_dlrover.components.targets import Target
-
 __all__ = ["Controller", "ControllerBusyError", "Limits"]
 
 log = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
+MAX_ENDED = 64
+"""Nodes that have ended and are remembered, the newest: errors that come again and again are counted among them."""
+
 SAME_FAILURE_S = 30.0
 """Nodes that fail within so many seconds of each other fail for one reason: the first one's."""
 
@@ -74,29 +94,57 @@ class Limits:
 class _App:
     """What we remember of one node."""
 
-    handle: str
+    handle: str  # empty while it is not known whether the scheduler has taken it on
     started_at: float
+    asked_at: float  # seconds since the epoch
     status: AppStatus = "pending"
     agent_seen: bool = False
     has_worker: bool = False
     is_member: bool = False
+    running_since: float | None = None
     worker_seen_at: float | None = None
     member_seen_at: float | None = None
     ended_at: float | None = None
+    missing_since: float | None = None  # that the scheduler does not show what it was asked for
+    cancelled_at: float | None = None  # last time that the scheduler was told; None also while it could not be
     post_mortem: PostMortem | None = None
     stopped_job: bool = False
     warned: bool = False
     cancelled: bool = False
     all_shown: bool = False
-    shown: dict[Path, int] = field(default_factory=dict)  # bytes of each file
+    saved: NodeRecord | None = None  # what etcd holds
+    files: dict[Path, LogFile] = field(default_factory=dict)
 
     @property
     def is_living(self) -> bool:
-        return self.status in ("pending", "running")
+        """Whether it counts: one that was cancelled has to end, and nothing else is expected of it."""
+        return self.status in ("pending", "running") and not self.cancelled
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status not in ("pending", "running")
+
+    def record(self, now: float) -> NodeRecord:
+        if not self.has_ended:
+            state: Literal["asked", "started"] = "started" if self.handle else "asked"
+            return NodeRecord(state, self.handle, self.asked_at, cancelled=self.cancelled)
+        ended_at = self.saved.ended_at if self.saved and self.saved.ended_at else time.time() - (now - (self.ended_at or now))
+        return NodeRecord(
+            "ended",
+            self.handle,
+            self.asked_at,
+            ended_at,
+            self.cancelled,
+            self.status,  # type: ignore[arg-type]
+            self.post_mortem.error[:2000] if self.post_mortem else "",
+            self.stopped_job,
+        )
 
 
 class Controller:
-    """Carries out a job's plan on one target. Use as a context manager: leaving it ends all nodes that it started.
+    """Carries out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
+
+    A process that is killed leaves nodes behind where they outlive it; the next controller of the job goes on with them.
 
     Args:
         client: connected.
@@ -104,9 +152,11 @@ class Controller:
         target: where nodes run.
         limits: the plan is kept within these; the lower one is the first plan.
         show: called with every line of the nodes' output, the node's name in front.
+        hurry: when set, the end of cancelled nodes is not waited for.
 
     Raises:
         ControllerBusyError: another controller acts for the job.
+        ValueError: the job's nodes run on another kind of target.
     """
 
     def __init__(
@@ -118,6 +168,7 @@ class Controller:
         run_dir: str = "",
         show: Callable[[str], None] = print,
         patience: Patience | None = None,
+        hurry: threading.Event | None = None,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -125,20 +176,27 @@ class Controller:
         self._limits = limits
         self._show = show
         self._patience = patience or Patience()
+        self._hurry = hurry or threading.Event()
         self._apps: dict[str, _App] = {}
+        self._strays: dict[str, float] = {}  # handles of nodes that nobody has asked for, and when they were last cancelled
+        self._nodes: NodesRecord | None = None
         self._failures_in_a_row = 0
         self._failed_at = 0.0
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
         self._etcd_away_since: float | None = None
+        self._scheduler_away_since: float | None = None
         self._record = ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
         client.share_lifetime(keys.root, HISTORY_TTL_S)
-        self._lease = self._take_over()
+        self._lease, self._fence = self._take_over()
         self._mirror = Mirror(client, keys.live)
-        # Nodes of a controller before us may still be ending; their names must not be taken for ours.
-        labels = [agent.labels.get("node", "") for agent in self._view().agents.values()]
-        self._num_started = max((int(m[1]) for label in labels if (m := re.fullmatch(r"node(\d+)", label))), default=0)
+        try:
+            self._adopt()
+        except BaseException:
+            self._mirror.close()
+            self._lease.revoke()
+            raise
         plan = PlanRecord(
             limits.min_workers,
             "initial",
@@ -162,10 +220,12 @@ class Controller:
         """
         may_act = self._holds_key()
         view = self._view()
+        self._compare(may_act)
         self._look(view)
         end = self._act(reconcile(self._job_view(view, may_act), self._patience))
         self._show_output()
         if may_act:
+            self._save()
             self._publish_apps()
         return end
 
@@ -185,18 +245,42 @@ class Controller:
         _, first = min((f for f in known if f[0] >= last - SAME_FAILURE_S), key=lambda f: f[0])
         return first.traceback or first.error
 
+    @property
+    def mark(self) -> str:
+        """What is in the name of each of the job's nodes at its scheduler."""
+        return self._nodes.mark if self._nodes else ""
+
     def end_nodes(self) -> None:
-        """End all nodes that are still running."""
-        self._cancel([name for name, app in self._apps.items() if app.is_living])
+        """End all nodes that are still running, and wait until they have ended, at most for `Patience.cancel_s`."""
+        deadline = time.monotonic() + self._patience.cancel_s
+        self._cancel([name for name, app in self._apps.items() if not app.has_ended])
+        while left := [name for name, app in self._apps.items() if not app.has_ended]:
+            if time.monotonic() > deadline or self._hurry.is_set():
+                break
+            time.sleep(0.1)
+            self._compare(may_act=True)
+            for app in self._apps.values():
+                if app.handle and self._target.status(app.handle) not in ("pending", "running"):
+                    app.status = "cancelled" if app.cancelled else app.status
+        if left:
+            log.error(
+                "run %s: %s were cancelled %.0f s ago and %s still lists them: look after them yourself",
+                *(self._keys.run_id, ", ".join(left), self._patience.cancel_s, self._target.name),
+            )
+        self._save()
         self._show_output()
 
     def close(self) -> None:
-        """End all nodes that are still running, and give the job's controller key back."""
+        """End all nodes that are still running, and give the job's controller key back.
+
+        What another controller has taken over meanwhile is left to it.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self.end_nodes()
+            if not (self._target.outlives_controller and self._lease.lost.is_set()):
+                self.end_nodes()
         finally:
             self._target.close()
             self._mirror.close()
@@ -207,25 +291,44 @@ class Controller:
 
     # --- the right to act ----------------------------------------------------------------------------------------------
 
-    def _take_over(self) -> Lease:
-        """A lease that holds the controller key.
+    def _take_over(self) -> tuple[Lease, int]:
+        """A lease that holds the controller key, and that key's create revision: the fence of all that we write.
 
         Raises:
             ControllerBusyError: another one holds it.
         """
-        lease = self._client.lease(LEASE_TTL_S)
         key = self._keys.controller
-        if not self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)]).succeeded:
-            lease.revoke()
-            raise ControllerBusyError(_busy_text(self._client, self._keys))
-        return lease.keep_alive()
+        deadline = time.monotonic() + 2 * LEASE_TTL_S
+        # Only its lease says for certain that it is gone: another container of this host may have its name and other processes.
+        while self._holder_seems_dead() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        lease = self._client.lease(LEASE_TTL_S)
+        self._record = dataclasses.replace(self._record, apps={})
+        if self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)]).succeeded:
+            entry = self._client.get(key)
+            if entry is not None and entry.lease_id == lease.id:
+                return lease.keep_alive(), entry.create_revision
+        lease.revoke()
+        raise ControllerBusyError(_busy_text(self._client, self._keys))
+
+    def _holder_seems_dead(self) -> bool:
+        """Whether the key is held by a process of this host that does not exist."""
+        entry = self._client.get(self._keys.controller)
+        if entry is None:
+            return False
+        try:
+            record = decode(ControllerRecord, entry.value, entry.key)
+        except RecordError:
+            return False
+        return record.host == self._record.host and record.pid > 0 and not psutil.pid_exists(record.pid)
 
     def _holds_key(self) -> bool:
         """Whether etcd answers and we are the one who acts. Comes back by itself after both have been lost."""
         try:
             if self._lease.lost.is_set():
                 self._lease.close()
-                self._lease = self._take_over()
+                self._lease, self._fence = self._take_over()
+                self._adopt()  # another controller may have acted in between
         except EtcdError:
             return False
         healthy = self._mirror.healthy
@@ -235,6 +338,91 @@ class Controller:
             log.warning("run %s: etcd %s", self._keys.run_id, state)
         return healthy
 
+    # --- what outlives us -----------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take note of what controllers before us have done.
+
+        Raises:
+            ValueError: their nodes run on another kind of target, and may live.
+        """
+        revision, nodes = self._read_nodes()
+        _, entries = self._client.get_prefix(self._keys.each_node)
+        records = {entry.key.removeprefix(self._keys.each_node): entry for entry in entries}
+        found = {name: record for name, entry in records.items() if (record := self._decoded(entry)) is not None}
+        living = [name for name, record in found.items() if record.state != "ended"]
+        outlived = nodes is not None and nodes.target != "local"
+        if nodes is None or (nodes.target != self._target.name and not (living and outlived)):
+            # A node that has registered without a record is older than such records, and its name is taken.
+            names = [agent.labels.get("node", "") for agent in self._view().agents.values()]
+            newest = max((int(m[1]) for name in [*names, *records] if (m := re.fullmatch(r"node(\d+)", name))), default=0)
+            newest = max(newest, nodes.num_started if nodes else 0)
+            mark = self._nodes.mark if self._nodes else uuid.uuid4().hex[:10]
+            nodes = NodesRecord(self._target.name, mark, newest, nodes.stop if nodes else "")
+            self._write(self._keys.nodes, nodes, revision)
+        if nodes.target != self._target.name:
+            raise ValueError(
+                f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
+                f"(--target {nodes.target}), or end it with `dlrover cancel {self._keys.run_id}`"
+            )
+        self._nodes = nodes
+        self._target.open(nodes.mark)
+        now = time.monotonic()
+        for name, record in found.items():
+            if name in self._apps:
+                self._apps[name].saved = record
+            elif self._target.outlives_controller:
+                self._apps[name] = _restored(record, now)
+            else:  # it has ended with the controller that started it
+                self._forget(name)
+
+    def _read_nodes(self) -> tuple[int, NodesRecord | None]:
+        """What we know of the nodes as a whole, and the revision that it was written at; 0: it was not."""
+        entry = self._client.get(self._keys.nodes)
+        if entry is None:
+            return 0, None
+        return entry.mod_revision, decode(NodesRecord, entry.value, entry.key)
+
+    def _decoded(self, entry: KeyValue) -> NodeRecord | None:
+        try:
+            return decode(NodeRecord, entry.value, entry.key)
+        except RecordError as error:
+            log.error("run %s: ignored a record: %s", self._keys.run_id, error)
+            return None
+
+    def _write(self, key: str, record: NodesRecord | NodeRecord, revision: int | None = None) -> None:
+        """Write a record if we still are the one who acts and, if `revision` is given, nobody has written it since.
+
+        Raises:
+            EtcdError: it was not written, or nobody can tell.
+        """
+        unchanged = [modified(key) == revision] if revision is not None else []
+        fence = created(self._keys.controller) == self._fence
+        if not self._client.txn([fence, *unchanged], [Put(key, encode(record))]).succeeded:
+            raise EtcdError(f"run {self._keys.run_id}: {key!r} was not written: another controller acts, or has written it")
+
+    def _forget(self, name: str) -> None:
+        fence = created(self._keys.controller) == self._fence
+        with contextlib.suppress(EtcdError):  # it is tried again by whoever comes next
+            self._client.txn([fence], [Delete(self._keys.each_node + name)])
+
+    def _save(self) -> None:
+        """Bring etcd up to what we know; what cannot be written now is written with the next step."""
+        now = time.monotonic()
+        try:
+            for name, app in self._apps.items():
+                record = app.record(now)
+                if record != app.saved:
+                    self._write(self._keys.each_node + name, record)
+                    app.saved = record
+        except EtcdError as error:
+            log.info("run %s: what became of the nodes is written later: %s", self._keys.run_id, error)
+            return
+        ended = sorted((app.ended_at or now, name) for name, app in self._apps.items() if app.has_ended and app.all_shown)
+        for _, name in ended[: max(0, len(ended) - MAX_ENDED)]:
+            self._forget(name)
+            del self._apps[name]
+
     # --- looking -------------------------------------------------------------------------------------------------------
 
     def _view(self) -> View:
@@ -242,6 +430,53 @@ class Controller:
             log.error("run %s: ignored a record: %s", self._keys.run_id, error)
 
         return read_view(self._mirror.snapshot(), self._keys, self._cache, bad)
+
+    def _compare(self, may_act: bool) -> None:
+        """Settle what the scheduler and we know differently: nodes of unknown fate, and those that nobody has asked for."""
+        now = time.monotonic()
+        try:
+            listed = self._target.apps()
+        except TargetError as error:
+            if self._scheduler_away_since is None:
+                self._scheduler_away_since = now
+                log.warning("run %s: nodes are taken to be as they were: %s", self._keys.run_id, error)
+            return
+        if self._scheduler_away_since is not None:
+            log.warning("run %s: %s answers again", self._keys.run_id, self._target.name)
+            self._scheduler_away_since = None
+        for seen in listed:
+            app = self._apps.get(seen.node)
+            if app is not None and not app.handle and not app.has_ended:
+                log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
+                app.handle = seen.handle
+        for name, app in self._apps.items():
+            if app.handle or app.has_ended:
+                continue
+            app.missing_since = app.missing_since if app.missing_since is not None else now
+            if now - app.missing_since > self._patience.submit_s:
+                log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
+                app.status, app.ended_at, app.all_shown = "failed", now, True
+                self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
+        if may_act:
+            self._cancel_again()
+            self._cancel_strays(listed, now)
+
+    def _cancel_strays(self, listed: Sequence[App], now: float) -> None:
+        """End what runs in our name though no record says so: a request that was given up has been carried out after all."""
+        known = {app.handle for app in self._apps.values() if not app.has_ended or app.cancelled}
+        strays = [a for a in listed if a.is_living and a.handle not in known]
+        due = [a for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._patience.cancel_s]
+        # A node whose end we know may be listed as living for a moment.
+        ended_at = {app.handle: app.ended_at or now for app in self._apps.values()}
+        due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._patience.settle_s]
+        if not due:
+            return
+        log.warning("run %s: ending %s: nobody has asked for it", self._keys.run_id, ", ".join(a.handle for a in due))
+        self._strays.update((a.handle, now) for a in due)
+        try:
+            self._target.cancel([a.handle for a in due])
+        except TargetError as error:
+            log.warning("run %s: %s", self._keys.run_id, error)
 
     def _look(self, view: View) -> None:
         """Bring what we remember of the nodes up to date."""
@@ -255,9 +490,15 @@ class Controller:
             app.has_worker, app.is_member = name in with_worker, name in with_member
             app.worker_seen_at = now if app.has_worker else app.worker_seen_at
             app.member_seen_at = now if app.is_member else app.member_seen_at
-            if app.is_living and (status := self._target.status(app.handle)) != app.status:
-                app.status = status
-                if status not in ("pending", "running"):
+            if not app.has_ended and app.handle:
+                status = self._target.status(app.handle)
+                if status == "running" and app.running_since is None:
+                    app.running_since = now
+                if status == app.status:
+                    continue
+                ended = status not in ("pending", "running")
+                app.status = "cancelled" if ended and app.cancelled else status
+                if ended and not app.cancelled:
                     self._note_end(name, app, view, now, is_last=not with_member - {name})
 
     def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
@@ -278,13 +519,13 @@ class Controller:
         nodes = [
             Node(
                 name=name,
-                status=app.status,
+                status="cancelled" if app.cancelled else app.status,
                 agent_seen=app.agent_seen,
                 has_worker=app.has_worker,
                 is_member=app.is_member,
                 workerless_s=now - app.worker_seen_at if app.worker_seen_at is not None else 0.0,
                 idle_s=now - (app.member_seen_at or app.started_at),
-                age_s=now - app.started_at,
+                age_s=now - app.running_since if app.running_since is not None else 0.0,
                 ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
                 error=app.post_mortem.error if app.post_mortem else "",
                 stopped_job=app.stopped_job,
@@ -302,17 +543,26 @@ class Controller:
             etcd_away_s=now - self._etcd_away_since if self._etcd_away_since is not None else 0.0,
             failures_in_a_row=self._failures_in_a_row,
             since_failure_s=now - self._failed_at,
+            stop=self._stop_reason(),
         )
+
+    def _stop_reason(self) -> str:
+        entry = self._mirror.get(self._keys.nodes)
+        try:
+            return decode(NodesRecord, entry.value, entry.key).stop if entry else ""
+        except RecordError:
+            return ""  # said when it is read to be written
 
     # --- acting --------------------------------------------------------------------------------------------------------
 
     def _act(self, actions: Sequence[Action]) -> Give | None:
         end = None
+        may_add = True
         cancelled = []
         for action in actions:
             match action:
                 case AddNode():
-                    self._add()
+                    may_add = may_add and self._add()
                 case CancelNode():
                     log.info("run %s: ending %s: %s", self._keys.run_id, action.name, action.reason)
                     cancelled.append(action.name)
@@ -326,28 +576,81 @@ class Controller:
             self._declare_failed(end.reason)
         return end
 
-    def _add(self) -> None:
-        self._num_started += 1
-        name = f"node{self._num_started}"
+    def _add(self) -> bool:
+        """Start one more node; False if this is not the time to start any."""
+        try:
+            name, app = self._ask()
+        except (EtcdError, RecordError) as error:
+            # What is not written down must not exist.
+            log.warning("run %s: no node is started for now: %s", self._keys.run_id, error)
+            return False
+        self._apps[name] = app
         now = time.monotonic()
         try:
-            self._apps[name] = _App(self._target.start(name), now)
+            app.handle = self._target.start(name)
+        except TargetError as error:
+            if not isinstance(error, NotTakenError):
+                log.warning("run %s: whether %s was started is not known yet: %s", self._keys.run_id, name, error)
+                return False
+            self._note_refusal(name, app, now, str(error))
         except Exception as error:  # schedulers raise what they like
-            log.error("run %s: %s could not be started: %s", self._keys.run_id, name, error)
-            problem = PostMortem(f"it could not be started: {type(error).__name__}: {error}", "")
-            self._apps[name] = _App("", now, "failed", ended_at=now, post_mortem=problem, all_shown=True)
-            self._failures_in_a_row += 1
-            self._failed_at = now
-            return
-        log.info("run %s: started %s", self._keys.run_id, name)
+            self._note_refusal(name, app, now, f"{type(error).__name__}: {error}")
+        else:
+            log.info("run %s: started %s", self._keys.run_id, name)
+        self._save()
+        return not app.has_ended
+
+    def _ask(self) -> tuple[str, _App]:
+        """A new node's name, written down."""
+        revision, nodes = self._read_nodes()
+        if nodes is None:  # somebody has deleted the job's keys
+            assert self._nodes is not None
+            nodes = self._nodes
+        number = nodes.num_started + 1
+        name, record = f"node{number}", NodeRecord("asked", asked_at=time.time())
+        written = dataclasses.replace(nodes, num_started=number)
+        key, own_key = self._keys.nodes, self._keys.each_node + f"node{number}"
+        guard = [created(self._keys.controller) == self._fence, modified(key) == revision, absent(own_key)]
+        if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
+            raise EtcdError(f"{key!r} was written by somebody else meanwhile")
+        self._nodes = written
+        return name, _App("", time.monotonic(), record.asked_at, saved=record)
+
+    def _note_refusal(self, name: str, app: _App, now: float, problem: str) -> None:
+        log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+        app.status, app.ended_at, app.all_shown = "failed", now, True
+        app.post_mortem = PostMortem(f"it could not be started: {problem}", "")
+        self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
 
     def _cancel(self, names: Sequence[str]) -> None:
-        """End nodes, all at once."""
+        """End nodes, all at once. Of those whose fate is unknown, what the scheduler shows later is ended then."""
         for name in names:
             self._apps[name].cancelled = True
-        self._target.cancel([self._apps[name].handle for name in names])
-        for name in names:
-            self._apps[name].status, self._apps[name].ended_at = "cancelled", time.monotonic()
+            self._apps[name].ended_at = self._apps[name].ended_at or time.monotonic()
+        if names:
+            self._save()
+        self._cancel_again()
+
+    def _cancel_again(self) -> None:
+        """Tell the scheduler to end what was cancelled and has not ended."""
+        now = time.monotonic()
+        due = [
+            app
+            for app in self._apps.values()
+            if app.cancelled and not app.has_ended and app.handle
+            if app.cancelled_at is None or now - app.cancelled_at > self._patience.cancel_s / 2
+        ]
+        if not due:
+            return
+        try:
+            self._target.cancel([app.handle for app in due])
+        except TargetError as error:
+            log.warning("run %s: nodes could not be ended, this is tried again: %s", self._keys.run_id, error)
+            return
+        for app in due:
+            app.cancelled_at = now
+            if not self._target.outlives_controller:
+                app.status = "cancelled"
 
     def _publish_apps(self) -> None:
         apps = {name: app.handle for name, app in self._apps.items() if app.is_living}
@@ -380,27 +683,27 @@ class Controller:
 
     def _show_output(self) -> None:
         for name, app in self._apps.items():
-            if app.all_shown:
+            if app.all_shown or not app.handle:
                 continue
             # Only what a node that still lives writes may end in the middle of a line.
-            app.all_shown = not app.is_living
+            app.all_shown = app.has_ended
             for file in self._target.logs(app.handle):
                 if app.cancelled and file.name.startswith("stderr"):
                     continue  # the agent's traceback for a signal that came from us
-                for line in _new_lines(file, app.shown, whole=not app.is_living):
+                for line in app.files.setdefault(file, LogFile(file)).new_lines(whole=app.has_ended):
                     self._show(f"[{name}] {line}")
 
 
-def _new_lines(file: Path, shown: dict[Path, int], whole: bool) -> list[str]:
-    with file.open("rb") as stream:
-        stream.seek(shown.get(file, 0))
-        chunk = stream.read()
-    if not whole:
-        chunk = chunk[: chunk.rfind(b"\n") + 1]
-    shown[file] = shown.get(file, 0) + len(chunk)
-    lines = chunk.decode(errors="replace").removesuffix("\n").split("\n") if chunk else []
-    # A progress bar writes over its line: its last state is enough.
-    return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines]
+def _restored(record: NodeRecord, now: float) -> _App:
+    """A node of an earlier controller. How long it has done nothing is counted anew."""
+    app = _App(record.handle, now, record.asked_at, cancelled=record.cancelled, saved=record)
+    app.ended_at = now if record.cancelled else None
+    if record.state == "ended":
+        app.status = record.outcome or "gone"
+        app.ended_at = now - max(0.0, time.time() - record.ended_at)
+        app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
+        app.stopped_job, app.all_shown = record.stopped_job, True
+    return app
 
 
 def _read(file: Path) -> str:

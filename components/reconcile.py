@@ -25,6 +25,8 @@ class Patience:
     same_error_s: float = 900.0
     first_backoff_s: float = 0.5  # before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0
+    submit_s: float = 20.0  # a scheduler that may have taken a node on shows it
+    cancel_s: float = 60.0  # from a node's cancellation to the next attempt
     exit_s: float = 30.0  # from a worker's last sign to the end of its node
     surplus_s: float = 60.0  # a node that the plan has no room for
     register_s: float = 60.0  # a started node has registered in etcd
@@ -43,7 +45,7 @@ class Node:
     is_member: bool = False  # that worker is a member of the current round
     workerless_s: float = 0.0  # since it last had a registered worker; 0 if it never had one
     idle_s: float = 0.0  # since it last was a member, or since it was started
-    age_s: float = 0.0
+    age_s: float = 0.0  # since it was started; 0 while it waits in a scheduler's queue
     ended_s: float = 0.0  # since it ended
     error: str = ""  # failed: by an error of the script; empty when it was killed
     stopped_job: bool = False  # failed, and with it the last member of the round was gone
@@ -65,6 +67,7 @@ class JobView:
     etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
     failures_in_a_row: int = 0  # without a new round between them
     since_failure_s: float = 0.0
+    stop: str = ""  # why somebody wants the whole job to end
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
     """Why starting nodes again would not help, or None."""
     failed = [node for node in view.nodes if node.status == "failed"]
+    if view.stop:
+        return view.stop
     if view.phase == "failed":
         return "the job has failed"
     # News of the first step may arrive after that of the worker's end.

@@ -1,4 +1,4 @@
-"""Where nodes run: one class per kind of place."""
+"""Nodes on this machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import psutil
+from torchx.specs import AppDef
 
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.node import PARENT_VARIABLE
 from lightning_dlrover.components.reconcile import AppStatus
+from lightning_dlrover.components.target import App, NodeSpec
 from lightning_dlrover.components.torchx_api import TorchXRunner
 
-__all__ = ["LocalTarget", "NodeSpec", "Target"]
+__all__ = ["LocalTarget", "NodeSpec", "node_app"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -28,40 +28,23 @@ MARK_VARIABLE = "DLROVER_STARTED_BY"
 """In the environment of every process of a node."""
 
 
-@dataclass(frozen=True)
-class NodeSpec:
-    """What every node of a job runs."""
+def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
+    """The component of one node.
 
-    script: str
-    script_args: tuple[str, ...]
-    endpoint: str
-    run_id: str
-    prefix: str
-    min_workers: int
-    max_workers: int
-    max_restarts: int = 0
-    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
-
-
-class Target(Protocol):
-    """A place that runs one-node apps."""
-
-    name: str
-
-    def start(self, node: str) -> str:
-        """Start a node and return its app's handle."""
-
-    def status(self, handle: str) -> AppStatus: ...
-
-    def cancel(self, handles: Iterable[str]) -> None:
-        """End apps, all at once, and return when they have ended."""
-
-    def logs(self, handle: str) -> list[Path]:
-        """Files that hold the node's output, those of errors last."""
-
-    def close(self) -> None:
-        """End everything that was started."""
+    Args:
+        dollar: what comes out as one $ after all that replaces ${...} on the way to the script.
+    """
+    return elastic.train(
+        *(argument.replace("$", dollar) for argument in spec.script_args),
+        script=spec.script.replace("$", dollar),
+        rdzv_endpoint=spec.endpoint,
+        rdzv_id=spec.run_id,
+        workers=f"{spec.min_workers}:{spec.max_workers}",
+        node=node,
+        max_restarts=spec.max_restarts,
+        key_prefix=spec.prefix,
+        **spec.access,  # type: ignore[arg-type]
+    )
 
 
 class LocalTarget:
@@ -79,6 +62,7 @@ class LocalTarget:
     """
 
     name = "local"
+    outlives_controller = False
 
     def __init__(self, spec: NodeSpec, log_dir: Path, grace_s: float = 20.0, hurry: threading.Event | None = None) -> None:
         self._spec = spec
@@ -91,21 +75,16 @@ class LocalTarget:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 
+    def open(self, mark: str) -> None:
+        pass  # what was not started by this object has ended with whoever started it
+
+    def apps(self) -> Sequence[App]:
+        return [App(node, handle, True) for handle, node in self._nodes.items()]
+
     def start(self, node: str) -> str:
-        spec = self._spec
-        app = elastic.train(
-            # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
-            *(argument.replace("$", "$$$$") for argument in spec.script_args),
-            script=spec.script.replace("$", "$$$$"),
-            rdzv_endpoint=spec.endpoint,
-            rdzv_id=spec.run_id,
-            workers=f"{spec.min_workers}:{spec.max_workers}",
-            node=node,
-            max_restarts=spec.max_restarts,
-            key_prefix=spec.prefix,
-            **spec.access,  # type: ignore[arg-type]
-        )
-        app.roles[0].env |= {**spec.environment, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
+        # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
+        app = node_app(self._spec, node, dollar="$$$$")
+        app.roles[0].env |= {**self._spec.environment, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
         # One worker per node and several nodes per machine: more threads than cores would only get in each other's way.
         app.roles[0].env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         self._reap_orphans()

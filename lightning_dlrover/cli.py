@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -25,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dlrover.components.target import NodeSpec, Target
     from lightning_dlrover.history import JobEntry, JobHistory
     from lightning_dlrover.job_view import EventLog, JobPlace
     from lightning_dlrover.rdzv.client import EtcdClient
-    from lightning_dlrover.rdzv.records import EventRecord
+    from lightning_dlrover.rdzv.records import EventRecord, Keys, NodesRecord
     from lightning_dlrover.rdzv.rounds import View
+    from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 __all__ = ["main"]
 
@@ -61,13 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     from lightning_dlrover.components.controller import ControllerBusyError
+    from lightning_dlrover.components.target import TargetError
     from lightning_dlrover.history import HistoryError
     from lightning_dlrover.job_view import JobNotFoundError
     from lightning_dlrover.rdzv.client import EtcdError
     from lightning_dlrover.rdzv.records import RecordError
     from lightning_dlrover.rdzv.server import EtcdServerError
 
-    refusals = (UsageError, HistoryError, JobNotFoundError, ControllerBusyError, EtcdError, EtcdServerError, RecordError)
+    refusals = (
+        UsageError,
+        HistoryError,
+        JobNotFoundError,
+        ControllerBusyError,
+        EtcdError,
+        EtcdServerError,
+        RecordError,
+        TargetError,
+    )
     try:
         result: int = options.run(options)
         return result
@@ -96,14 +109,19 @@ def _parser() -> argparse.ArgumentParser:
         _place_options(command)
         return command
 
-    run = commands.add_parser("run", help="run a script as a live elastic job on this machine")
+    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine or on Slurm")
     run.add_argument("--workers", default="1:2", type=_workers, metavar="MIN:MAX", help="least and most workers (default 1:2)")
     run.add_argument("--rdzv-id", metavar="JOB", help="name of the job; default: made from the script's name")
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
+    run.add_argument("--target", choices=("local", "slurm"), default="local", help="where nodes run (default local)")
+    run.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder"
+    )
     _objective_options(run)
     _place_options(run)
+    _slurm_options(run)
     run.add_argument("script", help="the training script")
     run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     run.set_defaults(run=_run)
@@ -123,6 +141,13 @@ def _parser() -> argparse.ArgumentParser:
     drain = job_command("drain", _drain, "ask one worker to hand over and leave")
     drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
     drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
+    cancel = job_command(
+        "cancel", _cancel, "end a job and all of its nodes, also when no `dlrover run` looks after it any more"
+    )
+    cancel.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for their end (default 120)")
+    logs = job_command("logs", _logs, "show what all nodes have printed")
+    logs.add_argument("-f", "--follow", action="store_true", help="what they print from now on, until the job ends")
+    logs.add_argument("--log-dir", type=Path, metavar="DIR", help="as of `dlrover run` (default RUN_DIR/JOB/logs)")
     stacks = job_command("stacks", _stacks, "ask all workers where they stand, and show their stack traces")
     stacks.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for their answers (default 10)")
     divide = commands.add_parser("divide", help="share cores (or GPUs) among running jobs, by what each gains from more")
@@ -171,6 +196,41 @@ def _objective_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--budget", type=float, metavar="MONEY", help="for the whole job; needs --prices")
     group.add_argument("--prices", metavar="LIST", help="per hour, such as core_hour=0.04,gpu_hour=2.5,gib_hour=0.005")
     group.add_argument("--history", metavar="PLACE", help="path or SQLAlchemy URL of the job history, or off")
+
+
+_SLURM_OPTIONS = {
+    "partition": ("NAME", "where nodes are queued"),
+    "account": ("NAME", "whom they are charged to"),
+    "qos": ("NAME", "quality of service"),
+    "time": ("LIMIT", "of each node, such as 90 (minutes), 12:00:00 or 2-00"),
+    "constraint": ("LIST", "features that a host must have"),
+    "nodelist": ("HOSTS", "where nodes may run"),
+    "exclude": ("HOSTS", "where they may not"),
+    "mem": ("SIZE", "memory of each node, such as 16G"),
+    "gres": ("LIST", "generic resources of each node"),
+    "gpus": ("[TYPE:]N", "GPUs of each node"),
+    "setup": ("LINE", "shell that runs before the script, such as 'module load cuda'"),
+    "work_dir": ("DIR", "where the script runs (default: the current folder)"),
+}
+"""Fields of `SlurmOptions` that are handed on as they are."""
+
+
+def _slurm_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what a node asks Slurm for", "with --target slurm; default: as the cluster has it")
+    for name, (value, text) in _SLURM_OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
+    group.add_argument("--cpus", type=int, default=1, metavar="N", help="cores of each node (default 1)")
+    group.add_argument(
+        "--notice",
+        type=int,
+        default=60,
+        metavar="S",
+        help="before its time limit a worker is asked to leave (default 60; 0: never)",
+    )
+    group.add_argument(
+        "--sbatch-arg", action="append", default=[], metavar="ARG", help="for sbatch, such as =--exclusive; repeatable"
+    )
+    group.add_argument("--etcd-host", metavar="HOST", help="address of this host that nodes reach the embedded etcd at")
 
 
 def _duration(text: str) -> float:
@@ -265,16 +325,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
+    _check_slurm(options)
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()
     with _signals_as_exceptions(hurry):
         try:
-            with _run_folder(options.run_dir / run_id, run_id, endpoint) as folder, contextlib.ExitStack() as stack:
+            with (
+                _run_folder(options.run_dir / run_id, run_id, endpoint, options.target) as folder,
+                contextlib.ExitStack() as stack,
+            ):
                 if endpoint is None:
-                    from lightning_dlrover.rdzv.server import EmbeddedEtcd
-
-                    server = stack.enter_context(EmbeddedEtcd())
+                    server = stack.enter_context(_embedded_etcd(options, folder))
                     place, is_alive = JobPlace(run_id, server.endpoint, prefix), server.is_running
                 else:
                     access = _access(options) or access_from(os.environ)
@@ -284,6 +346,76 @@ def _run(options: argparse.Namespace) -> int:
             name = signal.Signals(interrupted.signal_number).name
             print(f"dlrover: job {run_id} was ended by {name}; nothing it started is left", file=sys.stderr)
             return 128 + interrupted.signal_number
+
+
+def _check_slurm(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: an option for Slurm makes no sense, or is given for another target.
+    """
+    names = [*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"]
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if options.target != "slurm" and given:
+        raise UsageError(f"{', '.join(given)}: only with --target slurm")
+    if options.cpus < 1 or options.notice < 0:
+        raise UsageError(f"--cpus is {options.cpus} and --notice {options.notice}; they must be at least 1 and 0")
+
+
+@contextlib.contextmanager
+def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
+    """An etcd of the job's own.
+
+    Nodes on Slurm live on when we are killed: whoever goes on with the job finds etcd's data where they were, and the nodes
+    find etcd. When the job ends in order its data go.
+
+    Raises:
+        EtcdServerError: it cannot be started, or not where the nodes look for it.
+    """
+    from lightning_dlrover.job_view import JOB_FILE, JobNotFoundError, read_job_file
+    from lightning_dlrover.rdzv.client import parse_endpoints
+    from lightning_dlrover.rdzv.server import EmbeddedEtcd, EtcdServerError
+
+    if options.target == "local":
+        with EmbeddedEtcd() as server:
+            yield server
+        return
+    host, port = options.etcd_host or _own_address(), None
+    with contextlib.suppress(JobNotFoundError):
+        [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
+    data = folder / "etcd"
+    deadline = time.monotonic() + 10.0
+    while True:
+        server = EmbeddedEtcd(data, host=host, port=port)
+        try:
+            server.start()
+            break
+        except EtcdServerError:
+            # That of a `dlrover run` that was killed a moment ago may still be ending.
+            if port is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    is_over = False
+    try:
+        with server:
+            if not host.startswith("127."):
+                _say(f"etcd listens on {server.endpoint} for everybody; see docs/security.md for one that asks who one is")
+            yield server
+        is_over = True
+    finally:
+        if is_over or not (folder / JOB_FILE).exists():
+            shutil.rmtree(data, ignore_errors=True)
+
+
+def _own_address() -> str:
+    """The address of this host that other hosts see: that of its name, else that on the way out."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _new_run_id(script: Path) -> str:
@@ -302,7 +434,7 @@ def _run_job(
     """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
     from lightning_dlrover.components.controller import Controller, Limits
     from lightning_dlrover.components.reconcile import Patience
-    from lightning_dlrover.components.targets import LocalTarget, NodeSpec
+    from lightning_dlrover.components.target import NodeSpec
     from lightning_dlrover.job_view import EVENTS_FILE, JOB_FILE, EventLog, connect, first_traceback
     from lightning_dlrover.rdzv.client import Mirror
     from lightning_dlrover.rdzv.server import EtcdServerError
@@ -325,15 +457,12 @@ def _run_job(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
-        target = LocalTarget(spec, folder / "logs", hurry=hurry)
-        _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
+        target = _target(options, spec, folder / "logs", hurry)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = _Announcer(log)
-        controller = stack.enter_context(
-            Controller(client, place.keys, target, limits, run_dir=str(folder), show=_say, patience=patience)
-        )
-        place.write(folder)
+        controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), _say, patience, hurry))
+        place.write(folder, target.name, controller.mark)
         _say(
             f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
             f"files in {folder}"
@@ -355,6 +484,21 @@ def _run_job(
         print(f"dlrover: job {place.run_id} failed: {end.reason}", file=sys.stderr)
         print(first_traceback(folder / EVENTS_FILE) or failure, file=sys.stderr)
     return end.exit_code
+
+
+def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
+    log_dir = (options.log_dir or log_dir).resolve()
+    if options.target == "local":
+        from lightning_dlrover.components.targets import LocalTarget
+
+        target = LocalTarget(spec, log_dir, hurry=hurry)
+        _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
+        return target
+    from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
+
+    asked = {name: getattr(options, name) for name in _SLURM_OPTIONS}
+    extra = tuple(argument.removeprefix("=") for argument in options.sbatch_arg)
+    return SlurmTarget(spec, SlurmOptions(**asked, cpus=options.cpus, notice_s=options.notice, extra=extra), log_dir)
 
 
 def _say(line: str) -> None:
@@ -468,7 +612,7 @@ def _checked_prefix(text: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _run_folder(folder: Path, run_id: str, endpoint: str | None) -> Iterator[Path]:
+def _run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> Iterator[Path]:
     """The run folder of a job, locked while the job runs.
 
     Raises:
@@ -496,8 +640,9 @@ def _run_folder(folder: Path, run_id: str, endpoint: str | None) -> Iterator[Pat
             former = None
             with contextlib.suppress(JobNotFoundError):
                 former = read_job_file(folder / JOB_FILE).place.endpoint
-            # A job whose controller was killed goes on where its etcd still is.
-            if endpoint is None or former != endpoint:
+            # A job whose controller was killed goes on where its etcd still is, or its data are.
+            has_data = target == "slurm" and former is not None and (folder / "etcd").is_dir()
+            if former != endpoint if endpoint is not None else not has_data:
                 raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
         try:
             yield folder.resolve()
@@ -674,6 +819,165 @@ def _drain(options: argparse.Namespace) -> int:
     when = " when another worker is ready" if options.replace else ""
     print(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
     return EXIT_OK
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    from lightning_dlrover.job_view import JOB_FILE, JobNotFoundError, connect, find_job, read_job, read_job_file
+    from lightning_dlrover.rdzv.client import EtcdUnavailableError
+
+    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+    deadline = time.monotonic() + options.timeout
+    try:
+        client = connect(place)
+    except EtcdUnavailableError:
+        # An embedded etcd ends with its `dlrover run`; nodes on Slurm do not.
+        try:
+            job = read_job_file(options.run_dir / options.job / JOB_FILE)
+        except JobNotFoundError:
+            raise UsageError(f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer; start it first") from None
+        count = _cancel_by_name(place, job.mark, deadline) if job.target == "slurm" else 0
+        print(f"job {place.run_id}: its etcd has ended; {count} nodes were still there and have ended now")
+        return EXIT_OK
+    with client:
+        view = read_job(client, place.keys).view  # says so if there is no such job
+        is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
+        while client.get(place.keys.controller) is not None:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"job {place.run_id!r} was asked to end, but its controller has not ended within {options.timeout:g} s; "
+                    "see its output, or kill it and cancel once more"
+                )
+            time.sleep(0.2)
+        if nodes.target == "slurm":
+            _cancel_by_name(place, nodes.mark, deadline)
+        if not is_over:
+            _mark_as_cancelled(client, place.keys)
+    print(
+        f"job {place.run_id}: "
+        + ("had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended")
+    )
+    return EXIT_OK
+
+
+def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
+    """Let the job's controller, present or future, end all nodes."""
+    from lightning_dlrover.rdzv.client import Put, modified
+    from lightning_dlrover.rdzv.records import NodesRecord, decode, encode
+
+    while True:
+        entry = client.get(keys.nodes)
+        # A job that torchrun has started has no nodes of ours.
+        nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
+        nodes = replace(nodes, stop=nodes.stop or reason)
+        revision = entry.mod_revision if entry else 0
+        if client.txn([modified(keys.nodes) == revision], [Put(keys.nodes, encode(nodes))]).succeeded:
+            return nodes
+
+
+def _cancel_by_name(place: JobPlace, mark: str, deadline: float) -> int:
+    """End what Slurm knows of a job, and say how many nodes that were.
+
+    Raises:
+        UsageError: they have not ended in time.
+    """
+    from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
+    from lightning_dlrover.components.target import NodeSpec
+
+    spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
+    target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
+    target.open(mark)
+    cancelled: dict[str, float] = {}  # and when
+    while living := [app.handle for app in target.apps() if app.is_living]:
+        if time.monotonic() > deadline:
+            raise UsageError(f"job {place.run_id!r}: Slurm was told to end {', '.join(living)}, but still lists them")
+        if due := [handle for handle in living if time.monotonic() - cancelled.get(handle, -60.0) >= 30.0]:
+            target.cancel(due)
+            cancelled |= dict.fromkeys(due, time.monotonic())
+        time.sleep(0.1)
+    return len(cancelled)
+
+
+def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
+    """Let workers that nobody can end from outside stop, and whoever asks later know."""
+    from lightning_dlrover.rdzv.client import Put, modified
+    from lightning_dlrover.rdzv.records import JobRecord, decode, encode
+
+    while (entry := client.get(keys.job)) is not None:
+        job = decode(JobRecord, entry.value, entry.key)
+        if job.phase in ("finished", "failed"):
+            return
+        failed = encode(replace(job, phase="failed", message="cancelled by `dlrover cancel`"))
+        if client.txn([modified(keys.job) == entry.mod_revision], [Put(keys.job, failed)]).succeeded:
+            return
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from lightning_dlrover.components.logs import LogFile, log_files
+
+    folder = options.log_dir or options.run_dir / options.job / "logs"
+    if not folder.is_dir():
+        raise UsageError(
+            f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
+        )
+    if not options.follow:
+        for node, files in log_files(folder).items():
+            for file in files:
+                for line in LogFile(file).new_lines(whole=True):
+                    print(f"[{node}] {line}")
+        return EXIT_OK
+    files_read: dict[Path, LogFile] = {}
+    for files in log_files(folder).values():
+        for file in files:
+            files_read[file] = LogFile(file)
+            files_read[file].skip()
+    is_over = False
+    while not is_over:
+        ranks, is_over = _ranks(options)  # first: what is printed after it is read once more
+        for node, files in log_files(folder).items():
+            for file in files:
+                for line in files_read.setdefault(file, LogFile(file)).new_lines(whole=is_over):
+                    print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
+        if not is_over:
+            time.sleep(0.5)
+    return EXIT_OK
+
+
+def _ranks(options: argparse.Namespace) -> tuple[dict[str, str], bool]:
+    """What is said of each node that takes part in the current round, and whether the job is over."""
+    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job, read_job
+    from lightning_dlrover.rdzv.client import EtcdError
+
+    try:
+        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+        with connect(place, timeout_s=2.0) as client:
+            found = read_job(client, place.keys)
+    except (EtcdError, JobNotFoundError):
+        # An etcd that cannot be reached does not end a job; that nobody looks after it any more does.
+        return {}, not _is_locked(options.run_dir / options.job)
+    view = found.view
+    if view.round is None:
+        return {}, False
+    ranks = {}
+    for global_rank, worker in enumerate(view.round.members):
+        record = view.workers.get(worker)
+        agent = view.agents.get(record.agent_id) if record else None
+        if agent is not None:
+            ranks[agent.labels.get("node", "")] = f" rank {global_rank} round {view.round.number}"
+    is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
+    return ranks, is_over
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a `dlrover run` works in this run folder."""
+    if not (folder / ".lock").exists():
+        return False
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _stacks(options: argparse.Namespace) -> int:

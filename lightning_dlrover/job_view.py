@@ -86,9 +86,14 @@ class JobPlace:
     def keys(self) -> Keys:
         return Keys(self.run_id, self.prefix)
 
-    def write(self, folder: Path) -> None:
-        """Write `job.json` into the job's run folder, whole or not at all."""
-        content = {**dataclasses.asdict(self), "pid": os.getpid()}
+    def write(self, folder: Path, target: str = "local", mark: str = "") -> None:
+        """Write `job.json` into the job's run folder, whole or not at all.
+
+        Args:
+            target: where the nodes run.
+            mark: what is in their names there.
+        """
+        content = {**dataclasses.asdict(self), "pid": os.getpid(), "target": target, "mark": mark}
         unfinished = folder / f".{JOB_FILE}.{os.getpid()}"
         unfinished.write_text(json.dumps(content) + "\n")
         unfinished.replace(folder / JOB_FILE)
@@ -100,6 +105,8 @@ class JobFile:
 
     place: JobPlace
     pid: int  # of the `dlrover run` that wrote it
+    target: str = "local"
+    mark: str = ""
 
 
 def read_job_file(file: Path) -> JobFile:
@@ -111,7 +118,7 @@ def read_job_file(file: Path) -> JobFile:
         content = json.loads(file.read_text())
         access = {name: str(content["access"][name]) for name in ACCESS_VARIABLES if name in content.get("access", {})}
         place = JobPlace(str(content["run_id"]), str(content["endpoint"]), str(content["prefix"]), access)
-        return JobFile(place, int(content["pid"]))
+        return JobFile(place, int(content["pid"]), str(content.get("target", "local")), str(content.get("mark", "")))
     except FileNotFoundError as error:
         raise JobNotFoundError(
             f"{file} does not exist; name the job's etcd with --endpoint HOST:PORT, or the folder that `dlrover run` wrote "

@@ -26,6 +26,8 @@ __all__ = [
     "EventRecord",
     "JobRecord",
     "Keys",
+    "NodeRecord",
+    "NodesRecord",
     "PlanRecord",
     "RecordError",
     "RoundRecord",
@@ -104,6 +106,15 @@ class Keys:
     @property
     def controller(self) -> str:
         return self.live + "controller"
+
+    @property
+    def nodes(self) -> str:
+        return self.live + "nodes"
+
+    @property
+    def each_node(self) -> str:
+        """One key per node that a controller has asked for; nobody but controllers reads them, so nobody watches them."""
+        return self.root + "nodes/"
 
     @property
     def checkpoint(self) -> str:
@@ -359,6 +370,32 @@ class ControllerRecord:
     target: str  # local, slurm, kubernetes
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
+
+
+@dataclass(frozen=True)
+class NodesRecord:
+    """What no controller of the job may forget about its nodes. Key `live/nodes`; compare-and-swap, by a controller fenced
+    on its key, too."""
+
+    target: str  # where they run: local, slurm, kubernetes
+    mark: str  # in the name of each at its scheduler; no two jobs have the same one
+    num_started: int = 0  # nodes are named by number, and no name is used twice
+    stop: str = ""  # why all are to end, and the job with them; nobody takes it back
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One node that a controller has asked for. Key `nodes/{node}`, fenced on the controller's key, and written before the
+    scheduler is asked: whoever reads `asked` must find out whether the scheduler knows the node."""
+
+    state: Literal["asked", "started", "ended"]
+    handle: str = ""  # by which the target knows it
+    asked_at: float = 0.0  # seconds since the epoch
+    ended_at: float = 0.0
+    cancelled: bool = False  # the controller wants it to end
+    outcome: Literal["", "succeeded", "failed", "cancelled", "gone"] = ""
+    error: str = ""  # failed: what the script has raised; empty when it was killed
+    stopped_job: bool = False  # with it the last member of the round was gone
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
 from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
+from lightning_dlrover.components.target import App
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
@@ -43,10 +44,17 @@ class FakeTarget:
 
     folder: Path
     name: str = "fake"
+    outlives_controller: bool = False
     nodes: dict[str, AppStatus] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     is_closed: bool = False
     refuses: str = ""
+
+    def open(self, mark: str) -> None:
+        assert mark
+
+    def apps(self) -> list[App]:
+        return [App(node, node, status == "running") for node, status in self.nodes.items()]
 
     def start(self, node: str) -> str:
         if self.refuses:

@@ -1,0 +1,86 @@
+"""What a controller asks of a place where nodes run; one class per kind of place carries it out (`targets.py`, `slurm.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from lightning_dlrover.components.reconcile import AppStatus
+
+__all__ = ["App", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What every node of a job runs."""
+
+    script: str
+    script_args: tuple[str, ...]
+    endpoint: str
+    run_id: str
+    prefix: str
+    min_workers: int
+    max_workers: int
+    max_restarts: int = 0
+    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
+
+
+class TargetError(RuntimeError):
+    """A place's scheduler could not be asked, or its answer makes no sense. It may have done what it was asked to do."""
+
+
+class NotTakenError(TargetError):
+    """A scheduler has certainly not taken a node on."""
+
+
+@dataclass(frozen=True)
+class App:
+    """One node as its scheduler shows it."""
+
+    node: str
+    handle: str
+    is_living: bool
+
+
+class Target(Protocol):
+    """A place that runs one-node apps."""
+
+    name: str
+    outlives_controller: bool  # nodes live on when the process that has started them is gone
+
+    def open(self, mark: str) -> None:
+        """Say whose nodes are meant: `mark` is in the name of each, and in no other job's. Called before anything else."""
+
+    def start(self, node: str) -> str:
+        """Start a node and return its app's handle.
+
+        Raises:
+            NotTakenError: it was refused.
+            TargetError: it may have been taken on: `apps` will show it then.
+        """
+
+    def apps(self) -> Sequence[App]:
+        """What the scheduler knows of the job's nodes, those of earlier controllers too; the ended ones it may have forgotten.
+
+        Raises:
+            TargetError: it does not say.
+        """
+
+    def status(self, handle: str) -> AppStatus:
+        """The newest that is known, as long as the scheduler cannot be asked."""
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        """End apps, all at once. They may take a while longer where `outlives_controller`; `status` tells.
+
+        Raises:
+            TargetError: the scheduler could not be told.
+        """
+
+    def logs(self, handle: str) -> list[Path]:
+        """Files that hold the node's output, those of errors last."""
+
+    def close(self) -> None:
+        """Give back what this process holds; end everything that was started, unless it outlives the controller."""

@@ -1,0 +1,420 @@
+"""A controller that is killed anywhere: the next one goes on, no node is leaked and none is started twice.
+
+Controllers are killed before and after every request to etcd and to the scheduler while a job adds, drains, replaces and loses
+nodes. The scheduler here forgets nothing and outlives them; its nodes do what an agent with one worker does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.components.controller import Controller, Limits
+from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
+from lightning_dlrover.components.target import App, NotTakenError, TargetError
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.records import (
+    AgentRecord,
+    DrainRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    NodesRecord,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=5.0, surplus_s=5.0, settle_s=0.1, submit_s=0.1, cancel_s=0.5)
+EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 3
+
+
+class Killed(BaseException):
+    """What `kill -9` is to the code that it meets."""
+
+
+@dataclass
+class Fault:
+    """Kills at the n-th request, before it is carried out or after."""
+
+    at: int = 0
+    num_requests: int = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._count()
+            result = function(*arguments, **options)
+            self._count()
+            return result
+
+        return call
+
+    def _count(self) -> None:
+        self.num_requests += 1
+        if self.num_requests == self.at:
+            raise Killed
+
+
+@dataclass
+class Scheduler:
+    """Like Slurm: a process of its own that runs what it has taken on."""
+
+    statuses: dict[str, AppStatus] = field(default_factory=dict)  # by handle
+    nodes: dict[str, str] = field(default_factory=dict)  # by handle
+    late: list[str] = field(default_factory=list)  # asked for, and not taken on before `deliver`
+
+    def submit(self, node: str) -> str:
+        handle = f"{len(self.nodes) + 1}/{node}"
+        self.nodes[handle], self.statuses[handle] = node, "running"
+        return handle
+
+    def deliver(self) -> None:
+        for node in self.late:
+            self.submit(node)
+        self.late.clear()
+
+    @property
+    def living(self) -> list[str]:
+        return [handle for handle, status in self.statuses.items() if status == "running"]
+
+
+class SchedulerTarget:
+    """A controller's side of it."""
+
+    name = "fake"
+    outlives_controller = True
+
+    def __init__(self, scheduler: Scheduler, fault: Fault) -> None:
+        self._scheduler = scheduler
+        self.start = fault.around(self._start)
+        self.cancel = fault.around(self._cancel)
+        self.answers = True
+        self.loses_requests = False
+        self.refuses = False
+
+    def open(self, mark: str) -> None:
+        pass
+
+    def _start(self, node: str) -> str:
+        if self.refuses:
+            raise NotTakenError("quota exceeded")
+        if self.loses_requests:
+            self._scheduler.late.append(node)
+            raise TargetError("no answer")
+        return self._scheduler.submit(node)
+
+    def apps(self) -> list[App]:
+        if not self.answers:
+            raise TargetError("no answer")
+        return [App(node, h, self._scheduler.statuses[h] == "running") for h, node in self._scheduler.nodes.items()]
+
+    def status(self, handle: str) -> AppStatus:
+        return self._scheduler.statuses[handle]
+
+    def _cancel(self, handles: Iterable[str]) -> None:
+        if not self.answers:
+            raise TargetError("no answer")
+        for handle in handles:
+            if self._scheduler.statuses[handle] == "running":
+                self._scheduler.statuses[handle] = "failed"
+
+    def logs(self, handle: str) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class Job:
+    """A job whose controllers may be killed, and the hand that writes what nodes and workers would write."""
+
+    def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault) -> None:
+        self.etcd, self.keys, self.fault = etcd, keys, fault
+        self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
+        self.scheduler = Scheduler()
+        self.target = SchedulerTarget(self.scheduler, fault)
+        self.controller: Controller | None = None
+        self.client: EtcdClient | None = None
+        self.end: Give | None = None
+        self.num_kills = 0
+        self.registered: set[str] = set()
+        self.members: list[str] = []
+        self.round_number = 0
+
+    def close(self) -> None:
+        self.fault.at = 0
+        if self.controller is not None:
+            self.controller.close()
+        if self.client is not None:
+            self.client.close()
+        self.hand.close()
+
+    def step(self) -> None:
+        """One step of a controller, of the next one if it is killed."""
+        try:
+            if self.controller is None:
+                self.client = EtcdClient(EtcdConfig(self.etcd.endpoint))
+                for request in ("txn", "put"):
+                    setattr(self.client, request, self.fault.around(getattr(self.client, request)))
+                limits = Limits(1, 3)
+                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=QUICK)
+            self.end = self.controller.step()
+            self.controller.wait(0.003)
+        except Killed:
+            self.bury()
+            self.num_kills += 1
+
+    def bury(self) -> None:
+        """Take away what a killed controller leaves, once its lease has ended."""
+        if self.controller is not None:
+            self.controller._mirror.close()
+            self.controller._lease.close()
+        if self.client is not None:
+            self.client.close()
+        self.hand.delete(self.keys.controller)
+        self.controller = self.client = None
+
+    def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}: {self.scheduler.statuses}, {self.members}"
+            self.live()
+            self.step()
+            names = [node for handle, node in self.scheduler.nodes.items()]
+            assert len(set(names)) == len(names), f"a node was started twice: {names}"
+
+    # --- nodes ---------------------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """What workers do: register, form rounds as the plan says, leave."""
+        living = [self.scheduler.nodes[handle] for handle in self.scheduler.living]
+        for node in [node for node in living if node not in self.registered]:
+            agent = AgentRecord(f"agent-{node}", "h", 1, 1, "running", {"node": node})
+            worker = WorkerRecord(f"worker-{node}", agent.agent_id, "h", 1, 0, "127.0.0.1", 1, "active", 1)
+            self.hand.put(self.keys.agents + agent.agent_id, encode(agent))
+            self.hand.put(self.keys.workers + worker.worker_id, encode(worker))
+            self.registered.add(node)
+        for node in [node for node in self.registered if node not in living]:
+            self.hand.delete(f"{self.keys.workers}worker-{node}")
+            self.hand.delete(f"{self.keys.agents}agent-{node}")
+            self.registered.discard(node)
+        entries = {e.key.removeprefix(self.keys.drains + "worker-"): e for e in self.hand.get_prefix(self.keys.drains)[1]}
+        drains = {node: decode(DrainRecord, entry.value, entry.key) for node, entry in entries.items()}
+        entry = self.hand.get(self.keys.plan)
+        wanted = decode(PlanRecord, entry.value, entry.key).num_workers if entry else 1
+        stay = [node for node in living if node not in drains]
+        waiting = [node for node, drain in drains.items() if drain.once_replaced and node in living and len(stay) < wanted]
+        members = [*stay[:wanted], *waiting]
+        for node in living:
+            if node not in members and (node in self.members or node in drains):
+                self.leave(node)
+        if members and members != self.members:
+            self.round_number += 1
+            record = RoundRecord(self.round_number, [f"worker-{node}" for node in members], "", "grow", True)
+            self.hand.put(self.keys.round, encode(record))
+            self.hand.put(self.keys.job, encode(JobRecord("training", True, 1, 3, "0")))
+            self.members = members
+
+    def leave(self, node: str) -> None:
+        self.hand.delete(f"{self.keys.workers}worker-{node}")
+        self.hand.delete(f"{self.keys.drains}worker-{node}")
+        self.hand.delete(f"{self.keys.agents}agent-{node}")
+        self.registered.discard(node)
+        self.scheduler.statuses[self.handle(node)] = "succeeded"
+
+    def handle(self, node: str) -> str:
+        return next(handle for handle in self.scheduler.living if self.scheduler.nodes[handle] == node)
+
+    def plan(self, num_workers: int) -> None:
+        self.hand.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", True)))
+
+    def drain(self, node: str, once_replaced: bool) -> None:
+        self.hand.put(f"{self.keys.drains}worker-{node}", encode(DrainRecord(f"worker-{node}", "", once_replaced)))
+
+    def trains_with(self, num_workers: int, without: str = "") -> Callable[[], bool]:
+        def look() -> bool:
+            return len(self.members) == len(self.scheduler.living) == num_workers and without not in self.members
+
+        return look
+
+    def records(self) -> dict[str, NodeRecord]:
+        _, entries = self.hand.get_prefix(self.keys.each_node)
+        return {e.key.removeprefix(self.keys.each_node): decode(NodeRecord, e.value, e.key) for e in entries}
+
+
+def add_drain_replace_and_lose(job: Job) -> None:
+    """A job's life, and that it ends with nothing left."""
+    job.run_until("a worker", job.trains_with(1))
+    job.plan(2)
+    job.run_until("the second worker", job.trains_with(2))
+    drained = job.members[1]
+    job.drain(drained, once_replaced=False)
+    job.run_until("another one in place of the drained", job.trains_with(2, without=drained))
+    replaced = job.members[0]
+    job.drain(replaced, once_replaced=True)
+    job.run_until("another one in place of the replaced", job.trains_with(2, without=replaced))
+    killed = job.members[1]
+    job.scheduler.statuses[job.handle(killed)] = "failed"
+    job.run_until("another one in place of the killed", job.trains_with(2, without=killed))
+    job.plan(1)
+    job.run_until("one worker", job.trains_with(1))
+    job.hand.put(job.keys.job, encode(JobRecord("finished", True, 1, 3, "0")))
+    job.leave(job.members[0])
+    job.run_until("the end", lambda: job.end is not None)
+    assert job.end is not None
+    assert job.end.exit_code == 0
+    assert job.controller is not None
+    job.controller.close()
+    assert job.scheduler.living == []
+
+
+@pytest.fixture
+def make_job(etcd: EmbeddedEtcd, run_id: str, request: pytest.FixtureRequest) -> Callable[..., Job]:
+    def make(kill_at: int = 0) -> Job:
+        job = Job(etcd, Keys(f"{run_id}-{kill_at}"), Fault(kill_at))
+        request.addfinalizer(job.close)
+        return job
+
+    return make
+
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.mark.timeout(600 if EVERY == 1 else 180)
+def test_a_controller_may_be_killed_before_and_after_every_request(make_job: MakeJob) -> None:
+    whole = make_job()
+    add_drain_replace_and_lose(whole)
+    num_nodes, num_requests = len(whole.scheduler.nodes), whole.fault.num_requests
+    assert num_nodes == 5
+    assert num_requests > 40
+    for kill_at in range(1, num_requests, EVERY):
+        job = make_job(kill_at)
+        add_drain_replace_and_lose(job)
+        # One name may be lost between being written down and being asked for.
+        assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
+
+
+def test_the_next_controller_goes_on_with_the_nodes_of_one_that_was_killed(make_job: MakeJob) -> None:
+    job = make_job()
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    job.bury()
+    for _ in range(20):
+        job.live()
+        job.step()
+    assert sorted(job.scheduler.nodes.values()) == ["node1", "node2"]
+    assert job.trains_with(2)()
+
+
+def test_a_node_that_was_taken_on_though_nobody_heard_of_it_is_found(make_job: MakeJob) -> None:
+    job = make_job()
+    job.target.loses_requests = True
+    job.run_until("a lost request", lambda: job.scheduler.late)
+    job.scheduler.deliver()
+    job.run_until("a worker", job.trains_with(1))
+    assert list(job.scheduler.nodes.values()) == ["node1"]
+    assert job.records()["node1"].handle == "1/node1"
+
+
+def test_a_node_that_comes_after_it_was_given_up_is_ended(make_job: MakeJob) -> None:
+    job = make_job()
+    job.target.loses_requests = True
+    job.run_until("a lost request", lambda: job.scheduler.late)
+    job.target.loses_requests = False
+    job.run_until("another node", job.trains_with(1))
+    assert job.members == ["node2"]
+    job.scheduler.deliver()
+    job.run_until("the end of the late one", lambda: job.scheduler.statuses["2/node1"] == "failed")
+    job.run_until("calm", job.trains_with(1))
+    assert job.members == ["node2"]
+
+
+def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.target.answers = False
+    assert job.controller is not None
+    job.controller._cancel(["node1"])
+    job.bury()
+    assert job.records()["node1"].cancelled
+    assert job.scheduler.living == ["1/node1"]
+    job.target.answers = True
+    job.run_until("its end, and another one", job.trains_with(1, without="node1"))
+
+
+def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job: MakeJob) -> None:
+    job = make_job()
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    job.target.answers = False
+    for _ in range(20):
+        job.step()
+    job.target.answers = True
+    for _ in range(20):
+        job.step()
+    assert len(job.scheduler.nodes) == 2
+
+
+def test_a_scheduler_that_takes_no_more_nodes_is_asked_again_while_others_train(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.target.refuses = True
+    job.plan(2)
+    for _ in range(30):
+        job.live()
+        job.step()
+    assert job.end is None
+    job.target.refuses = False
+    job.run_until("the second worker", job.trains_with(2))
+
+
+def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    former = job.controller
+    assert former is not None
+    former._lease.revoke()
+    former._lease.lost.set()
+    job.controller = None
+    job.run_until("the next controller's first step", lambda: job.controller is not None)
+    job.plan(3)
+    former._act([])
+    assert not former._add()  # it would not have noticed yet
+    former.close()
+    job.run_until("three workers", job.trains_with(3))
+    assert sorted(job.scheduler.nodes.values()) == ["node1", "node2", "node3"]
+
+
+def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.bury()
+    other = SchedulerTarget(job.scheduler, Fault())
+    other.name = "other"
+    with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); go on with it there \(--target fake\)"):
+        Controller(job.hand, job.keys, other, Limits(1, 3))
+    assert job.hand.get(job.keys.controller) is None
+
+
+def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: MakeJob) -> None:
+    job = make_job()
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    entry = job.hand.get(job.keys.nodes)
+    assert entry is not None
+    nodes = decode(NodesRecord, entry.value, entry.key)
+    job.hand.put(job.keys.nodes, encode(NodesRecord(nodes.target, nodes.mark, nodes.num_started, stop="enough")))
+    job.run_until("the end", lambda: job.end is not None)
+    assert job.end == Give(1, "enough")
+    assert job.scheduler.living == []
+    assert job.hand.get(job.keys.job) is not None

@@ -1,0 +1,119 @@
+"""`dlrover run --target slurm` on a real Slurm, with real training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dlrover_process import Dlrover, Run, eventually
+from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
+from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_hosts=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def dlrover(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dlrover]:
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    commands = Dlrover(tmp_path)
+    yield commands
+    commands.end()
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    return dict(v.split("=", 1) for v in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in v)
+
+
+def job_of(run: Run, slurm: SlurmCluster, pid: int) -> str:
+    """The Slurm job that a worker runs in."""
+    variables = variables_of(pid)
+    number = variables["SLURM_JOB_ID"]
+    assert slurm.jobs()[number][0].startswith(f"{run.run_id}.{variables['DLROVER_NODE']}.")
+    return number
+
+
+def kill_node(dlrover: Dlrover, job: str) -> None:
+    """End everything of a job at once, as the loss of its host does. (`scancel` lets a worker hand over.)"""
+    for pid in dlrover.processes():
+        with contextlib.suppress(OSError):
+            if variables_of(pid).get("SLURM_JOB_ID") == job:
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(300)
+def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_finishes(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30", "--etcd-host", "127.0.0.1")
+    run = dlrover.start(*options, SCRIPT, "--until", until)
+    wait_for_first_round(run)
+    assert dlrover("scale", "job", 3).returncode == 0
+    three = wait_for_workers(run, 3)
+    assert len(slurm.jobs()) == 3
+
+    refused = dlrover("run", "--rdzv-id", "job", *options, SCRIPT)
+    assert refused.returncode == 2
+    assert f"already run by process {run.process.pid}" in refused.stderr
+    run.process.kill()
+    run.process.wait()
+    jobs = slurm.jobs()
+    run = dlrover.start(*options, SCRIPT, "--until", until)
+    run.wait_for_output(r"job job: 1 to 3 workers")
+    assert {w["worker_id"] for w in wait_for_workers(run, 3)} == {w["worker_id"] for w in three}
+    assert slurm.jobs() == jobs  # it has taken over what was there
+
+    killed, drained = three[1]["worker_id"], three[2]["worker_id"]
+    assert dlrover("drain", "job", drained, "--replace").returncode == 0
+    kill_node(dlrover, job_of(run, slurm, three[1]["pid"]))
+    last = wait_for_workers(run, 3, without=(killed, drained))
+
+    # What Slurm does at a preemption, or before the time limit.
+    slurm("scancel", "--signal=USR1", "--batch", job_of(run, slurm, last[0]["pid"]))
+    run.wait_for(lambda: left_planned(run, last[0]["worker_id"]), "a planned leave")
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert slurm.jobs() == {}
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    assert len(list(dlrover.temporary.iterdir())) <= 1  # of the node that was killed
+
+    names = sorted(path.name for path in (run.folder / "logs").iterdir())
+    assert names == [f"node{n}" for n in range(1, len(names) + 1)]
+    assert 5 <= len(names) <= 6  # one each in place of the killed and the drained, and perhaps of the one that left
+    logs = dlrover("logs", "job").stdout
+    assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
+    losses = [event for event in run.events if event.kind == "loss"]
+    assert len(losses) == 1, [event.text for event in losses]
+
+
+def left_planned(run: Run, worker: str) -> bool:
+    rounds = [event.data for event in run.events if event.kind == "round"]
+    return bool(rounds) and rounds[-1]["planned"] and worker not in rounds[-1]["members"]
+
+
+@pytest.mark.timeout(120)
+def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    run = dlrover.start("--target", "slurm", "--workers", "2:2", "--etcd-host", "127.0.0.1", script)
+    run.wait_for(lambda: len(slurm.jobs()) == 2, "two nodes")
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    assert len(slurm.jobs()) == 2
+    done = dlrover("cancel", "job")
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes were still there" in done.stdout
+    assert slurm.jobs() == {}
+    eventually(lambda: not dlrover.processes(), "the end of all processes")

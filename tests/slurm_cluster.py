@@ -1,0 +1,207 @@
+"""A real Slurm on this machine: one slurmctld and several slurmd, in folders of their own and on free ports.
+
+For whoever runs the tests, root or not; nothing is taken from an installed configuration, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+__all__ = ["SlurmCluster", "missing_packages", "slurm_cluster"]
+
+_SBIN = "/usr/sbin:/sbin"  # of daemons; not on everybody's PATH
+
+
+def missing_packages() -> str:
+    """What the tests lack, and how to get it; empty if nothing."""
+    path = f"{os.environ.get('PATH', '')}:{_SBIN}"
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "squeue", "scancel") if shutil.which(name, path=path) is None]
+    return f"{', '.join(missing)} not found; .ci/install_slurm installs Debian's packages" if missing else ""
+
+
+@dataclass
+class SlurmCluster:
+    """Made by `slurm_cluster`."""
+
+    folder: Path
+    num_hosts: int
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Slurm's commands need to find this cluster."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def __call__(self, *command: str, timeout_s: float = 20.0) -> str:
+        """What one of Slurm's commands prints."""
+        done = subprocess.run(
+            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    def jobs(self) -> dict[str, tuple[str, str]]:
+        """Name and state of every job that has not ended, by its number."""
+        lines = (line.split() for line in self("squeue", "--noheader", "--format=%A %j %T").splitlines())
+        return {number: (name, state) for number, name, state in lines}
+
+    def start_controller(self) -> None:
+        self._start("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+
+    def _start(self, name: str, *command: str) -> None:
+        path = f"{os.environ.get('PATH', '')}:{_SBIN}"
+        program = shutil.which(command[0], path=path)
+        assert program is not None, missing_packages()
+        with (self.folder / f"{name}.out").open("ab") as output:
+            self.daemons[name] = subprocess.Popen(
+                [program, *command[1:]],
+                env={**os.environ, **self.environment, "PATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start(self) -> None:
+        """Return when all hosts are idle.
+
+        Raises:
+            AssertionError: they are not, within 30 s; with the end of the daemons' logs.
+        """
+        self._configure()
+        self.start_controller()
+        for number in range(self.num_hosts):
+            self._start(f"h{number}", "slurmd", "-D", "-N", f"h{number}", "-f", self.environment["SLURM_CONF"])
+        deadline = time.monotonic() + 30.0
+        while True:
+            ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+            states = self._states()
+            if not ended and states.count("idle") == self.num_hosts:
+                return
+            if ended or time.monotonic() > deadline:
+                logs = "\n".join(f"{f.name}: {f.read_text(errors='replace')[-1500:]}" for f in self.folder.glob("*.out"))
+                raise AssertionError(f"Slurm's hosts are {states}, ended: {ended}\n{logs}")
+            time.sleep(0.1)
+
+    def _states(self) -> list[str]:
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            return self("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", timeout_s=5.0).split()
+        return []
+
+    def _configure(self) -> None:
+        user, host = getpass.getuser(), socket.gethostname()
+        ports = _free_ports(1 + self.num_hosts)
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir()
+        # Each host has all cores: what runs here only waits most of the time.
+        cores = os.cpu_count() or 1
+        hosts = "\n".join(
+            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cores} RealMemory=2000 State=UNKNOWN"
+            for n, port in enumerate(ports[1:])
+        )
+        (self.folder / "slurm.conf").write_text(
+            f"""\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+ReturnToService=2
+KillWait=15
+MinJobAge=20
+InactiveLimit=0
+SlurmctldTimeout=60
+SlurmdTimeout=60
+StateSaveLocation={self.folder}/state
+SlurmdSpoolDir={self.folder}/spool/%n
+SlurmctldPidFile={self.folder}/slurmctld.pid
+SlurmdPidFile={self.folder}/%n.pid
+SlurmctldLogFile={self.folder}/slurmctld.log
+SlurmdLogFile={self.folder}/%n.log
+{hosts}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+        )
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons, and whatever they have started."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            if jobs := list(self.jobs()):
+                self("scancel", "--signal=KILL", "--full", *jobs)
+                self("scancel", *jobs)
+        family = []
+        for daemon in self.daemons.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += psutil.Process(daemon.pid).children(recursive=True)
+        family += self._steps()
+        for daemon in self.daemons.values():
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=5)
+
+    def _steps(self) -> list[psutil.Process]:
+        """slurmstepd processes leave slurmd's family; they and what they run know the configuration that they belong to."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"] and process.pid != os.getpid():
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path, num_hosts: int) -> Iterator[SlurmCluster]:
+    """A cluster of so many hosts, all of them this machine."""
+    cluster = SlurmCluster(folder, num_hosts)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
