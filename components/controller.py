@@ -54,6 +54,7 @@ from lightning_dlrover.rdzv.membership import read_view
 from lightning_dlrover.rdzv.records import (
     HISTORY_TTL_S,
     ControllerRecord,
+    DrainRecord,
     EventRecord,
     JobRecord,
     Keys,
@@ -222,6 +223,8 @@ class Controller:
         view = self._view()
         self._compare(may_act)
         self._look(view)
+        if may_act:
+            self._replace_what_is_wanted_back(view)
         end = self._act(reconcile(self._job_view(view, may_act), self._patience))
         self._show_output()
         if may_act:
@@ -500,6 +503,20 @@ class Controller:
                 app.status = "cancelled" if ended and app.cancelled else status
                 if ended and not app.cancelled:
                     self._note_end(name, app, view, now, is_last=not with_member - {name})
+
+    def _replace_what_is_wanted_back(self, view: View) -> None:
+        """Start another node for each that the scheduler is going to end; its worker leaves once that one is ready."""
+        nodes = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        workers = {nodes.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
+        for name, app in self._apps.items():
+            if not app.is_member or app.cancelled or app.has_ended or not self._target.wants_back(app.handle):
+                continue
+            worker = workers[name]
+            if worker not in view.drains | view.replacements:
+                log.info("run %s: %s is wanted back by %s", self._keys.run_id, name, self._target.name)
+                request = DrainRecord(worker, f"{self._target.name} wants {name} back", once_replaced=True)
+                with contextlib.suppress(EtcdError):  # it leaves by itself before its time is over
+                    self._client.put(self._keys.drains + worker, encode(request))
 
     def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
         app.ended_at = now

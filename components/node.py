@@ -19,15 +19,23 @@ from types import FrameType
 
 import psutil
 
-__all__ = ["EXIT_FILE_VARIABLE", "PARENT_VARIABLE", "main"]
+__all__ = ["EXIT_FILE_VARIABLE", "NOTICE_VARIABLE", "PARENT_VARIABLE", "main", "notice_file"]
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
 """Process id of the parent that this node ends with; not set where nodes live on their own."""
 
 EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
-"""File that the agent's exit code is written into. With it SIGUSR1 asks the worker to hand over and leave."""
+"""File that the agent's exit code is written into. With it SIGUSR1 is a notice: the scheduler wants the node back."""
+
+NOTICE_VARIABLE = "DLROVER_NOTICE_S"
+"""How long before its end a node is given notice, in seconds."""
 
 PR_SET_PDEATHSIG = 1
+
+
+def notice_file(exit_file: Path) -> Path:
+    """What exists once a node was given notice."""
+    return exit_file.with_name("notice")
 
 
 def main() -> None:
@@ -48,9 +56,16 @@ def main() -> None:
 def _stay_beside(command: list[str], exit_file: Path) -> int:
     """The agent's exit code, as a shell gives it."""
     wanted = {signal.SIGUSR1, signal.SIGTERM}
+    notice_s = float(os.environ.pop(NOTICE_VARIABLE, "0"))
     # Neither signal may come while there is no handler, or no agent to tell.
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     agent = psutil.Popen(command, preexec_fn=_unblock_signals)
+
+    def take_notice(number: int, frame: FrameType | None) -> None:
+        # A controller that sees it starts another node first: half of the time is for that.
+        with contextlib.suppress(OSError):
+            notice_file(exit_file).touch()
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
@@ -64,7 +79,8 @@ def _stay_beside(command: list[str], exit_file: Path) -> int:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent.terminate()
 
-    signal.signal(signal.SIGUSR1, leave)
+    signal.signal(signal.SIGUSR1, take_notice)
+    signal.signal(signal.SIGALRM, leave)
     signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
     code: int = agent.wait()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dlrover.components.node import EXIT_FILE_VARIABLE
+from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.reconcile import AppStatus
 from lightning_dlrover.components.target import App, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.components.targets import node_app
@@ -68,7 +68,7 @@ class SlurmOptions:
     mem: str = ""  # of each node, such as 16G
     gres: str = ""
     gpus: str = ""  # of each node, [TYPE:]NUMBER
-    notice_s: int = 60  # before the time limit, and at a preemption, a worker is asked to leave; 0: it is not
+    notice_s: int = 120  # before the time limit, or at a preemption, another node is to take its place; 0: it is not
     work_dir: str = ""  # where the script runs; default: the current folder
     setup: str = ""  # a line of shell that comes before the script, such as `module load cuda`
     extra: tuple[str, ...] = ()  # arguments for sbatch, which come last and win
@@ -128,6 +128,7 @@ class SlurmTarget:
         self._submitted_at: dict[str, float] = {}
         self._looked_up_at: dict[str, float] = {}  # when scontrol was asked about a job that squeue does not list
         self._known: dict[str, AppStatus] = {}  # by handle
+        self._noticed_at: dict[str, float] = {}  # by handle: which list of squeue's a notice was last looked for with
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
             raise TargetError(
@@ -143,7 +144,7 @@ class SlurmTarget:
         folder = self._log_dir / node
         folder.mkdir(parents=True, exist_ok=True)
         script = folder / "batch.sh"
-        script.write_text(self._script(node, folder))
+        script.write_text(self._script(node))
         arguments = [
             "--parsable",
             f"--job-name={self._spec.run_id}.{node}.{self._mark}",
@@ -215,6 +216,13 @@ class SlurmTarget:
                 raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
         self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
 
+    def wants_back(self, handle: str) -> bool:
+        # Asked for as often as squeue is: a shared file system is not for every step.
+        if self._noticed_at.get(handle) != self._asked_at:
+            self._noticed_at[handle] = self._asked_at
+            return notice_file(self._exit_file(handle.split("/")[1])).exists()
+        return False
+
     def logs(self, handle: str) -> list[Path]:
         folder = self._log_dir / handle.split("/")[1]
         return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
@@ -224,11 +232,12 @@ class SlurmTarget:
 
     # --- a node's script -----------------------------------------------------------------------------------------------
 
-    def _script(self, node: str, folder: Path) -> str:
+    def _script(self, node: str) -> str:
         # Only torchrun replaces ${...} here.
         role = node_app(self._spec, node, dollar="$$").roles[0]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._options.cpus))}
-        variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(folder / "exit_code")}
+        variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(self._exit_file(node))}
+        variables[NOTICE_VARIABLE] = str(self._options.notice_s)
         return "\n".join(
             [
                 "#!/bin/bash",
@@ -240,10 +249,13 @@ class SlurmTarget:
             ]
         )
 
+    def _exit_file(self, node: str) -> Path:
+        return self._log_dir / node / "exit_code"
+
     def _exit_status(self, node: str) -> AppStatus | None:
         """How the agent has ended, by its own account; None if it has not said."""
         with contextlib.suppress(OSError, ValueError):
-            return "succeeded" if int((self._log_dir / node / "exit_code").read_text()) == 0 else "failed"
+            return "succeeded" if int(self._exit_file(node).read_text()) == 0 else "failed"
         return None
 
     # --- asking Slurm --------------------------------------------------------------------------------------------------

@@ -79,6 +79,9 @@ class Target(Protocol):
             TargetError: the scheduler could not be told.
         """
 
+    def wants_back(self, handle: str) -> bool:
+        """Whether the scheduler is going to end this node soon, and has said so."""
+
     def logs(self, handle: str) -> list[Path]:
         """Files that hold the node's output, those of errors last."""
 

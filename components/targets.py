@@ -113,6 +113,9 @@ class LocalTarget:
             self._runner.cancel(handle)
             self._agents.pop(handle, None)
 
+    def wants_back(self, handle: str) -> bool:
+        return False
+
     def logs(self, handle: str) -> list[Path]:
         app_id = handle.rsplit("/", 1)[-1]
         return [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]

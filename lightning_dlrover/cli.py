@@ -223,9 +223,9 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--notice",
         type=int,
-        default=60,
+        default=120,
         metavar="S",
-        help="before its time limit a worker is asked to leave (default 60; 0: never)",
+        help="before its time limit another node is to take its place (default 120; 0: it is not)",
     )
     group.add_argument(
         "--sbatch-arg", action="append", default=[], metavar="ARG", help="for sbatch, such as =--exclusive; repeatable"

@@ -72,6 +72,9 @@ class FakeTarget:
             self.nodes[handle] = "cancelled"
             self.cancelled.append(handle)
 
+    def wants_back(self, handle: str) -> bool:
+        return False
+
     def logs(self, handle: str) -> list[Path]:
         return [self.log(handle)]
 

@@ -100,6 +100,7 @@ class SchedulerTarget:
         self.answers = True
         self.loses_requests = False
         self.refuses = False
+        self.wanted_back: set[str] = set()
 
     def open(self, mark: str) -> None:
         pass
@@ -126,6 +127,9 @@ class SchedulerTarget:
         for handle in handles:
             if self._scheduler.statuses[handle] == "running":
                 self._scheduler.statuses[handle] = "failed"
+
+    def wants_back(self, handle: str) -> bool:
+        return handle in self.wanted_back
 
     def logs(self, handle: str) -> list[Path]:
         return []
@@ -350,6 +354,17 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
     assert job.scheduler.living == ["1/node1"]
     job.target.answers = True
     job.run_until("its end, and another one", job.trains_with(1, without="node1"))
+
+
+def test_a_node_that_the_scheduler_wants_back_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.target.wanted_back = {"1/node1"}
+    rounds = job.round_number
+    job.run_until("another one in its place", job.trains_with(1, without="node1"))
+    assert job.members == ["node2"]
+    assert job.scheduler.statuses["1/node1"] == "succeeded"
+    assert job.round_number == rounds + 1
 
 
 def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job: MakeJob) -> None:

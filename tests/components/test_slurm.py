@@ -82,7 +82,7 @@ def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, co
     for argument in ("--partition=p", "--account=a", "--qos=q", "--time=10", "--mem=2G", "--gres=gpu:1", "--cpus-per-task=3"):
         assert f" {argument} " in call
     assert f"--job-name=run.node1.{MARK} " in call
-    assert "--signal=B:USR1@60" in call
+    assert "--signal=B:USR1@120" in call
     assert "--no-requeue" in call
     script = tmp_path / "logs/node1/batch.sh"
     assert call.endswith(f"--exclusive {script}")

@@ -75,13 +75,13 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert {w["worker_id"] for w in wait_for_workers(run, 3)} == {w["worker_id"] for w in three}
     assert slurm.jobs() == jobs  # it has taken over what was there
 
-    killed, drained = three[1]["worker_id"], three[2]["worker_id"]
-    assert dlrover("drain", "job", drained, "--replace").returncode == 0
-    kill_node(dlrover, job_of(run, slurm, three[1]["pid"]))
-    last = wait_for_workers(run, 3, without=(killed, drained))
-
+    killed, wanted_back = three[1]["worker_id"], three[2]["worker_id"]
     # What Slurm does at a preemption, or before the time limit.
-    slurm("scancel", "--signal=USR1", "--batch", job_of(run, slurm, last[0]["pid"]))
+    slurm("scancel", "--signal=USR1", "--batch", job_of(run, slurm, three[2]["pid"]))
+    kill_node(dlrover, job_of(run, slurm, three[1]["pid"]))
+    last = wait_for_workers(run, 3, without=(killed, wanted_back))
+
+    assert dlrover("drain", "job", last[0]["worker_id"]).returncode == 0
     run.wait_for(lambda: left_planned(run, last[0]["worker_id"]), "a planned leave")
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
@@ -91,7 +91,7 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
 
     names = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert names == [f"node{n}" for n in range(1, len(names) + 1)]
-    assert 5 <= len(names) <= 6  # one each in place of the killed and the drained, and perhaps of the one that left
+    assert 5 <= len(names) <= 6  # one each in place of the killed and the replaced, and perhaps of the drained
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     losses = [event for event in run.events if event.kind == "loss"]

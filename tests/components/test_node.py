@@ -1,0 +1,91 @@
+"""What stands beside a node's agent where a scheduler has something to say: with the real torchrun and its worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
+
+POLITE = """
+import signal, sys, time
+def leave(*_):
+    print("handed over", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("training", flush=True)
+time.sleep(600)
+"""
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def node(source: str, notice_s: float = 0.0) -> subprocess.Popen[bytes]:
+        (tmp_path / "script.py").write_text(source)
+        (tmp_path / "tmp").mkdir()
+        added = {EXIT_FILE_VARIABLE: str(tmp_path / "exit_code"), NOTICE_VARIABLE: str(notice_s)}
+        with (tmp_path / "output").open("wb") as output:
+            command = ["-m", "lightning_dlrover.components.node", "--standalone", "--nproc-per-node=1"]
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *command, str(tmp_path / "script.py")],
+                    env={**os.environ, **added, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        return started[-1]
+
+    yield node
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for_output(folder: Path, text: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in (folder / "output").read_text():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {text!r}: {(folder / 'output').read_text()}"
+        time.sleep(0.05)
+
+
+def test_a_notice_is_written_down_and_then_passed_on_to_the_worker_alone(start: Start, tmp_path: Path) -> None:
+    node = start(POLITE, notice_s=2.0)
+    wait_for_output(tmp_path, "training")
+    began = time.monotonic()
+    node.send_signal(signal.SIGUSR1)
+    assert node.wait(30) == 0  # an agent that is told itself ends with an error
+    assert time.monotonic() - began > 1.0  # half of the time is for whoever may take its place
+    assert "handed over" in (tmp_path / "output").read_text()
+    assert notice_file(tmp_path / "exit_code").exists()
+    assert (tmp_path / "exit_code").read_text() == "0\n"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_how_an_agent_has_ended_is_written_down(start: Start, tmp_path: Path) -> None:
+    node = start("raise ValueError('bad')")
+    assert node.wait(60) == 1
+    assert (tmp_path / "exit_code").read_text() == "1\n"
+    assert not notice_file(tmp_path / "exit_code").exists()
+
+
+def test_sigterm_ends_agent_and_worker(start: Start, tmp_path: Path) -> None:
+    node = start(POLITE)
+    wait_for_output(tmp_path, "training")
+    node.send_signal(signal.SIGTERM)
+    assert node.wait(30) != 0
+    assert (tmp_path / "exit_code").read_text() != "0\n"
+    assert "handed over" in (tmp_path / "output").read_text()
