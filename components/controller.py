@@ -113,6 +113,7 @@ class _App:
     warned: bool = False
     cancelled: bool = False
     all_shown: bool = False
+    was_adopted: bool = False  # from a controller before us, which has shown its output until then
     saved: NodeRecord | None = None  # what etcd holds
     files: dict[Path, LogFile] = field(default_factory=dict)
 
@@ -707,13 +708,18 @@ class Controller:
             for file in self._target.logs(app.handle):
                 if app.cancelled and file.name.startswith("stderr"):
                     continue  # the agent's traceback for a signal that came from us
-                for line in app.files.setdefault(file, LogFile(file)).new_lines(whole=app.has_ended):
+                if file not in app.files:
+                    app.files[file] = LogFile(file)
+                    if app.was_adopted:
+                        app.files[file].skip()
+                for line in app.files[file].new_lines(whole=app.has_ended):
                     self._show(f"[{name}] {line}")
+            app.was_adopted = False
 
 
 def _restored(record: NodeRecord, now: float) -> _App:
     """A node of an earlier controller. How long it has done nothing is counted anew."""
-    app = _App(record.handle, now, record.asked_at, cancelled=record.cancelled, saved=record)
+    app = _App(record.handle, now, record.asked_at, cancelled=record.cancelled, was_adopted=True, saved=record)
     app.ended_at = now if record.cancelled else None
     if record.state == "ended":
         app.status = record.outcome or "gone"

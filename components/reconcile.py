@@ -103,6 +103,9 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     if not view.may_act:
         return _end_without_etcd(view, patience)
     living = [node for node in view.nodes if node.is_living]
+    if view.stop:
+        exit_code = 0 if view.phase == "finished" else 1
+        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop)]
     if view.phase == "finished":
         if not living:
             return [Give(0, "the job has finished")]
@@ -136,8 +139,6 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
     """Why starting nodes again would not help, or None."""
     failed = [node for node in view.nodes if node.status == "failed"]
-    if view.stop:
-        return view.stop
     if view.phase == "failed":
         return "the job has failed"
     # News of the first step may arrive after that of the worker's end.

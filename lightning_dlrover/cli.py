@@ -842,6 +842,28 @@ def _cancel(options: argparse.Namespace) -> int:
         view = read_job(client, place.keys).view  # says so if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
+        has_etcd = _wait_for_controller(client, place, options, deadline)
+        if nodes.target == "slurm":
+            _cancel_by_name(place, nodes.mark, deadline)
+        if has_etcd and not is_over:
+            _mark_as_cancelled(client, place.keys)
+    what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
+    print(f"job {place.run_id}: {what}")
+    return EXIT_OK
+
+
+def _wait_for_controller(client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float) -> bool:
+    """Return once the job has no controller; False if its etcd has ended with that.
+
+    Raises:
+        UsageError: it still has one.
+        EtcdUnavailableError: nobody knows.
+    """
+    from lightning_dlrover.rdzv.client import EtcdUnavailableError
+
+    folder = options.run_dir / options.job
+    was_locked = _is_locked(folder)
+    try:
         while client.get(place.keys.controller) is not None:
             if time.monotonic() > deadline:
                 raise UsageError(
@@ -849,15 +871,11 @@ def _cancel(options: argparse.Namespace) -> int:
                     "see its output, or kill it and cancel once more"
                 )
             time.sleep(0.2)
-        if nodes.target == "slurm":
-            _cancel_by_name(place, nodes.mark, deadline)
-        if not is_over:
-            _mark_as_cancelled(client, place.keys)
-    print(
-        f"job {place.run_id}: "
-        + ("had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended")
-    )
-    return EXIT_OK
+    except EtcdUnavailableError:
+        if not was_locked or _is_locked(folder):
+            raise
+        return False
+    return True
 
 
 def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:

@@ -19,6 +19,8 @@ from lightning_dlrover.rdzv.records import (
     DrainRecord,
     JobRecord,
     Keys,
+    NodeRecord,
+    NodesRecord,
     PlanRecord,
     RoundRecord,
     WorkerRecord,
@@ -431,3 +433,37 @@ def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
         assert "etcd has not answered" in end.reason
         assert job.target.living == []
         job.controller.close()
+
+
+def test_nodes_that_end_with_their_controller_are_not_expected_of_the_next_one(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.nodes, encode(NodesRecord("fake", "mark", num_started=4)))
+    client.put(f"{keys.each_node}node3", encode(NodeRecord("started", "x", 1.0)))
+    client.put(f"{keys.each_node}node4", encode(NodeRecord("asked")))
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node5"])
+    assert [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]] == ["node5"]
+
+
+def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    def record(node: str) -> NodeRecord:
+        entry = client.get(keys.each_node + node)
+        assert entry is not None
+        return decode(NodeRecord, entry.value, entry.key)
+
+    job = make_job()
+    seen = []
+    start = job.target.start
+    job.target.start = lambda node: (seen.append(record(node)), start(node))[1]  # type: ignore[method-assign]
+    job.run_until("a node", lambda: job.target.living)
+    assert [(r.state, r.handle) for r in seen] == [("asked", "")]
+    assert (record("node1").state, record("node1").handle) == ("started", "node1")
+    job.train_with("node1")
+    job.stays(lambda: True, steps=2)
+    job.fail("node1", FAILED)
+    job.run_until("another node", lambda: job.target.living == ["node2"])
+    ended = record("node1")
+    assert (ended.state, ended.outcome, ended.error, ended.stopped_job) == ("ended", "failed", "ValueError: bad", True)

@@ -191,6 +191,19 @@ def test_a_script_that_cannot_be_imported_is_run_once_and_its_traceback_comes_la
     assert last == "ModuleNotFoundError: No module named 'nowhere'"
 
 
+def test_a_job_is_followed_and_cancelled_from_outside(dlrover: Dlrover, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    run = dlrover.start("--workers", "1:2", script)
+    run.wait_for_output(r"\[node1\] here")
+    assert dlrover("logs", "job").stdout == "[node1] here\n"
+    done = dlrover("cancel", "job")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run.wait_for_exit() == 1
+    assert "job job failed: cancelled by `dlrover cancel`" in run.output
+    dlrover.assert_all_ended()
+
+
 def test_two_runs_of_one_job_cannot_exist(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     run = dlrover.start("--workers", "1:1", SCRIPT, "--until", until)

@@ -25,6 +25,7 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodesRecord,
     PlanRecord,
     RoundRecord,
     WorkerRecord,
@@ -105,6 +106,9 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
         (["run", "--key-prefix", "/a,live=0", "script.py"], "--key-prefix '/a,live=0'"),
         (["run", "--endpoint", "nonsense", "script.py"], "etcd endpoint 'nonsense'"),
         (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
+        (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
+        (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
+        (["run", "--target", "slurm", "--cpus", "0", "script.py"], "--cpus is 0"),
         (["run"], "script"),
         ([], "COMMAND"),
         (["dance"], "dance"),
@@ -112,6 +116,8 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
         (["status", "job"], "job 'job' is not known"),
         (["drain", "job", "w"], "job 'job' is not known"),
         (["report", "job"], "runs/job/events.jsonl does not exist"),
+        (["cancel", "job"], "job 'job' is not known"),
+        (["logs", "job"], "folder 'runs/job/logs' does not exist"),
     ],
 )
 def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: list[str], message: str) -> None:
@@ -364,6 +370,44 @@ def test_drain_refuses_the_last_one_that_stays(dlrover: RunCli, client: EtcdClie
     assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
     code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-a")
     assert (code, "the only worker" in errors) == (2, True)
+
+
+def test_a_job_that_nobody_looks_after_is_marked_as_cancelled(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    code, output, errors = dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)
+    assert (code, errors) == (0, "")
+    assert "cancelled, all its nodes have ended" in output
+    entry = client.get(job.job)
+    assert entry is not None
+    record = decode(JobRecord, entry.value, entry.key)
+    assert (record.phase, record.message) == ("failed", "cancelled by `dlrover cancel`")
+    assert "had ended already" in dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)[1]
+
+
+def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    nodes = NodesRecord("local", "mark", num_started=3)
+    client.put(job.nodes, encode(nodes))
+    with contextlib.closing(client.lease(5)) as lease:
+        client.put(job.controller, encode(ControllerRecord("h", 1, "local")), lease)
+        code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 2
+    assert "its controller has not ended within 0.3 s" in errors
+    entry = client.get(job.nodes)
+    assert entry is not None
+    asked = dataclasses.replace(nodes, stop="cancelled by `dlrover cancel`")
+    assert decode(NodesRecord, entry.value, entry.key) == asked
+
+
+def test_the_output_of_all_nodes_is_shown_with_their_names(dlrover: RunCli) -> None:
+    for node, text in {"node2": "two\n", "node10": "ten\nrows\n"}.items():
+        Path(f"runs/job/logs/{node}").mkdir(parents=True)
+        Path(f"runs/job/logs/{node}/stdout.log").write_text(text)
+    assert dlrover("logs", "job") == (0, "[node2] two\n[node10] ten\n[node10] rows\n", "")
+    # Nobody runs it and its etcd is not known, so nothing more will come.
+    assert dlrover("logs", "--follow", "job") == (0, "", "")
 
 
 def test_run_refuses_a_job_that_others_have_started(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
