@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from dlrover_process import Dlrover, Run, eventually
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 
@@ -117,3 +120,53 @@ def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, s
     assert "2 nodes were still there" in done.stdout
     assert slurm.jobs() == {}
     eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
+KILLS = {
+    "before it is submitted": 'kill -9 "$PPID"',
+    "while it is submitted": 'kill -9 "$PPID"; sleep 1; exec {real} "$@"',
+    "after it was submitted": '{real} "$@"; kill -9 "$PPID"',
+}
+"""What `sbatch` does to the `dlrover run` that calls it."""
+
+
+@pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes; set DLROVER_ALL_FAULTS=1")
+@pytest.mark.timeout(900)
+def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_none_twice(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, etcd: EmbeddedEtcd
+) -> None:
+    real, until = shutil.which("sbatch"), tmp_path / "enough"
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    options = ("--target", "slurm", "--workers", "1:3", "--endpoint", etcd.endpoint, SCRIPT, "--until", until)
+    run_id = f"job-{tmp_path.name[-6:]}-{os.getpid()}"
+    run = dlrover.start(*options, run_id=run_id)
+    wait_for_first_round(run)
+    workers = wait_for_workers(run, 1)
+    for step in ("add", "drain", "replace"):
+        for when, shell in KILLS.items():
+            sbatch.write_text(f"#!/bin/bash\nrm {sbatch}\n{shell.format(real=real)}\n")
+            sbatch.chmod(0o755)
+            gone: tuple[str, ...] = ()
+            if step == "add":
+                wanted = len(workers) % 3 + 1
+                assert wanted > len(workers), "already as many as there may be"
+                assert dlrover("scale", run_id, wanted).returncode == 0
+            else:
+                gone = (workers[-1]["worker_id"],)
+                more = ["--replace"] if step == "replace" else []
+                assert dlrover("drain", run_id, *gone, *more).returncode == 0
+                wanted = len(workers)
+            run.process.wait(30)
+            run = dlrover.start(*options, run_id=run_id)
+            workers = wait_for_workers(run, wanted, without=gone)
+            eventually(lambda n=wanted: len(slurm.jobs()) == n, f"{wanted} nodes ({step}, killed {when}): {slurm.jobs()}", 60)
+            names = [name for name, _ in slurm.jobs().values()]
+            assert len(set(names)) == len(names), names
+            if step == "add" and wanted == 3:
+                assert dlrover("scale", run_id, 2).returncode == 0
+                workers = wait_for_workers(run, 2)
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert slurm.jobs() == {}
