@@ -590,6 +590,11 @@ class Controller:
                 case Give():
                     end = action
         self._cancel(cancelled)
+        # No round is formed in a job that has failed, so its workers could not hand over and leave.
+        if end is not None and any(app.cancelled and not app.has_ended for app in self._apps.values()):
+            waited_s = time.monotonic() - max(app.ended_at or 0.0 for app in self._apps.values() if app.cancelled)
+            if waited_s < self._patience.cancel_s:
+                return None
         if end is not None and end.exit_code:
             self._declare_failed(end.reason)
         return end

@@ -846,6 +846,7 @@ def _cancel(options: argparse.Namespace) -> int:
         if nodes.target == "slurm":
             _cancel_by_name(place, nodes.mark, deadline)
         if has_etcd and not is_over:
+            _let_workers_leave(client, place, deadline)
             _mark_as_cancelled(client, place.keys)
     what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
     print(f"job {place.run_id}: {what}")
@@ -916,8 +917,27 @@ def _cancel_by_name(place: JobPlace, mark: str, deadline: float) -> int:
     return len(cancelled)
 
 
+def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> None:
+    """End a job's workers that no controller has started, as far as they live.
+
+    Raises:
+        UsageError: they have not ended in time.
+    """
+    from lightning_dlrover.job_view import read_job
+    from lightning_dlrover.rdzv.records import DrainRecord, encode
+
+    # The records of those that have just been killed go with their leases.
+    while workers := read_job(client, place.keys).view.workers:
+        for worker in workers:
+            if client.get(place.keys.drains + worker) is None:
+                client.put(place.keys.drains + worker, encode(DrainRecord(worker, "cancelled by `dlrover cancel`")))
+        if time.monotonic() > deadline:
+            raise UsageError(f"job {place.run_id!r}: its workers were asked to leave and have not: {', '.join(workers)}")
+        time.sleep(0.2)
+
+
 def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
-    """Let workers that nobody can end from outside stop, and whoever asks later know."""
+    """Let whoever asks later, or wants to join, know."""
     from lightning_dlrover.rdzv.client import Put, modified
     from lightning_dlrover.rdzv.records import JobRecord, decode, encode
 
@@ -932,6 +952,8 @@ def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     from lightning_dlrover.components.logs import LogFile, log_files
+    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job
+    from lightning_dlrover.rdzv.client import EtcdError
 
     folder = options.log_dir or options.run_dir / options.job / "logs"
     if not folder.is_dir():
@@ -949,31 +971,37 @@ def _logs(options: argparse.Namespace) -> int:
         for file in files:
             files_read[file] = LogFile(file)
             files_read[file].skip()
-    is_over = False
-    while not is_over:
-        ranks, is_over = _ranks(options)  # first: what is printed after it is read once more
-        for node, files in log_files(folder).items():
-            for file in files:
-                for line in files_read.setdefault(file, LogFile(file)).new_lines(whole=is_over):
-                    print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
-        if not is_over:
-            time.sleep(0.5)
+    with contextlib.ExitStack() as stack:
+        is_over = False
+        client: EtcdClient | None = None
+        place = None
+        while not is_over:
+            # Asked before the files are read: what is printed last is read, too.
+            if client is None:
+                with contextlib.suppress(EtcdError, JobNotFoundError):
+                    place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+                    client = stack.enter_context(connect(place, timeout_s=2.0))
+            ranks, found_over = _ranks(client, place) if client and place else ({}, None)
+            # An etcd that does not answer does not end a job; that nobody looks after it any more does.
+            is_over = found_over if found_over is not None else not _is_locked(options.run_dir / options.job)
+            for node, files in log_files(folder).items():
+                for file in files:
+                    for line in files_read.setdefault(file, LogFile(file)).new_lines(whole=is_over):
+                        print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
+            if not is_over:
+                time.sleep(0.5)
     return EXIT_OK
 
 
-def _ranks(options: argparse.Namespace) -> tuple[dict[str, str], bool]:
-    """What is said of each node that takes part in the current round, and whether the job is over."""
-    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job, read_job
+def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | None]:
+    """What is said of each node that takes part in the current round, and whether the job is over; None: etcd does not tell."""
+    from lightning_dlrover.job_view import JobNotFoundError, read_job
     from lightning_dlrover.rdzv.client import EtcdError
 
     try:
-        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
-        with connect(place, timeout_s=2.0) as client:
-            found = read_job(client, place.keys)
+        view = read_job(client, place.keys).view
     except (EtcdError, JobNotFoundError):
-        # An etcd that cannot be reached does not end a job; that nobody looks after it any more does.
-        return {}, not _is_locked(options.run_dir / options.job)
-    view = found.view
+        return {}, None
     if view.round is None:
         return {}, False
     ranks = {}

@@ -100,6 +100,7 @@ class SchedulerTarget:
         self.answers = True
         self.loses_requests = False
         self.refuses = False
+        self.ends_at_once = True  # when cancelled
         self.wanted_back: set[str] = set()
 
     def open(self, mark: str) -> None:
@@ -125,7 +126,7 @@ class SchedulerTarget:
         if not self.answers:
             raise TargetError("no answer")
         for handle in handles:
-            if self._scheduler.statuses[handle] == "running":
+            if self._scheduler.statuses[handle] == "running" and self.ends_at_once:
                 self._scheduler.statuses[handle] = "failed"
 
     def wants_back(self, handle: str) -> bool:
@@ -432,4 +433,20 @@ def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: Make
     job.run_until("the end", lambda: job.end is not None)
     assert job.end == Give(1, "enough")
     assert job.scheduler.living == []
-    assert job.hand.get(job.keys.job) is not None
+
+
+def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> None:
+    """In a job that has failed no worker can hand over and leave."""
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.target.ends_at_once = False
+    entry = job.hand.get(job.keys.nodes)
+    assert entry is not None
+    nodes = decode(NodesRecord, entry.value, entry.key)
+    job.hand.put(job.keys.nodes, encode(NodesRecord(nodes.target, nodes.mark, nodes.num_started, stop="enough")))
+    job.run_until("the node's cancellation", lambda: job.records()["node1"].cancelled)
+    for _ in range(10):
+        job.step()
+    assert job.end is None
+    job.leave("node1")
+    job.run_until("the end", lambda: job.end is not None)

@@ -375,6 +375,10 @@ def test_drain_refuses_the_last_one_that_stays(dlrover: RunCli, client: EtcdClie
 def test_a_job_that_nobody_looks_after_is_marked_as_cancelled(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
+    code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
+    assert (code, "were asked to leave and have not: w-a, w-b, w-c" in errors) == (2, True)
+    assert client.count(job.drains) == 3
+    client.delete_prefix(job.workers)
     code, output, errors = dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)
     assert (code, errors) == (0, "")
     assert "cancelled, all its nodes have ended" in output
