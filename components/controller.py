@@ -255,7 +255,16 @@ class Controller:
         return self._nodes.mark if self._nodes else ""
 
     def end_nodes(self) -> None:
-        """End all nodes that are still running, and wait until they have ended, at most for `Patience.cancel_s`."""
+        """End all nodes that are still running, and wait until they have ended, at most for `Patience.cancel_s`.
+
+        Those that outlive us are left to another controller that has taken over meanwhile.
+        """
+        if self._target.outlives_controller and self._lease.lost.is_set():
+            log.warning(
+                "run %s: its nodes are left to whoever acts for it now; `dlrover cancel %s` ends them",
+                *(self._keys.run_id, self._keys.run_id),
+            )
+            return
         deadline = time.monotonic() + self._patience.cancel_s
         self._cancel([name for name, app in self._apps.items() if not app.has_ended])
         while left := [name for name, app in self._apps.items() if not app.has_ended]:
@@ -275,16 +284,12 @@ class Controller:
         self._show_output()
 
     def close(self) -> None:
-        """End all nodes that are still running, and give the job's controller key back.
-
-        What another controller has taken over meanwhile is left to it.
-        """
+        """End all nodes that are still running, and give the job's controller key back."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            if not (self._target.outlives_controller and self._lease.lost.is_set()):
-                self.end_nodes()
+            self.end_nodes()
         finally:
             self._target.close()
             self._mirror.close()

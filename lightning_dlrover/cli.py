@@ -228,7 +228,11 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
         help="before its time limit another node is to take its place (default 120; 0: it is not)",
     )
     group.add_argument(
-        "--sbatch-arg", action="append", default=[], metavar="ARG", help="for sbatch, such as =--exclusive; repeatable"
+        "--sbatch-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="for sbatch, such as --sbatch-arg=--exclusive; repeatable",
     )
     group.add_argument("--etcd-host", metavar="HOST", help="address of this host that nodes reach the embedded etcd at")
 
@@ -497,7 +501,7 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
     from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in _SLURM_OPTIONS}
-    extra = tuple(argument.removeprefix("=") for argument in options.sbatch_arg)
+    extra = tuple(options.sbatch_arg)
     return SlurmTarget(spec, SlurmOptions(**asked, cpus=options.cpus, notice_s=options.notice, extra=extra), log_dir)
 
 

@@ -97,7 +97,7 @@ class SlurmCluster:
 
     def _states(self) -> list[str]:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            return self("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", timeout_s=5.0).split()
+            return self("sinfo", "--noheader", "--Node", "--format=%t", timeout_s=5.0).split()
         return []
 
     def _configure(self) -> None:
@@ -130,9 +130,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,preempt_send_user_signal
-PreemptType=preempt/partition_prio
-PreemptMode=CANCEL
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 ReturnToService=2
 KillWait=15
 MinJobAge=20
@@ -146,8 +144,7 @@ SlurmdPidFile={self.folder}/%n.pid
 SlurmctldLogFile={self.folder}/slurmctld.log
 SlurmdLogFile={self.folder}/%n.log
 {hosts}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
         )
 

@@ -406,6 +406,7 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     job.plan(3)
     former._act([])
     assert not former._add()  # it would not have noticed yet
+    former.end_nodes()
     former.close()
     job.run_until("three workers", job.trains_with(3))
     assert sorted(job.scheduler.nodes.values()) == ["node1", "node2", "node3"]

@@ -49,10 +49,15 @@ def job_of(run: Run, slurm: SlurmCluster, pid: int) -> str:
 
 def kill_node(dlrover: Dlrover, job: str) -> None:
     """End everything of a job at once, as the loss of its host does. (`scancel` lets a worker hand over.)"""
+    found = []
     for pid in dlrover.processes():
         with contextlib.suppress(OSError):
             if variables_of(pid).get("SLURM_JOB_ID") == job:
-                os.kill(pid, signal.SIGKILL)
+                found.append(pid)
+    # The worker first: it would be asked to leave, and do so, as soon as its agent or the job's script is gone.
+    for pid in sorted(found, reverse=True):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(300)
