@@ -190,7 +190,9 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
     others = [n for n in living if n not in hung and not n.is_member and n.idle_s > patience.surplus_s]
-    excess = max(0, len(living) - len(hung) - view.wanted)
+    # A node whose worker has left is about to end: none that is on its way must go for it.
+    leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
+    excess = max(0, len(living) - len(leaving) - view.wanted)
     surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]
     return [
         *(CancelNode(n.name, f"its worker has left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),

@@ -73,6 +73,11 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
             training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
             [CancelNode],
         ),
+        (
+            "a worker has left, and its node ends while another one takes long to come",
+            training(2, member("a"), replace(joining("b"), workerless_s=5.0), joining("c", 61.0)),
+            [],
+        ),
         ("it is replaced once it has ended", training(2, member("a"), ended("b")), [AddNode]),
         ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
         ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
