@@ -173,11 +173,16 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         psutil.wait_procs(family, timeout=5)
 
     def _steps(self) -> list[psutil.Process]:
-        """slurmstepd processes leave slurmd's family; they and what they run know the configuration that they belong to."""
+        """slurmstepd processes leave slurmd's family. They write into its log; what they run knows the configuration."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"] and process.pid != os.getpid():
+                if process.pid == os.getpid():
+                    continue
+                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"] or (
+                    process.name().startswith("slurmstepd")
+                    and any(Path(file.path).is_relative_to(self.folder) for file in process.open_files())
+                ):
                     found.append(process)
         return found
 
