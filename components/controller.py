@@ -116,6 +116,7 @@ class _App:
     was_adopted: bool = False  # from a controller before us, which has shown its output until then
     saved: NodeRecord | None = None  # what etcd holds
     files: dict[Path, LogFile] = field(default_factory=dict)
+    unreadable: set[Path] = field(default_factory=set)  # of which it was said
 
     @property
     def is_living(self) -> bool:
@@ -187,6 +188,9 @@ class Controller:
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
+        self._is_ending = False
+        self._has_given_up_etcd = False  # while ending: each request to one that is away takes seconds
+        self._claim: Lease | None = None  # whether it holds the controller key is not known
         self._etcd_away_since: float | None = None
         self._scheduler_away_since: float | None = None
         self._record = ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
@@ -259,7 +263,8 @@ class Controller:
 
         Those that outlive us are left to another controller that has taken over meanwhile.
         """
-        if self._target.outlives_controller and self._lease.lost.is_set():
+        self._is_ending = True
+        if self._target.outlives_controller and self._awaited() and self._still_acts() is False:
             log.warning(
                 "run %s: its nodes are left to whoever acts for it now; `dlrover cancel %s` ends them",
                 *(self._keys.run_id, self._keys.run_id),
@@ -267,7 +272,7 @@ class Controller:
             return
         deadline = time.monotonic() + self._patience.cancel_s
         self._cancel([name for name, app in self._apps.items() if not app.has_ended])
-        while left := [name for name, app in self._apps.items() if not app.has_ended]:
+        while left := self._awaited():
             if time.monotonic() > deadline or self._hurry.is_set():
                 break
             time.sleep(0.1)
@@ -282,6 +287,11 @@ class Controller:
             )
         self._save()
         self._show_output()
+
+    def _awaited(self) -> list[str]:
+        """Nodes whose end is waited for. One of unknown fate that does not outlive us ends with its target."""
+        outlives = self._target.outlives_controller
+        return [name for name, app in self._apps.items() if not app.has_ended and (app.handle or outlives)]
 
     def close(self) -> None:
         """End all nodes that are still running, and give the job's controller key back."""
@@ -305,20 +315,46 @@ class Controller:
 
         Raises:
             ControllerBusyError: another one holds it.
+            EtcdError: nobody knows who does.
         """
         key = self._keys.controller
+        self._drop_claim()
         deadline = time.monotonic() + 2 * LEASE_TTL_S
         # Only its lease says for certain that it is gone: another container of this host may have its name and other processes.
         while self._holder_seems_dead() and time.monotonic() < deadline:
             time.sleep(0.1)
-        lease = self._client.lease(LEASE_TTL_S)
+        self._claim = lease = self._client.lease(LEASE_TTL_S)
         self._record = dataclasses.replace(self._record, apps={})
-        if self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)]).succeeded:
-            entry = self._client.get(key)
-            if entry is not None and entry.lease_id == lease.id:
-                return lease.keep_alive(), entry.create_revision
-        lease.revoke()
+        try:
+            self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)])
+            entry = self._client.get(key)  # who holds it now, whatever became of the transaction's first answer
+        except EtcdError:
+            with contextlib.suppress(EtcdError):  # before the next attempt: it would find the key taken, by us
+                self._drop_claim()
+            raise
+        if entry is not None and entry.lease_id == lease.id:
+            self._claim = None
+            return lease.keep_alive(), entry.create_revision
+        self._drop_claim()
         raise ControllerBusyError(_busy_text(self._client, self._keys))
+
+    def _drop_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.revoke()
+            self._claim = None
+
+    def _still_acts(self) -> bool | None:
+        """Whether nobody has taken over; None: etcd does not tell. Asked before what none of etcd's fences can stop.
+
+        A process that was stopped for a while does not know yet that its lease has ended.
+        """
+        if self._lease.lost.is_set():
+            return False
+        try:
+            entry = self._client.get(self._keys.controller)
+        except EtcdError:
+            return None
+        return entry is not None and entry.create_revision == self._fence
 
     def _holder_seems_dead(self) -> bool:
         """Whether the key is held by a process of this host that does not exist."""
@@ -417,6 +453,8 @@ class Controller:
 
     def _save(self) -> None:
         """Bring etcd up to what we know; what cannot be written now is written with the next step."""
+        if self._has_given_up_etcd:
+            return
         now = time.monotonic()
         try:
             for name, app in self._apps.items():
@@ -426,6 +464,7 @@ class Controller:
                     app.saved = record
         except EtcdError as error:
             log.info("run %s: what became of the nodes is written later: %s", self._keys.run_id, error)
+            self._has_given_up_etcd = self._is_ending
             return
         ended = sorted((app.ended_at or now, name) for name, app in self._apps.items() if app.has_ended and app.all_shown)
         for _, name in ended[: max(0, len(ended) - MAX_ENDED)]:
@@ -478,7 +517,7 @@ class Controller:
         # A node whose end we know may be listed as living for a moment.
         ended_at = {app.handle: app.ended_at or now for app in self._apps.values()}
         due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._patience.settle_s]
-        if not due:
+        if not due or not self._still_acts():
             return
         log.warning("run %s: ending %s: nobody has asked for it", self._keys.run_id, ", ".join(a.handle for a in due))
         self._strays.update((a.handle, now) for a in due)
@@ -594,6 +633,8 @@ class Controller:
                     log.warning("run %s: %s", self._keys.run_id, action.text)
                 case Give():
                     end = action
+        if cancelled and self._target.outlives_controller and self._still_acts() is False:
+            cancelled = []  # they are another controller's now
         self._cancel(cancelled)
         # No round is formed in a job that has failed, so its workers could not hand over and leave.
         if end is not None and any(app.cancelled and not app.has_ended for app in self._apps.values()):
@@ -655,8 +696,8 @@ class Controller:
         for name in names:
             self._apps[name].cancelled = True
             self._apps[name].ended_at = self._apps[name].ended_at or time.monotonic()
-        if names:
-            self._save()
+        if names and self._target.outlives_controller:
+            self._save()  # the others end with us: that must not wait for an etcd that is away
         self._cancel_again()
 
     def _cancel_again(self) -> None:
@@ -715,16 +756,26 @@ class Controller:
                 continue
             # Only what a node that still lives writes may end in the middle of a line.
             app.all_shown = app.has_ended
+            was_adopted, app.was_adopted = app.was_adopted, False
             for file in self._target.logs(app.handle):
                 if app.cancelled and file.name.startswith("stderr"):
                     continue  # the agent's traceback for a signal that came from us
-                if file not in app.files:
-                    app.files[file] = LogFile(file)
-                    if app.was_adopted:
-                        app.files[file].skip()
-                for line in app.files[file].new_lines(whole=app.has_ended):
+                try:
+                    if file not in app.files:
+                        log_file = LogFile(file)
+                        if was_adopted:
+                            log_file.skip()
+                        app.files[file] = log_file
+                    lines = list(app.files[file].new_lines(whole=app.has_ended))
+                except OSError as error:
+                    # A shared file system has its moments; what is not read now is read with the next step.
+                    app.all_shown, app.was_adopted = False, was_adopted
+                    if file not in app.unreadable:
+                        app.unreadable.add(file)
+                        log.warning("run %s: the output of %s cannot be read for now: %s", self._keys.run_id, name, error)
+                    continue
+                for line in lines:
                     self._show(f"[{name}] {line}")
-            app.was_adopted = False
 
 
 def _restored(record: NodeRecord, now: float) -> _App:
@@ -740,7 +791,11 @@ def _restored(record: NodeRecord, now: float) -> _App:
 
 
 def _read(file: Path) -> str:
-    return file.read_text(errors="replace")
+    try:
+        return file.read_text(errors="replace")
+    except OSError as error:
+        log.warning("what a node has said before its end cannot be read: %s", error)
+        return ""
 
 
 def _busy_text(client: EtcdClient, keys: Keys) -> str:

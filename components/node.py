@@ -70,7 +70,9 @@ def _stay_beside(command: list[str], exit_file: Path) -> int:
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
         # To the worker a SIGTERM means to hand over, to the agent that it shall end its worker at once.
-        workers = agent.children()
+        workers = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+            workers = agent.children()
         for process in workers or [agent]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()

@@ -99,7 +99,8 @@ class SlurmTarget:
     Args:
         spec: what the nodes run.
         options: what they ask for.
-        log_dir: a folder that all hosts share; each node's script, output and exit code go into one of its own there.
+        log_dir: a folder of this job alone that all hosts share; each node's script, output and exit code go into one of its
+            own there.
         poll_s: how often Slurm is asked at most, by one command for all nodes.
         command_s: deadline of a command.
 
@@ -143,6 +144,9 @@ class SlurmTarget:
     def start(self, node: str) -> str:
         folder = self._log_dir / node
         folder.mkdir(parents=True, exist_ok=True)
+        # An earlier job of this name, which etcd has forgotten, may have had a node of this name.
+        for former in (self._exit_file(node), notice_file(self._exit_file(node))):
+            former.unlink(missing_ok=True)
         script = folder / "batch.sh"
         script.write_text(self._script(node))
         arguments = [
@@ -181,8 +185,8 @@ class SlurmTarget:
         self._refresh()
         if self._trouble is not None:
             raise self._trouble
-        rows = self._rows.values()
-        return [App(r.node, f"{r.job_id}/{r.node}", _STATES[r.state] in ("pending", "running")) for r in rows]
+        found = [(row, f"{row.job_id}/{row.node}") for row in self._rows.values()]
+        return [App(row.node, handle, self._status_of(row, handle) in ("pending", "running")) for row, handle in found]
 
     def status(self, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
@@ -192,8 +196,7 @@ class SlurmTarget:
         job_id, node = handle.split("/")
         row = self._rows.get(job_id)
         if row is not None:
-            # The epilogue may take its time; what the agent has written is final.
-            status = (self._exit_status(node) if row.state == "COMPLETING" else None) or _STATES[row.state]
+            status = self._status_of(row, handle)
         elif self._trouble is not None or self._asked_at <= self._submitted_at.get(job_id, -float("inf")):
             status = known
         elif self._looked_up_at.get(job_id, -float("inf")) > self._asked_at:
@@ -203,6 +206,15 @@ class SlurmTarget:
             status = self._look_up(job_id, node) or known
         self._known[handle] = status
         return status
+
+    def _status_of(self, row: _Row, handle: str) -> AppStatus:
+        known = self._known.get(handle, "pending")
+        if row.state != "COMPLETING":
+            return _STATES[row.state]
+        if known not in ("pending", "running"):
+            return known
+        # The epilogue may take its time; what the agent has written is final.
+        return self._exit_status(row.node) or _STATES[row.state]
 
     def cancel(self, handles: Iterable[str]) -> None:
         job_ids = [handle.split("/")[0] for handle in handles]
@@ -220,12 +232,13 @@ class SlurmTarget:
         # Asked for as often as squeue is: a shared file system is not for every step.
         if self._noticed_at.get(handle) != self._asked_at:
             self._noticed_at[handle] = self._asked_at
-            return notice_file(self._exit_file(handle.split("/")[1])).exists()
+            # Path.exists() would raise for a shared file system that fails for a moment.
+            return os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
         return False
 
     def logs(self, handle: str) -> list[Path]:
         folder = self._log_dir / handle.split("/")[1]
-        return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
+        return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
 
     def close(self) -> None:
         pass

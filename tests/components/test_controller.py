@@ -12,7 +12,7 @@ import pytest
 from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
 from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
 from lightning_dlrover.components.target import App
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     ControllerRecord,
@@ -373,6 +373,59 @@ def test_leaving_the_controller_ends_all_its_nodes(make_job: MakeJob) -> None:
     job.controller.close()
     assert job.target.cancelled == ["node1", "node2"]
     assert job.target.is_closed
+
+
+def test_nodes_that_end_with_their_controller_end_before_etcd_is_told_and_it_is_told_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    lived = []
+
+    def no_answer(*_: object) -> None:
+        lived.append(list(job.target.living))
+        raise EtcdUnavailableError("no answer")
+
+    monkeypatch.setattr(job.client, "txn", no_answer)
+    job.controller.end_nodes()
+    job.controller.close()
+    assert lived == [[]]
+
+
+def test_the_end_is_not_kept_waiting_by_a_node_that_was_just_being_started(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+
+    def interrupted(node: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.target, "start", interrupted)
+    job.controller._patience = replace(QUICK, submit_s=20.0, cancel_s=20.0)
+    with pytest.raises(KeyboardInterrupt):
+        job.controller.step()
+    began = time.monotonic()
+    job.controller.close()
+    assert time.monotonic() - began < 5.0
+
+
+def test_output_that_cannot_be_read_for_a_while_is_shown_later(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    log = job.target.log("node1")
+    log.unlink()
+    log.mkdir()  # reading fails, whoever we are
+    job.stays(lambda: job.shown == [], steps=2)
+    log.rmdir()
+    log.write_text("one\n")
+    job.stays(lambda: job.shown == ["[node1] one"], steps=2)
+    log.unlink()
+    log.mkdir()
+    job.target.nodes["node1"] = "failed"
+    job.run_until("another node", lambda: job.target.living == ["node2"])
+    log.rmdir()
+    log.write_text("one\nlast")
+    job.stays(lambda: job.shown == ["[node1] one", "[node1] last"], steps=2)
 
 
 def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: MakeJob) -> None:

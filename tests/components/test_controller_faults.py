@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from lightning_dlrover.components.controller import Controller, Limits
-from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
+from lightning_dlrover.components.reconcile import AppStatus, CancelNode, Give, Patience
 from lightning_dlrover.components.target import App, NotTakenError, TargetError
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     DrainRecord,
@@ -410,6 +410,62 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     former.close()
     job.run_until("three workers", job.trains_with(3))
     assert sorted(job.scheduler.nodes.values()) == ["node1", "node2", "node3"]
+
+
+def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    former = job.controller
+    assert former is not None
+    former._lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    job.controller = None
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    assert not former._lease.lost.is_set()
+    for _ in range(3):
+        former.step()  # it sees a node that it has not asked for
+        time.sleep(0.05)
+    former._act([CancelNode("node1", "it would not know better")])
+    former.end_nodes()
+    former.close()
+    assert job.trains_with(2)()
+
+
+@pytest.mark.parametrize("lost", [("txn",), ("get",), ("get", "_revoke")])
+def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_back(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
+) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    controller, client = job.controller, job.client
+    assert controller is not None
+    assert client is not None
+    controller._lease.revoke()
+    controller._lease.lost.set()
+    for name in lost:
+        lose_one_answer(client, name, job.keys.controller, monkeypatch)
+    job.plan(2)
+    job.run_until("the second worker", job.trains_with(2))
+    assert controller is job.controller
+    entry = job.hand.get(job.keys.controller)
+    assert entry is not None
+    assert entry.lease_id == controller._lease.id
+
+
+def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one request to etcd fail, the first one while there is a key; a transaction is carried out all the same."""
+    request, get = getattr(client, name), client.get
+    is_lost = False
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal is_lost
+        result = request(*arguments, **options) if name == "txn" else None
+        if not is_lost and get(key) is not None:
+            is_lost = True
+            raise EtcdUnavailableError("no answer")
+        return result if name == "txn" else request(*arguments, **options)
+
+    monkeypatch.setattr(client, name, call)
 
 
 def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_job: MakeJob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
@@ -51,7 +53,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield node
     for process in started:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            # torchrun gives its worker a session of its own.
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
             process.wait()
 
 

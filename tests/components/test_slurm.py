@@ -259,6 +259,28 @@ def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
     assert target.status("1/node1") == "succeeded"
 
 
+def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path
+) -> None:
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    (tmp_path / "logs/node1/notice").touch()
+    target = make_target()
+    handle = target.start("node1")
+    target.apps()
+    assert not target.wants_back(handle)
+    assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has left no word
+
+
+def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+    commands.list(row(1, "COMPLETING"))
+    target = make_target()
+    assert target.apps() == [App("node1", "1/node1", True)]
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    assert target.apps() == [App("node1", "1/node1", False)]
+
+
 @pytest.mark.parametrize(
     ("shell", "is_fine"),
     [
