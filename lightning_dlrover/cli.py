@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lightning_dlrover._version import __version__
 
@@ -117,7 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--target", choices=("local", "slurm"), default="local", help="where nodes run (default local)")
     run.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder"
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder, in it DIR/JOB",
     )
     _objective_options(run)
     _place_options(run)
@@ -219,11 +222,10 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what a node asks Slurm for", "with --target slurm; default: as the cluster has it")
     for name, (value, text) in _SLURM_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
-    group.add_argument("--cpus", type=int, default=1, metavar="N", help="cores of each node (default 1)")
+    group.add_argument("--cpus", type=int, metavar="N", help="cores of each node (default 1)")
     group.add_argument(
         "--notice",
         type=int,
-        default=120,
         metavar="S",
         help="before its time limit another node is to take its place (default 120; 0: it is not)",
     )
@@ -329,8 +331,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
-    _check_slurm(options)
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    _check_slurm(options, endpoint)
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()
     with _signals_as_exceptions(hurry):
@@ -352,17 +354,21 @@ def _run(options: argparse.Namespace) -> int:
             return 128 + interrupted.signal_number
 
 
-def _check_slurm(options: argparse.Namespace) -> None:
+def _check_slurm(options: argparse.Namespace, endpoint: str | None) -> None:
     """
     Raises:
-        UsageError: an option for Slurm makes no sense, or is given for another target.
+        UsageError: an option for Slurm makes no sense, or is given where it means nothing.
     """
-    names = [*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"]
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    names = [*_SLURM_OPTIONS, "cpus", "notice", "sbatch_arg", "etcd_host"]
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, "", [])]
     if options.target != "slurm" and given:
         raise UsageError(f"{', '.join(given)}: only with --target slurm")
-    if options.cpus < 1 or options.notice < 0:
-        raise UsageError(f"--cpus is {options.cpus} and --notice {options.notice}; they must be at least 1 and 0")
+    if options.cpus is not None and options.cpus < 1:
+        raise UsageError(f"--cpus is {options.cpus}; it must be at least 1")
+    if options.notice is not None and options.notice < 0:
+        raise UsageError(f"--notice is {options.notice}; it must be at least 0")
+    if options.etcd_host and endpoint is not None:
+        raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
 
 
 @contextlib.contextmanager
@@ -388,18 +394,18 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
         [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
     data = folder / "etcd"
     deadline = time.monotonic() + 10.0
-    while True:
-        server = EmbeddedEtcd(data, host=host, port=port)
-        try:
-            server.start()
-            break
-        except EtcdServerError:
-            # That of a `dlrover run` that was killed a moment ago may still be ending.
-            if port is None or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
     is_over = False
     try:
+        while True:
+            server = EmbeddedEtcd(data, host=host, port=port)
+            try:
+                server.start()
+                break
+            except EtcdServerError:
+                # That of a `dlrover run` that was killed a moment ago may still be ending.
+                if port is None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
         with server:
             if not host.startswith("127."):
                 _say(f"etcd listens on {server.endpoint} for everybody; see docs/security.md for one that asks who one is")
@@ -491,7 +497,10 @@ def _run_job(
 
 
 def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
-    log_dir = (options.log_dir or log_dir).resolve()
+    if options.log_dir is not None:
+        # TorchX gives each run a folder of its own; Slurm's nodes of several jobs would write over each other's files.
+        log_dir = options.log_dir if options.target == "local" else options.log_dir / spec.run_id
+    log_dir = log_dir.resolve()
     if options.target == "local":
         from lightning_dlrover.components.targets import LocalTarget
 
@@ -501,8 +510,8 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
     from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in _SLURM_OPTIONS}
-    extra = tuple(options.sbatch_arg)
-    return SlurmTarget(spec, SlurmOptions(**asked, cpus=options.cpus, notice_s=options.notice, extra=extra), log_dir)
+    asked |= {name: value for name, value in (("cpus", options.cpus), ("notice_s", options.notice)) if value is not None}
+    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
 
 
 def _say(line: str) -> None:
@@ -630,16 +639,17 @@ def _run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) ->
     except OSError as error:
         raise UsageError(f"folder {str(folder)!r} cannot be used: {error.strerror}; choose another --run-dir") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        deadline = time.monotonic() + 1.0
+        while not (is_ours := _try_to_lock(lock)) and time.monotonic() < deadline:
+            time.sleep(0.05)  # whoever asks whether a job runs here holds the lock for a moment, too
+        if not is_ours:
             who = "another `dlrover run`"
             with contextlib.suppress(JobNotFoundError):
                 who = f"process {read_job_file(folder / JOB_FILE).pid} on {socket.gethostname()}"
             raise UsageError(
                 f"job {run_id!r} is already run by {who} (folder {folder}); choose another --rdzv-id, "
                 "or use `dlrover scale` to resize it"
-            ) from error
+            )
         if any(each.name != ".lock" for each in folder.iterdir()):
             former = None
             with contextlib.suppress(JobNotFoundError):
@@ -835,12 +845,24 @@ def _cancel(options: argparse.Namespace) -> int:
         client = connect(place)
     except EtcdUnavailableError:
         # An embedded etcd ends with its `dlrover run`; nodes on Slurm do not.
+        folder = options.run_dir / options.job
+        silent = f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer"
         try:
-            job = read_job_file(options.run_dir / options.job / JOB_FILE)
+            job = read_job_file(folder / JOB_FILE)
         except JobNotFoundError:
-            raise UsageError(f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer; start it first") from None
-        count = _cancel_by_name(place, job.mark, deadline) if job.target == "slurm" else 0
-        print(f"job {place.run_id}: its etcd has ended; {count} nodes were still there and have ended now")
+            raise UsageError(f"{silent}; start it first") from None
+        if _is_locked(folder):
+            raise UsageError(
+                f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
+                "end it with Ctrl-C"
+            ) from None
+        if job.target != "slurm":
+            raise UsageError(
+                f"{silent}, so nobody can be told to end it; its nodes end with the `dlrover run` that has started them, "
+                f"process {job.pid}"
+            ) from None
+        count = _cancel_by_name(place, job.mark, deadline)
+        print(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
         return EXIT_OK
     with client:
         view = read_job(client, place.keys).view  # says so if there is no such job
@@ -960,6 +982,8 @@ def _logs(options: argparse.Namespace) -> int:
     from lightning_dlrover.rdzv.client import EtcdError
 
     folder = options.log_dir or options.run_dir / options.job / "logs"
+    if options.log_dir is not None and (options.log_dir / options.job).is_dir():
+        folder = options.log_dir / options.job  # as of --target slurm
     if not folder.is_dir():
         raise UsageError(
             f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
@@ -1004,17 +1028,20 @@ def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | 
 
     try:
         view = read_job(client, place.keys).view
+        controller = client.get(place.keys.controller)
     except (EtcdError, JobNotFoundError):
         return {}, None
+    is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
     if view.round is None:
-        return {}, False
+        # Nodes that have never come to the point of registering leave no record that says so.
+        nobody = view.job is None and not view.agents and controller is None
+        return {}, None if nobody else is_over
     ranks = {}
     for global_rank, worker in enumerate(view.round.members):
         record = view.workers.get(worker)
         agent = view.agents.get(record.agent_id) if record else None
         if agent is not None:
             ranks[agent.labels.get("node", "")] = f" rank {global_rank} round {view.round.number}"
-    is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
     return ranks, is_over
 
 
@@ -1023,11 +1050,15 @@ def _is_locked(folder: Path) -> bool:
     if not (folder / ".lock").exists():
         return False
     with (folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _try_to_lock(lock)
+
+
+def _try_to_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _stacks(options: argparse.Namespace) -> int:

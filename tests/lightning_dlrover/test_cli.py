@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from lightning_dlrover import cli
+from lightning_dlrover import cli, job_view
+from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
+from lightning_dlrover.components.target import NodeSpec
 from lightning_dlrover.job_view import EventLog, JobPlace, list_jobs, read_event_file
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.rdzv.client import EtcdClient, Mirror
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdUnavailableError, Mirror
 from lightning_dlrover.rdzv.records import (
     ControllerRecord,
     DrainRecord,
@@ -108,7 +112,10 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
         (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
         (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
         (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
+        (["run", "--cpus", "4", "--notice", "0", "script.py"], "--cpus, --notice: only with --target slurm"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "--cpus is 0"),
+        (["run", "--target", "slurm", "--notice", "-1", "script.py"], "--notice is -1"),
+        (["run", "--target", "slurm", "--etcd-host", "h", "--endpoint", "e:1", "script.py"], "this job uses the one at e:1"),
         (["run"], "script"),
         ([], "COMMAND"),
         (["dance"], "dance"),
@@ -403,6 +410,73 @@ def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
     assert entry is not None
     asked = dataclasses.replace(nodes, stop="cancelled by `dlrover cancel`")
     assert decode(NodesRecord, entry.value, entry.key) == asked
+
+
+@pytest.mark.parametrize(("target", "is_run"), [("local", False), ("slurm", True)])
+def test_a_job_whose_etcd_does_not_answer_is_not_said_to_have_ended(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, target: str, is_run: bool
+) -> None:
+    def no_answer(*_: object) -> None:
+        raise EtcdUnavailableError("no answer")
+
+    monkeypatch.setattr(job_view, "connect", no_answer)
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "h:1").write(folder, target, "mark")
+    with (folder / ".lock").open("a") as lock:
+        if is_run:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output, errors = dlrover("cancel", "job")
+    assert (code, output) == (2, "")
+    assert "the etcd of job 'job' at h:1 does not answer" in errors
+    assert ("looks after the job" in errors) == is_run
+
+
+def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> None:
+    # An address for documentation, which no host has.
+    code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
+    assert (code, "Traceback" in errors) == (2, False)
+    assert not Path("runs/job").exists()
+
+
+def test_a_job_may_start_in_the_moment_in_which_somebody_asks_whether_it_runs(dlrover: RunCli) -> None:
+    Path("runs/job").mkdir(parents=True)
+    with Path("runs/job/.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.2, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        with cli._run_folder(Path("runs/job"), "job", None, "local") as folder:
+            assert folder == Path("runs/job").resolve()
+
+
+@pytest.mark.timeout(30)
+def test_output_is_followed_to_the_end_of_a_job_that_has_failed_before_its_first_round(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, keys: Keys
+) -> None:
+    Path(f"runs/{keys.run_id}/logs").mkdir(parents=True)
+    following = ("logs", "-f", "--endpoint", etcd.endpoint, keys.run_id)
+    client.put(keys.plan, encode(PlanRecord(1, "initial", "start", True)))  # all that a controller leaves
+    assert dlrover(*following) == (0, "", "")
+    client.put(keys.job, encode(JobRecord("failed", True, 1, 3, "0")))
+    assert dlrover(*following) == (0, "", "")
+
+
+def test_jobs_on_slurm_do_not_share_a_folder_of_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = cli._parser().parse_args(["run", "--target", "slurm", "--log-dir", str(tmp_path), "script.py"])
+    spec = NodeSpec("script.py", (), "h:1", "job", "/dlrover", 1, 1)
+    target = cli._target(options, spec, tmp_path / "default", threading.Event())
+    assert isinstance(target, SlurmTarget)
+    assert target._log_dir == tmp_path / "job"
+    assert target._options == SlurmOptions()
+    folder = tmp_path / "job/node1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("one\n")
+    assert cli.main(["logs", "--log-dir", str(tmp_path), "job"]) == 0
+    assert capsys.readouterr().out == "[node1] one\n"
 
 
 def test_the_output_of_all_nodes_is_shown_with_their_names(dlrover: RunCli) -> None:
