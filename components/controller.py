@@ -408,7 +408,7 @@ class Controller:
         if nodes.target != self._target.name:
             raise ValueError(
                 f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
-                f"(--target {nodes.target}), or end it with `dlrover cancel {self._keys.run_id}`"
+                f"(--target {nodes.target.replace('/', ' --namespace ')}), or end it with `dlrover cancel {self._keys.run_id}`"
             )
         self._nodes = nodes
         self._target.open(nodes.mark)

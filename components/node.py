@@ -3,7 +3,8 @@
 On this machine the agent must not outlive whoever started it: TorchX's local scheduler gives every app a session of its own;
 without this a controller that is killed would leave its nodes behind. Under Slurm a notice (`sbatch --signal`: the time limit
 or a preemption is near) becomes a planned leave, and how the agent has ended is written down for a controller that comes when
-Slurm has forgotten the job. Run as `python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+Slurm has forgotten the job. Under Kubernetes SIGTERM is all that a pod is told which is to end, so there it means a planned
+leave. Run as `python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import FrameType
 
 import psutil
 
-__all__ = ["EXIT_FILE_VARIABLE", "NOTICE_VARIABLE", "PARENT_VARIABLE", "main", "notice_file"]
+__all__ = ["EXIT_FILE_VARIABLE", "LEAVE_VARIABLE", "NOTICE_VARIABLE", "PARENT_VARIABLE", "main", "notice_file"]
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
 """Process id of the parent that this node ends with; not set where nodes live on their own."""
@@ -30,6 +31,9 @@ EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
 NOTICE_VARIABLE = "DLROVER_NOTICE_S"
 """How long before its end a node is given notice, in seconds."""
 
+LEAVE_VARIABLE = "DLROVER_LEAVE_ON_SIGTERM"
+"""Set where SIGTERM asks the worker to hand over and leave; whoever sends it ends what is left after a grace."""
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,12 +43,13 @@ def notice_file(exit_file: Path) -> Path:
 
 
 def main() -> None:
-    """Become torchrun, with the same process id; or run it and wait for it where there is an exit file."""
+    """Become torchrun, with the same process id; or run it and wait for it where a scheduler speaks to us."""
     agent = [sys.executable, "-m", "torch.distributed.run"]
-    if exit_file := os.environ.pop(EXIT_FILE_VARIABLE, ""):
+    exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
+    if exit_file or leaves:
         # torchrun would leave one of its own behind with every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], Path(exit_file)))
+            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], exit_file, bool(leaves)))
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -53,8 +58,9 @@ def main() -> None:
     os.execv(sys.executable, [*agent, *sys.argv[1:]])
 
 
-def _stay_beside(command: list[str], exit_file: Path) -> int:
+def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) -> int:
     """The agent's exit code, as a shell gives it."""
+    file = Path(exit_file) if exit_file else None
     wanted = {signal.SIGUSR1, signal.SIGTERM}
     notice_s = float(os.environ.pop(NOTICE_VARIABLE, "0"))
     # Neither signal may come while there is no handler, or no agent to tell.
@@ -64,7 +70,8 @@ def _stay_beside(command: list[str], exit_file: Path) -> int:
     def take_notice(number: int, frame: FrameType | None) -> None:
         # A controller that sees it starts another node first: half of the time is for that.
         with contextlib.suppress(OSError):
-            notice_file(exit_file).touch()
+            if file is not None:
+                notice_file(file).touch()
         signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -83,15 +90,24 @@ def _stay_beside(command: list[str], exit_file: Path) -> int:
 
     signal.signal(signal.SIGUSR1, take_notice)
     signal.signal(signal.SIGALRM, leave)
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, leave if leaves_on_sigterm else end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
-    code: int = agent.wait()
+    code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code
-    unfinished = exit_file.with_name(f".{exit_file.name}")
-    with contextlib.suppress(OSError):  # a full disk: the scheduler says how we have ended, as long as it remembers
-        unfinished.write_text(f"{code}\n")
-        unfinished.replace(exit_file)
+    if file is not None:
+        unfinished = file.with_name(f".{file.name}")
+        with contextlib.suppress(OSError):  # a full disk: the scheduler says how we have ended, as long as it remembers
+            unfinished.write_text(f"{code}\n")
+            unfinished.replace(file)
     return code
+
+
+def _wait_for(process_id: int) -> int:
+    """The exit code of a child of ours. Orphans are children of a container's first process: they must not stay as zombies."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == process_id:
+            return os.waitstatus_to_exitcode(status)
 
 
 def _unblock_signals() -> None:

@@ -1,4 +1,7 @@
-"""What a controller asks of a place where nodes run; one class per kind of place carries it out (`targets.py`, `slurm.py`)."""
+"""What a controller asks of a place where nodes run.
+
+One class per kind of place carries it out: in `targets.py`, `slurm.py` and `kubernetes.py`.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dlrover.components.kubernetes_pod import KubernetesOptions
     from lightning_dlrover.components.target import NodeSpec, Target
     from lightning_dlrover.history import JobEntry, JobHistory
     from lightning_dlrover.job_view import EventLog, JobPlace
@@ -109,13 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         _place_options(command)
         return command
 
-    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine or on Slurm")
+    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument("--workers", default="1:2", type=_workers, metavar="MIN:MAX", help="least and most workers (default 1:2)")
     run.add_argument("--rdzv-id", metavar="JOB", help="name of the job; default: made from the script's name")
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
-    run.add_argument("--target", choices=("local", "slurm"), default="local", help="where nodes run (default local)")
+    run.add_argument("--target", choices=_TARGETS, default="local", help="where nodes run (default local)")
     run.add_argument(
         "--log-dir",
         type=Path,
@@ -124,8 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _objective_options(run)
     _place_options(run)
+    _node_options(run)
     _slurm_options(run)
-    run.add_argument("script", help="the training script")
+    _kubernetes_options(run)
+    run.add_argument("script", help="the training script; Kubernetes: as the image or a mount has it")
     run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     run.set_defaults(run=_run)
 
@@ -201,6 +204,15 @@ def _objective_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--history", metavar="PLACE", help="path or SQLAlchemy URL of the job history, or off")
 
 
+_TARGETS = ("local", "slurm", "kubernetes")
+
+_NODE_OPTIONS = {
+    "mem": ("SIZE", "memory, such as 16G; Kubernetes: 16Gi"),
+    "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu)"),
+    "work_dir": ("DIR", "where the script runs (default: Slurm: the current folder, Kubernetes: the image's)"),
+}
+"""What any scheduler can be asked for, of each node."""
+
 _SLURM_OPTIONS = {
     "partition": ("NAME", "where nodes are queued"),
     "account": ("NAME", "whom they are charged to"),
@@ -209,26 +221,49 @@ _SLURM_OPTIONS = {
     "constraint": ("LIST", "features that a host must have"),
     "nodelist": ("HOSTS", "where nodes may run"),
     "exclude": ("HOSTS", "where they may not"),
-    "mem": ("SIZE", "memory of each node, such as 16G"),
     "gres": ("LIST", "generic resources of each node"),
-    "gpus": ("[TYPE:]N", "GPUs of each node"),
     "setup": ("LINE", "shell that runs before the script, such as 'module load cuda'"),
-    "work_dir": ("DIR", "where the script runs (default: the current folder)"),
 }
 """Fields of `SlurmOptions` that are handed on as they are."""
 
+_KUBERNETES_OPTIONS = {
+    "image": ("IMAGE", "that nodes run; needs this package, and the script unless that is mounted"),
+    "namespace": ("NAME", "where they run (default: as kubectl has it)"),
+    "service_account": ("NAME", "that they run as"),
+    "secret": ("NAME", "a Secret with the files that etcd wants: password, ca.crt, tls.crt, tls.key"),
+    "image_pull_secret": ("NAME", "a Secret with the image's password"),
+    "pod_endpoint": ("HOST:PORT", "etcd as pods reach it (default: --endpoint)"),
+    "pod_template": ("FILE", "YAML: a pod template with what there is no option for, such as tolerations"),
+    "python": ("PROGRAM", "of the image (default python)"),
+}
 
-def _slurm_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what a node asks Slurm for", "with --target slurm; default: as the cluster has it")
-    for name, (value, text) in _SLURM_OPTIONS.items():
+_REPEATED_OPTIONS = {
+    "node_selector": ("LABEL=VALUE", "that a host must have"),
+    "mount": ("CLAIM:PATH[:ro]", "a persistent volume claim, and where nodes see it"),
+    "env": ("NAME=VALUE", "a variable of the nodes"),
+}
+"""For Kubernetes, too."""
+
+
+def _node_options(parser: argparse.ArgumentParser) -> None:
+    title = "what each node asks its scheduler for"
+    group = parser.add_argument_group(title, "with --target slurm or kubernetes; default: as the cluster has it")
+    for name, (value, text) in _NODE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
-    group.add_argument("--cpus", type=int, metavar="N", help="cores of each node (default 1)")
+    group.add_argument("--cpus", type=int, metavar="N", help="cores (default 1)")
     group.add_argument(
         "--notice",
         type=int,
         metavar="S",
-        help="before its time limit another node is to take its place (default 120; 0: it is not)",
+        help="to hand over in, before a node's end (default 120). Slurm: before its time limit, for another one to take its "
+        "place, too (0: it is not). Kubernetes: between SIGTERM and SIGKILL",
     )
+
+
+def _slurm_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("and Slurm for", "with --target slurm")
+    for name, (value, text) in _SLURM_OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
     group.add_argument(
         "--sbatch-arg",
         action="append",
@@ -237,6 +272,15 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
         help="for sbatch, such as --sbatch-arg=--exclusive; repeatable",
     )
     group.add_argument("--etcd-host", metavar="HOST", help="address of this host that nodes reach the embedded etcd at")
+
+
+def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("and Kubernetes for", "with --target kubernetes; see docs/kubernetes.md")
+    for name, (value, text) in _KUBERNETES_OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
+    for name, (value, text) in _REPEATED_OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, action="append", default=[], metavar=value, help=f"{text}; repeatable")
 
 
 def _duration(text: str) -> float:
@@ -324,7 +368,8 @@ def _workers(text: str) -> tuple[int, int]:
 def _run(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import JobPlace, access_from
 
-    script = _checked_script(options.script)
+    # The script of pods is in their image, or in a volume of theirs.
+    script = Path(options.script) if options.target == "kubernetes" else _checked_script(options.script)
     run_id = options.rdzv_id or _new_run_id(script)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
@@ -332,7 +377,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
-    _check_slurm(options, endpoint)
+    _check_target(options, endpoint)
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()
     with _signals_as_exceptions(hurry):
@@ -354,21 +399,80 @@ def _run(options: argparse.Namespace) -> int:
             return 128 + interrupted.signal_number
 
 
-def _check_slurm(options: argparse.Namespace, endpoint: str | None) -> None:
+def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """
     Raises:
-        UsageError: an option for Slurm makes no sense, or is given where it means nothing.
+        UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
     """
-    names = [*_SLURM_OPTIONS, "cpus", "notice", "sbatch_arg", "etcd_host"]
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, "", [])]
-    if options.target != "slurm" and given:
-        raise UsageError(f"{', '.join(given)}: only with --target slurm")
+    meant_for = {
+        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "notice"], ("slurm", "kubernetes")),
+        **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"], ("slurm",)),
+        **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS], ("kubernetes",)),
+    }
+    set_here = [name for name in meant_for if getattr(options, name) not in (None, "", [])]
+    if given := [name for name in set_here if options.target not in meant_for[name]]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{names}: only with --target {' or '.join(meant_for[given[0]])}")
     if options.cpus is not None and options.cpus < 1:
         raise UsageError(f"--cpus is {options.cpus}; it must be at least 1")
     if options.notice is not None and options.notice < 0:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
+    if options.target == "kubernetes" and endpoint is None:
+        raise UsageError(
+            "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
+            "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md)"
+        )
+    if options.target == "kubernetes":
+        if not options.image and not options.pod_template:
+            raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
+        _kubernetes_asked_for(options)
+
+
+def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
+    """
+    Raises:
+        UsageError: a value makes no sense.
+    """
+    import yaml
+
+    from lightning_dlrover.components.kubernetes_pod import KubernetesOptions, Mount
+
+    pairs: dict[str, dict[str, str]] = {}
+    for name in ("node_selector", "env"):
+        wrong = [text for text in getattr(options, name) if not text.partition("=")[0] or "=" not in text]
+        if wrong:
+            raise UsageError(f"--{name.replace('_', '-')} {wrong[0]!r} is not {_REPEATED_OPTIONS[name][0]}")
+        pairs[name] = dict(text.split("=", 1) for text in getattr(options, name))
+    mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
+    if None in mounts:
+        raise UsageError(f"--mount {options.mount[mounts.index(None)]!r} is not CLAIM:PATH[:ro], such as data:/data:ro")
+    if options.gpus and not re.fullmatch(r"([^:]+:)?[1-9]\d*", options.gpus):
+        raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
+    template: Any = {}
+    if options.pod_template:
+        try:
+            template = yaml.safe_load(Path(options.pod_template).read_text())
+        except yaml.YAMLError as error:
+            raise UsageError(f"--pod-template {options.pod_template}: it is no YAML: {error}") from error
+        if not isinstance(template, dict) or not template.keys() <= {"metadata", "spec", "apiVersion", "kind", "template"}:
+            raise UsageError(f"--pod-template {options.pod_template}: it has no `spec` of a pod")
+        template = template.get("template", template)
+    return KubernetesOptions(
+        **{name: getattr(options, name) for name in ("image", "namespace", "service_account", "secret", "image_pull_secret")},
+        cpus=options.cpus or 1,
+        mem=options.mem,
+        gpus=options.gpus,
+        node_selector=pairs["node_selector"],
+        mounts=tuple(Mount(match[1], match[2], bool(match[3])) for match in mounts if match),
+        endpoint=options.pod_endpoint,
+        environment=pairs["env"],
+        work_dir=options.work_dir,
+        python=options.python or "python",
+        grace_s=options.notice or 30,
+        template={name: template[name] for name in ("metadata", "spec") if name in template},
+    )
 
 
 @contextlib.contextmanager
@@ -451,7 +555,7 @@ def _run_job(
 
     limits = Limits(*options.workers)
     spec = NodeSpec(
-        script=str(script),
+        script=options.script if options.target == "kubernetes" else str(script),
         script_args=tuple(options.script_args),
         endpoint=place.endpoint,
         run_id=place.run_id,
@@ -507,9 +611,13 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
         target = LocalTarget(spec, log_dir, hurry=hurry)
         _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
         return target
+    if options.target == "kubernetes":
+        from lightning_dlrover.components.kubernetes import KubernetesTarget
+
+        return KubernetesTarget(spec, _kubernetes_asked_for(options), log_dir)
     from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 
-    asked = {name: getattr(options, name) for name in _SLURM_OPTIONS}
+    asked = {name: getattr(options, name) for name in (*_SLURM_OPTIONS, *_NODE_OPTIONS)}
     asked |= {name: value for name, value in (("cpus", options.cpus), ("notice_s", options.notice)) if value is not None}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
 
@@ -844,7 +952,7 @@ def _cancel(options: argparse.Namespace) -> int:
     try:
         client = connect(place)
     except EtcdUnavailableError:
-        # An embedded etcd ends with its `dlrover run`; nodes on Slurm do not.
+        # An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
         folder = options.run_dir / options.job
         silent = f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer"
         try:
@@ -856,12 +964,12 @@ def _cancel(options: argparse.Namespace) -> int:
                 f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
                 "end it with Ctrl-C"
             ) from None
-        if job.target != "slurm":
+        if job.target == "local":
             raise UsageError(
                 f"{silent}, so nobody can be told to end it; its nodes end with the `dlrover run` that has started them, "
                 f"process {job.pid}"
             ) from None
-        count = _cancel_by_name(place, job.mark, deadline)
+        count = _cancel_by_name(place, job.target, job.mark, deadline)
         print(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
         return EXIT_OK
     with client:
@@ -869,8 +977,7 @@ def _cancel(options: argparse.Namespace) -> int:
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
         has_etcd = _wait_for_controller(client, place, options, deadline)
-        if nodes.target == "slurm":
-            _cancel_by_name(place, nodes.mark, deadline)
+        _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
             _let_workers_leave(client, place, deadline)
             _mark_as_cancelled(client, place.keys)
@@ -920,22 +1027,32 @@ def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
             return nodes
 
 
-def _cancel_by_name(place: JobPlace, mark: str, deadline: float) -> int:
-    """End what Slurm knows of a job, and say how many nodes that were.
+def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> int:
+    """End what a scheduler knows of a job, and say how many nodes that were.
 
     Raises:
         UsageError: they have not ended in time.
     """
-    from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
     from lightning_dlrover.components.target import NodeSpec
 
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
-    target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
+    kind, _, namespace = kind.partition("/")
+    target: Target
+    if kind == "slurm":
+        from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
+
+        target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
+    elif kind == "kubernetes":
+        from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget
+
+        target = KubernetesTarget(spec, KubernetesOptions(namespace=namespace), None, poll_s=0.5)
+    else:
+        return 0  # nodes on this machine end with their `dlrover run`
     target.open(mark)
     cancelled: dict[str, float] = {}  # and when
     while living := [app.handle for app in target.apps() if app.is_living]:
         if time.monotonic() > deadline:
-            raise UsageError(f"job {place.run_id!r}: Slurm was told to end {', '.join(living)}, but still lists them")
+            raise UsageError(f"job {place.run_id!r}: {kind} was told to end {', '.join(living)}, but still lists them")
         if due := [handle for handle in living if time.monotonic() - cancelled.get(handle, -60.0) >= 30.0]:
             target.cancel(due)
             cancelled |= dict.fromkeys(due, time.monotonic())

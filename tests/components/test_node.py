@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
+from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, LEAVE_VARIABLE, NOTICE_VARIABLE, notice_file
 
 POLITE = """
 import signal, sys, time
@@ -33,10 +33,10 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def node(source: str, notice_s: float = 0.0) -> subprocess.Popen[bytes]:
+    def node(source: str, notice_s: float = 0.0, **variables: str) -> subprocess.Popen[bytes]:
         (tmp_path / "script.py").write_text(source)
         (tmp_path / "tmp").mkdir()
-        added = {EXIT_FILE_VARIABLE: str(tmp_path / "exit_code"), NOTICE_VARIABLE: str(notice_s)}
+        added = variables or {EXIT_FILE_VARIABLE: str(tmp_path / "exit_code"), NOTICE_VARIABLE: str(notice_s)}
         with (tmp_path / "output").open("wb") as output:
             command = ["-m", "lightning_dlrover.components.node", "--standalone", "--nproc-per-node=1"]
             started.append(
@@ -95,3 +95,47 @@ def test_sigterm_ends_agent_and_worker(start: Start, tmp_path: Path) -> None:
     assert node.wait(30) != 0
     assert (tmp_path / "exit_code").read_text() != "0\n"
     assert "handed over" in (tmp_path / "output").read_text()
+
+
+def test_sigterm_asks_the_worker_alone_to_leave_where_that_is_all_a_scheduler_says(start: Start, tmp_path: Path) -> None:
+    node = start(POLITE, **{LEAVE_VARIABLE: "1"})
+    wait_for_output(tmp_path, "training")
+    node.send_signal(signal.SIGTERM)
+    assert node.wait(30) == 0
+    assert "handed over" in (tmp_path / "output").read_text()
+    assert not (tmp_path / "exit_code").exists()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.skipif(bool(os.geteuid()), reason="only root makes a process the first of its namespace")
+def test_the_first_process_of_a_container_lets_no_zombies_stay(start: Start, tmp_path: Path) -> None:
+    script = """
+import os, time
+if os.fork() == 0:
+    if os.fork() == 0:
+        time.sleep(0.2)
+    os._exit(0)
+os.wait()
+deadline = time.monotonic() + 20
+orphans = None
+while orphans is None or orphans:
+    assert time.monotonic() < deadline, orphans
+    stats = [open(f"/proc/{p}/stat").read().split() for p in os.listdir("/proc") if p.isdigit()]
+    parents = [(s[0], s[2]) for s in stats if s[3] == "1"]
+    orphans = [s for s in parents if s[1] == "Z"] if time.monotonic() > deadline - 19 else None
+    time.sleep(0.05)
+print("none is left", parents)
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "lightning_dlrover.components.node"]
+    done = subprocess.run(
+        [*command, "--standalone", "--nproc-per-node=1", str(tmp_path / "script.py")],
+        env={**os.environ, LEAVE_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    if "unshare failed" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip(f"no namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "none is left" in done.stdout

@@ -92,6 +92,9 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
     assert done.stdout.splitlines()[-1] == "IMPORTED"
 
 
+KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,10 +115,20 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
         (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
         (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
         (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
-        (["run", "--cpus", "4", "--notice", "0", "script.py"], "--cpus, --notice: only with --target slurm"),
+        (["run", "--cpus", "4", "--notice", "0", "script.py"], "--cpus, --notice: only with --target slurm or kubernetes"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "--cpus is 0"),
         (["run", "--target", "slurm", "--notice", "-1", "script.py"], "--notice is -1"),
         (["run", "--target", "slurm", "--etcd-host", "h", "--endpoint", "e:1", "script.py"], "this job uses the one at e:1"),
+        (["run", "--mem", "1G", "script.py"], "--mem: only with --target slurm or kubernetes"),
+        (["run", "--target", "slurm", "--image", "i", "script.py"], "--image: only with --target kubernetes"),
+        (["run", *KUBERNETES, "/s.py"], "pods cannot reach an etcd that is started here; name one that they reach"),
+        (["run", "--target", "kubernetes", "--endpoint", "h:1", "/s.py"], "needs the --image that nodes run"),
+        (["run", *KUBERNETES, "--env", "LEVEL", "/s.py"], "--env 'LEVEL' is not NAME=VALUE"),
+        (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
+        (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
+        (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
+        (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
+        (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
         (["run"], "script"),
         ([], "COMMAND"),
         (["dance"], "dance"),

@@ -1,0 +1,169 @@
+"""A node as Kubernetes sees it: the manifest of its Job, a pure function of what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_dlrover.components.node import LEAVE_VARIABLE
+from lightning_dlrover.components.target import NodeSpec, TargetError
+from lightning_dlrover.components.targets import node_app
+
+__all__ = ["CONTAINER", "MARK_LABEL", "NODE_LABEL", "KubernetesOptions", "Mount", "job_manifest", "job_name"]
+
+CONTAINER = "worker"
+JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("job", "node", "mark"))
+
+SECRET_FOLDER = "/etc/dlrover/etcd"
+SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
+"""What a Secret calls the files that an etcd may want; the last three as in one of type kubernetes.io/tls."""
+
+REMEMBERED_S = 3600
+"""How long the cluster keeps a Job that has ended: a controller that comes by then learns how it did."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A persistent volume claim in a node's pod."""
+
+    claim: str
+    path: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What each node's pod asks Kubernetes for; empty: as the cluster, or the image, has it."""
+
+    image: str = ""
+    namespace: str = ""  # default: as kubectl has it, or the one that we run in
+    service_account: str = ""
+    cpus: int = 1  # of each node
+    mem: str = ""  # of each node, such as 16Gi
+    gpus: str = ""  # of each node, [RESOURCE:]NUMBER
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    secret: str = ""  # holds the files that etcd wants
+    endpoint: str = ""  # of etcd, as pods reach it; default: as we do
+    image_pull_secret: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    work_dir: str = ""
+    python: str = "python"  # of the image
+    grace_s: int = 120  # for the hand-over, when a pod is to end
+    template: Mapping[str, Any] = field(default_factory=dict)  # a pod template that ours is laid over
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """Requested, and the limit, too: how fast a worker is must not depend on who else runs on its host."""
+        asked = {"cpu": str(self.cpus)}
+        if self.mem:
+            asked["memory"] = self.mem
+        if self.gpus:
+            resource, _, number = self.gpus.rpartition(":")
+            asked[resource or "nvidia.com/gpu"] = number
+        return asked
+
+
+def job_name(run_id: str, node: str, mark: str) -> str:
+    """A Job's name: at most 63 lower-case letters, digits and hyphens."""
+    return f"{_slug(run_id)[:40].rstrip('-')}-{node}-{mark}"
+
+
+def job_manifest(spec: NodeSpec, options: KubernetesOptions, node: str, mark: str) -> dict[str, Any]:
+    """The Job of one node, which has one pod and is never tried again: a new node has a new name.
+
+    Raises:
+        TargetError: etcd wants files, and no Secret was named that holds them.
+    """
+    labels = {
+        "app.kubernetes.io/name": "lightning-dlrover",
+        JOB_LABEL: _slug(spec.run_id)[:63].strip("-"),
+        NODE_LABEL: node,
+        MARK_LABEL: mark,
+    }
+    ours = {
+        "metadata": {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}},
+        "spec": _pod_spec(spec, options, node),
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job_name(spec.run_id, node, mark), "labels": labels, "annotations": {JOB_LABEL: spec.run_id}},
+        "spec": {
+            "completions": 1,
+            "parallelism": 1,
+            "backoffLimit": 0,
+            # A pod that was told to end has not failed yet: it hands over.
+            "podReplacementPolicy": "Failed",
+            "ttlSecondsAfterFinished": REMEMBERED_S,
+            "template": _laid_over(options.template, ours),
+        },
+    }
+
+
+def _pod_spec(spec: NodeSpec, options: KubernetesOptions, node: str) -> dict[str, Any]:
+    files = {name: key for name, key in SECRET_KEYS.items() if name in spec.access}
+    if files and not options.secret:
+        raise TargetError(
+            f"pods cannot read {', '.join(spec.access[name] for name in files)} of this machine: put them into a Secret, under "
+            f"{', '.join(files.values())}, and name it with --secret"
+        )
+    access = {**spec.access, **{name: f"{SECRET_FOLDER}/{key}" for name, key in files.items()}}
+    inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
+    role = node_app(inside, node, dollar="$$").roles[0]
+    threads = os.environ.get("OMP_NUM_THREADS", str(options.cpus))
+    variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
+    variables |= options.environment
+    # Loader workers hand batches over in shared memory, of which a container has 64 MB by default.
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if files:
+        items = [{"key": key, "path": key} for key in files.values()]
+        volumes.append({"name": "etcd-access", "secret": {"secretName": options.secret, "items": items}})
+        mounts.append({"name": "etcd-access", "mountPath": SECRET_FOLDER, "readOnly": True})
+    for number, mount in enumerate(options.mounts):
+        volumes.append({"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": mount.claim}})
+        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": mount.read_only})
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "command": [options.python],
+        # Kubernetes puts variables in place of $(...), and makes one $ of two.
+        "args": [argument.replace("$", "$$") for argument in role.args],
+        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()],
+        "resources": {"requests": options.resources, "limits": options.resources},
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    container |= {"image": options.image} if options.image else {}
+    container |= {"workingDir": options.work_dir} if options.work_dir else {}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_s,
+        # Training asks nothing of the API.
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    pod |= {"serviceAccountName": options.service_account} if options.service_account else {}
+    pod |= {"nodeSelector": dict(options.node_selector)} if options.node_selector else {}
+    pod |= {"imagePullSecrets": [{"name": options.image_pull_secret}]} if options.image_pull_secret else {}
+    return pod
+
+
+def _laid_over(base: Any, ours: Any) -> Any:
+    """A template with ours on top: fields of ours win, lists are joined, and what has a name in both is laid over, too."""
+    if isinstance(base, Mapping) and isinstance(ours, Mapping):
+        return {**base, **{name: _laid_over(base[name], value) if name in base else value for name, value in ours.items()}}
+    if isinstance(base, list) and isinstance(ours, list):
+        named = {item["name"]: item for item in ours if isinstance(item, Mapping) and "name" in item}
+        kept = [_laid_over(i, named.pop(i["name"])) if isinstance(i, Mapping) and i.get("name") in named else i for i in base]
+        return [*kept, *(i for i in ours if not (isinstance(i, Mapping) and "name" in i) or i["name"] in named)]
+    return ours
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "job"

@@ -1,0 +1,112 @@
+"""`dlrover run --target kubernetes` with real training: pods are processes of this machine, which a kubelet of the test runs.
+
+With DLROVER_TEST_IMAGE, and a KUBECONFIG that names a real cluster, a job runs there, too: the image holds this package and
+tests/e2e/tiny_script.py as /work/tiny_script.py, and DLROVER_TEST_ENDPOINT is an etcd that both sides reach.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dlrover_process import Dlrover, eventually
+from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
+from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+
+@pytest.fixture
+def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
+    commands = Dlrover(tmp_path)
+    yield commands
+    commands.end()
+
+
+@pytest.fixture
+def cluster(dlrover: Dlrover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesCluster]:
+    with kubernetes_cluster(tmp_path, environment=dlrover.environment) as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        yield running
+
+
+@pytest.mark.timeout(240)
+def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
+    arguments = (*options, SCRIPT, "--until", until)
+    run = dlrover.start(*arguments, run_id=run_id)
+    wait_for_first_round(run)
+    assert dlrover("scale", run_id, 3).returncode == 0
+    three = wait_for_workers(run, 3)
+    assert cluster.nodes() == ["node1", "node2", "node3"]
+
+    run.process.kill()
+    run.process.wait()
+    run = dlrover.start(*arguments, run_id=run_id)
+    run.wait_for_output(rf"job {run_id}: 1 to 3 workers")
+    assert cluster.nodes() == ["node1", "node2", "node3"]  # it has taken over what was there
+
+    nodes = {worker["worker_id"]: node_of(worker["pid"]) for worker in three}
+    killed, evicted, drained = (worker["worker_id"] for worker in three)
+    cluster.kill_pod(nodes[killed])
+    wait_for_workers(run, 3, without=(killed,))
+    cluster.evict(nodes[evicted])
+    wait_for_workers(run, 3, without=(killed, evicted))
+    assert dlrover("drain", run_id, drained).returncode == 0
+    wait_for_workers(run, 3, without=(killed, evicted, drained))
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert cluster.nodes() == []
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+    assert f"{nodes[killed]} has failed: OOMKilled, exit code 137" in run.output
+    logs = dlrover("logs", run_id).stdout
+    assert len(re.findall(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)) == 3
+    # Only the one that was killed had no time to hand over.
+    losses = [event for event in run.events if event.kind == "loss"]
+    assert len(losses) == 1, [event.text for event in losses]
+
+
+def node_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(v.partition("=")[2] for v in variables if v.startswith("DLROVER_NODE="))
+
+
+@pytest.mark.timeout(120)
+def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    options = ("--target", "kubernetes", "--workers", "2:2", "--image", "trainer:1", "--endpoint", etcd.endpoint)
+    run = dlrover.start(*options, script, run_id=run_id)
+    run.wait_for(lambda: len(cluster.nodes()) == 2, "two nodes")
+    run.process.kill()
+    run.process.wait()
+    done = dlrover("cancel", run_id)
+    assert done.returncode == 0, done.stderr
+    assert cluster.objects["jobs"] == {}
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not os.environ.get("DLROVER_TEST_IMAGE"), reason="needs a cluster: see this file's docstring")
+@pytest.mark.timeout(900)
+def test_a_job_on_a_real_cluster_grows_and_is_cancelled(dlrover: Dlrover, run_id: str) -> None:
+    options = ("--image", os.environ["DLROVER_TEST_IMAGE"], "--endpoint", os.environ["DLROVER_TEST_ENDPOINT"])
+    run = dlrover.start(
+        "--target", "kubernetes", "--workers", "1:2", *options, "/work/tiny_script.py", "--until", "/x", run_id=run_id
+    )
+    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=300)
+    assert dlrover("scale", run_id, 2).returncode == 0
+    workers = wait_for_workers(run, 2)
+    assert len({worker["host"] for worker in workers}) == 2
+    done = dlrover("cancel", run_id, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert run.wait_for_exit(120) != 0
