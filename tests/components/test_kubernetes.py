@@ -497,6 +497,7 @@ def test_a_node_that_could_not_be_deleted_is_told_to_the_controller(
     cluster.answer_next("DELETE", "jobs", *[failure] * 4)
     with pytest.raises(TargetError, match="not all nodes could be deleted"):
         target.cancel(handles)
+    cluster.clear_answers()
     target.cancel(handles)
     assert cluster.objects["jobs"] == {}
 
