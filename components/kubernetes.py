@@ -76,7 +76,7 @@ class KubernetesTarget:
         api: default: of the cluster that kubectl would ask.
 
     Raises:
-        TargetError: no cluster is configured, or the package is missing.
+        TargetError: no cluster is configured, the package is missing, or what is asked for makes no sense.
     """
 
     outlives_controller = True
@@ -89,6 +89,7 @@ class KubernetesTarget:
         poll_s: float = 2.0,
         api: KubernetesApi | None = None,
     ) -> None:
+        job_manifest(spec, options, "node0", "")  # what cannot be asked for is said now, and not by every node
         self._spec = spec
         self._options = options
         self._log_dir = log_dir
@@ -358,6 +359,8 @@ class _PodLog:
     num_newest: int = 0
     has_ended: bool = False
     is_complete: bool = False
+    num_failures: int = 0  # to read it, in a row
+    next_at: float = 0.0
 
 
 class _PodLogs:
@@ -412,17 +415,22 @@ class _PodLogs:
             for entry in [e for e in self._logs.copy().values() if not e.is_complete]:
                 if self._is_closed.is_set():
                     return
+                if time.monotonic() < entry.next_at:
+                    continue
                 had_ended = entry.has_ended
                 try:
                     self._read(entry, whole=had_ended)
                 except ApiError as error:
                     # 400: its container has not started. 404: the pod is gone, and its output with it.
                     entry.is_complete = had_ended and error.status in (400, 404)
+                    # A host that does not answer takes its time with every request, and the others' output waits.
+                    entry.num_failures += 1
+                    entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
                     log.debug("%s: its output cannot be read now: %s", entry.pod, error)
                 except OSError as error:
                     log.warning("%s: its output cannot be written: %s", entry.pod, error)
                 else:
-                    entry.is_complete = had_ended
+                    entry.is_complete, entry.num_failures = had_ended, 0
             self._has_news.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:

@@ -130,8 +130,8 @@ def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_
     [volume] = [v for v in manifest["spec"]["template"]["spec"]["volumes"] if "secret" in v]
     assert volume["secret"]["secretName"] == "etcd-access"
     assert sorted(item["key"] for item in volume["secret"]["items"]) == sorted(paths.values())
-    with pytest.raises(TargetError, match="put them into a Secret"):
-        job_manifest(spec, PLAIN, "node1", MARK)
+    with pytest.raises(TargetError, match="put them into a Secret"):  # before anything is started
+        KubernetesTarget(spec, PLAIN, tmp_path)
 
 
 def test_a_template_adds_what_there_is_no_option_for() -> None:
