@@ -362,6 +362,7 @@ class KubernetesCluster:
 def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer is two writes: the second would wait 40 ms for the first one's receipt
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
