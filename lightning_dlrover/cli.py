@@ -419,15 +419,15 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
-    if options.target == "kubernetes" and endpoint is None:
-        raise UsageError(
-            "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
-            "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md)"
-        )
     if options.target == "kubernetes":
         if not options.image and not options.pod_template:
             raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
         _kubernetes_asked_for(options)
+        if endpoint is None:
+            raise UsageError(
+                "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
+                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md)"
+            )
 
 
 def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
