@@ -14,11 +14,12 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,19 @@ class KubernetesCluster:
     Args:
         folder: of the kubeconfig.
         runs_pods: else they stay Pending until the test says otherwise.
+        environment: of pods, beside their own variables.
+        tls: the server speaks HTTPS.
     """
 
     namespace = "training"
 
-    def __init__(self, folder: Path, runs_pods: bool = True, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        runs_pods: bool = True,
+        environment: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.folder = folder
         self.runs_pods = runs_pods
         self.environment = dict(os.environ if environment is None else environment)
@@ -84,10 +93,13 @@ class KubernetesCluster:
         self.has_room_for_pods = True
         self.logs: dict[str, str] = {}  # of pods that no process runs for
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
+        self.killing: tuple[str, Callable[[], None]] | None = None  # when the next Job is created, before or after
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # by a pod's name
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.05), daemon=True)
         self._stopped = threading.Event()
         self._kubelet = threading.Thread(target=self._watch_processes, daemon=True)
@@ -100,7 +112,7 @@ class KubernetesCluster:
             "kind": "Config",
             "current-context": "test",
             "contexts": [{"name": "test", "context": {"cluster": "c", "user": "u", "namespace": self.namespace}}],
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "users": [{"name": "u", "user": {"token": "secret-token"}}],
         }
         self.kubeconfig.write_text(json.dumps(config))
@@ -114,6 +126,10 @@ class KubernetesCluster:
             entry.process.wait(10)
         self._server.shutdown()
         self._server.server_close()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
 
     @property
     def kubeconfig(self) -> Path:
@@ -180,6 +196,10 @@ class KubernetesCluster:
             override = next((a for a in self._answers if a[0] == method and a[1] == (kind + (match[4] or ""))), None)
             if override is not None:
                 self._answers.remove(override)
+            killing, self.killing = (self.killing, None) if (method, kind) == ("POST", "jobs") else (None, self.killing)
+        if killing is not None and killing[0] == "before":
+            killing[1]()
+            return Answer()
         if override is not None and not override[2].is_carried_out:
             return override[2]
         try:
@@ -193,6 +213,8 @@ class KubernetesCluster:
                 answer = self._carry_out(verb, kind, match[3] or "", bool(match[4]), query, json.loads(body or b"{}"))
         except _Refused as refused:
             return _status(refused.status, refused.reason, str(refused))
+        if killing is not None:
+            killing[1]()
         return override[2] if override is not None else answer
 
     def _carry_out(self, verb: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object) -> Answer:
@@ -364,9 +386,13 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # an answer is two writes: the second would wait 40 ms for the first one's receipt
 
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # who has asked was killed
+                super().handle()
+
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers.get("Authorization") != "Bearer secret-token":
+            if self.headers.get("Authorization", "").lower() != "bearer secret-token":
                 answer = _status(401, "Unauthorized", "Unauthorized")
             else:
                 answer = cluster.serve(self.command, self.path, body)

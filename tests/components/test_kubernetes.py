@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
+from kubernetes.config import incluster_config
 from kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
 
+from lightning_dlrover.components import kubernetes_api
 from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget
 from lightning_dlrover.components.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.kubernetes_pod import Mount, job_manifest, job_name
@@ -570,6 +574,36 @@ def test_without_a_cluster_it_is_said_where_one_is_looked_for(tmp_path: Path, mo
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(TargetError, match="no Kubernetes cluster is configured"):
         KubernetesApi()
+
+
+def test_inside_a_cluster_its_own_server_is_asked_with_the_token_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    files = {"SERVICE_TOKEN_FILENAME": tmp_path / "token", "SERVICE_CERT_FILENAME": tmp_path / "ca.crt"}
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("secret-token")
+    (tmp_path / "namespace").write_text("training\n")
+    for name, file in files.items():
+        monkeypatch.setattr(incluster_config, name, str(file))
+    monkeypatch.setattr(kubernetes_api, "_NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    with kubernetes_cluster(tmp_path, runs_pods=False, tls=tls) as inside:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(inside.port))
+        target = KubernetesTarget(SPEC, PLAIN, None, poll_s=0.0)
+        target.open(MARK)
+        assert target.name == "kubernetes/training"
+        assert target.start("node1") == HANDLE
+        assert list(target.apps()) == [App("node1", HANDLE, True)]
+        (tmp_path / "ca.crt").unlink()
+        trustme.CA().cert_pem.write_to_path(tmp_path / "ca.crt")
+        stranger = KubernetesTarget(SPEC, PLAIN, None, api=KubernetesApi(pause_s=0.01))
+        with pytest.raises(NotTakenError, match="certificate verify failed"):
+            stranger.start("node2")
 
 
 def documents(name: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+# Steps that mostly sleep: beside other work, such as the start of nodes, none is taken for a straggler and replaced.
+ARGUMENTS = ("--step-s", "0.1", "--until")
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
-    arguments = (*options, SCRIPT, "--until", until)
+    arguments = (*options, SCRIPT, *ARGUMENTS, until)
     run = dlrover.start(*arguments, run_id=run_id)
     wait_for_first_round(run)
     assert dlrover("scale", run_id, 3).returncode == 0
@@ -70,6 +74,10 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     assert len(losses) == 1, [event.text for event in losses]
 
 
+def has_nodes(cluster: KubernetesCluster, num_nodes: int) -> bool:
+    return len(cluster.nodes()) == num_nodes
+
+
 def left_planned(run: Run, worker: str) -> bool:
     rounds = [event.data for event in run.events if event.kind == "round"]
     return bool(rounds) and rounds[-1]["planned"] and worker not in rounds[-1]["members"]
@@ -94,6 +102,51 @@ def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
     done = dlrover("cancel", run_id)
     assert done.returncode == 0, done.stderr
     assert cluster.objects["jobs"] == {}
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
+@pytest.mark.timeout(120)
+def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nraise ValueError(f'bad: {sys.argv[1:]}')\n")
+    options = ("--target", "kubernetes", "--image", "trainer:1", "--env", "LEVEL=1", "--endpoint", etcd.endpoint)
+    run = dlrover.start(*options, script, "$(LEVEL)", "${HOME}", "$$", run_id=run_id)
+    assert run.wait_for_exit(60) == 1
+    assert "ValueError: bad: ['$(LEVEL)', '${HOME}', '$$']" in run.output  # what the shell has left is for the script
+    assert "failed before training began" in run.output
+
+
+@pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes; set DLROVER_ALL_FAULTS=1")
+@pytest.mark.timeout(600)
+def test_a_controller_that_is_killed_while_it_creates_a_job_loses_no_node_and_starts_none_twice(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
+    run = dlrover.start(*options, SCRIPT, *ARGUMENTS, until, run_id=run_id)
+    wait_for_first_round(run)
+    workers = wait_for_workers(run, 1)
+    for step in ("add", "drain", "replace"):
+        for when in ("before", "after"):
+            cluster.killing = (when, run.process.kill)
+            gone: tuple[str, ...] = ()
+            wanted = len(workers)
+            if step == "add":
+                wanted += 1
+                assert dlrover("scale", run_id, wanted).returncode == 0
+            else:
+                gone = (workers[-1]["worker_id"],)
+                more = ["--replace"] if step == "replace" else []
+                assert dlrover("drain", run_id, *gone, *more).returncode == 0
+            run.process.wait(30)
+            run = dlrover.start(*options, SCRIPT, *ARGUMENTS, until, run_id=run_id)
+            workers = wait_for_workers(run, wanted, without=gone)
+            eventually(partial(has_nodes, cluster, wanted), f"{wanted} nodes ({step}, killed {when})", 60)
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert cluster.nodes() == []
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
 

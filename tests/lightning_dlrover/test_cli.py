@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -147,6 +148,22 @@ def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: lis
     assert code == 2
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    for page in ("slurm", "kubernetes"):
+        text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        rows = [line for line in text.splitlines() if line.startswith("| `--")]
+        started = re.findall(r"dlrover run ((?:[^\n]*\\\n)*[^\n`]*)", text)
+        started = [options.split(".py")[0] for options in started]  # what comes then is for the script
+        named = {
+            name for part in (*(row.split("|")[1] for row in rows), *started) for name in re.findall(r"--[a-z][a-z-]*", part)
+        }
+        assert len(named) > 10
+        assert named <= known
 
 
 def test_an_etcd_that_does_not_answer_is_named_within_seconds(dlrover: RunCli) -> None:
