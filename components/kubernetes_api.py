@@ -63,7 +63,7 @@ class KubernetesApi:
         TargetError: the package is missing, or no cluster is configured.
     """
 
-    def __init__(self, request_s: float = 15.0, num_attempts: int = 4, pause_s: float = 0.5) -> None:
+    def __init__(self, request_s: float = 15.0, num_attempts: int = 3, pause_s: float = 0.5) -> None:
         try:
             import urllib3
             from kubernetes import client, config
