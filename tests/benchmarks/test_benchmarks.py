@@ -16,9 +16,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE_S = 240.0  # under 60 s on two idle cores; these may be shared
 
-takes_minutes = pytest.mark.skipif(
-    not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes: with DLROVER_ALL_FAULTS=1 only"
-)
+takes_minutes = pytest.mark.on_demand
 
 
 def quick_result(script: str) -> dict[str, float]:

@@ -157,8 +157,8 @@ def test_an_agent_may_be_disturbed_at_any_of_its_writes(
         p.write for p in points
     }
     if not os.environ.get("DLROVER_ALL_FAULTS"):
-        kills = [point for point in points if point.action == "kill" and point.slot == "first"]
-        points = kills + [point for point in points if point not in kills][::29]  # prime to the number of actions
+        kills = [point for point in points if point.action == "kill" and point.slot == "first"][::2]
+        points = kills + [point for point in points if point not in kills][::59]  # prime to the number of actions
     scenarios = [
         Scenario(nursery, etcd, f"{run_id}-{index}", tmp_path / str(index), point) for index, point in enumerate(points)
     ]

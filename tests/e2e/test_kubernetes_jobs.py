@@ -88,6 +88,7 @@ def node_of(pid: int) -> str:
     return next(v.partition("=")[2] for v in variables if v.startswith("DLROVER_NODE="))
 
 
+@pytest.mark.on_demand
 @pytest.mark.timeout(120)
 def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
@@ -105,6 +106,7 @@ def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
 
+@pytest.mark.on_demand
 @pytest.mark.timeout(120)
 def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
@@ -118,7 +120,7 @@ def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
     assert "failed before training began" in run.output
 
 
-@pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes; set DLROVER_ALL_FAULTS=1")
+@pytest.mark.on_demand
 @pytest.mark.timeout(600)
 def test_a_controller_that_is_killed_while_it_creates_a_job_loses_no_node_and_starts_none_twice(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path

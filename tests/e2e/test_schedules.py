@@ -16,7 +16,7 @@ import pytest
 from harness import Job, Worker, violations
 from toy_job import ToySettings
 
-SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 64
+SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 BATCH = 8  # schedules per test
 AT_ONCE = 3  # they sleep most of the time
 

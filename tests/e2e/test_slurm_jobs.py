@@ -135,7 +135,7 @@ KILLS = {
 """What `sbatch` does to the `dlrover run` that calls it."""
 
 
-@pytest.mark.skipif(not os.environ.get("DLROVER_ALL_FAULTS"), reason="takes minutes; set DLROVER_ALL_FAULTS=1")
+@pytest.mark.on_demand
 @pytest.mark.timeout(900)
 def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_none_twice(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, etcd: EmbeddedEtcd

@@ -150,6 +150,7 @@ def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: P
     assert str(clicks) in done.stdout  # what was loaded
 
 
+@pytest.mark.on_demand
 def test_two_workers_measure_what_one_does(clicks: Path, tmp_path: Path) -> None:
     metrics = []
     # The batch size is per worker of the start, so both train on the same global batches.

@@ -115,6 +115,7 @@ def measured(configurations: Sequence[dict[str, int]]) -> list[StepProfile]:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.timeout(700)
 def test_peaks_of_processes_that_trained_are_predicted_for_configurations_left_out() -> None:
     grid = [

@@ -73,7 +73,9 @@ def test_plans_by_hand_turn_every_kind_into_every_other() -> None:
     assert turned == set(itertools.product(BAG_KINDS, repeat=2))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["rowwise_adagrad", *(pytest.param(o, marks=pytest.mark.on_demand) for o in ("sgd", "adagrad"))]
+)
 def test_states_and_the_next_step_are_stock_torchrecs_for_every_change_of_size(pool: WorkerPool, optimizer: str) -> None:
     kinds = check(pool.play(play, Case(optimizer, "constrained", walk(OPTIMIZERS.index(optimizer)))))
     assert kinds == {*BAG_KINDS, "data_parallel"}
