@@ -140,6 +140,7 @@ def play_all(scenarios: list[Scenario]) -> None:
     assert not failures, "\n\n".join(failures)
 
 
+@pytest.mark.on_demand
 @pytest.mark.timeout(3600)
 def test_an_agent_may_be_disturbed_at_any_of_its_writes(
     nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path

@@ -150,6 +150,7 @@ def test_a_convener_may_be_killed_at_each_of_its_writes(make_job: MakeJob, etcd:
     assert_fired(play_all(make_job, etcd, KILLS))
 
 
+@pytest.mark.on_demand
 @pytest.mark.timeout(3600)
 def test_any_write_may_be_the_last_one_or_be_delayed_or_fail(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
     assert_fired(play_all(make_job, etcd, ALL if os.environ.get("DLROVER_ALL_FAULTS") else SPREAD))

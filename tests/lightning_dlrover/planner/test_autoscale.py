@@ -92,6 +92,7 @@ def changes_of_mind(job: SimulatedJob) -> int:
     return sum(d.is_change and not d.explored and not before.explored for before, d in pairwise(job.decisions))
 
 
+@pytest.mark.on_demand
 def test_a_machine_whose_speed_drifts_is_not_taken_for_a_reason_to_go_back_and_forth() -> None:
     changes, shares = [], []
     for kind in KINDS:

@@ -86,7 +86,9 @@ def test_states_and_the_next_step_are_stock_torchrecs_where_its_planner_chose_fr
     check(pool.play(play, Case("rowwise_adagrad", "planner", worlds)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(o, marks=pytest.mark.on_demand) for o in ("rowwise_adagrad", "adagrad"))]
+)
 def test_states_and_the_next_step_are_stock_torchrecs_where_kinds_change_with_the_workers(
     pool: WorkerPool, optimizer: str
 ) -> None:
