@@ -39,6 +39,7 @@ from lightning_dlrover.components.reconcile import (
 )
 from lightning_dlrover.components.target import App, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.client import (
+    Compare,
     Delete,
     EtcdClient,
     EtcdError,
@@ -338,6 +339,11 @@ class Controller:
         self._drop_claim()
         raise ControllerBusyError(_busy_text(self._client, self._keys))
 
+    @property
+    def _is_ours(self) -> Compare:
+        """The controller key: what each of our writes is fenced with."""
+        return created(self._keys.controller) == self._fence
+
     def _drop_claim(self) -> None:
         if self._claim is not None:
             self._claim.revoke()
@@ -442,14 +448,12 @@ class Controller:
             EtcdError: it was not written, or nobody can tell.
         """
         unchanged = [modified(key) == revision] if revision is not None else []
-        fence = created(self._keys.controller) == self._fence
-        if not self._client.txn([fence, *unchanged], [Put(key, encode(record))]).succeeded:
+        if not self._client.txn([self._is_ours, *unchanged], [Put(key, encode(record))]).succeeded:
             raise EtcdError(f"run {self._keys.run_id}: {key!r} was not written: another controller acts, or has written it")
 
     def _forget(self, name: str) -> None:
-        fence = created(self._keys.controller) == self._fence
         with contextlib.suppress(EtcdError):  # it is tried again by whoever comes next
-            self._client.txn([fence], [Delete(self._keys.each_node + name)])
+            self._client.txn([self._is_ours], [Delete(self._keys.each_node + name)])
 
     def _save(self) -> None:
         """Bring etcd up to what we know; what cannot be written now is written with the next step."""
@@ -503,8 +507,7 @@ class Controller:
             app.missing_since = app.missing_since if app.missing_since is not None else now
             if now - app.missing_since > self._patience.submit_s:
                 log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
-                app.status, app.ended_at, app.all_shown = "failed", now, True
-                self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
+                self._note_failed_start(app, now)
         if may_act:
             self._cancel_again()
             self._cancel_strays(listed, now)
@@ -679,7 +682,7 @@ class Controller:
         name, record = f"node{number}", NodeRecord("asked", asked_at=time.time())
         written = dataclasses.replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + f"node{number}"
-        guard = [created(self._keys.controller) == self._fence, modified(key) == revision, absent(own_key)]
+        guard = [self._is_ours, modified(key) == revision, absent(own_key)]
         if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
             raise EtcdError(f"{key!r} was written by somebody else meanwhile")
         self._nodes = written
@@ -687,8 +690,11 @@ class Controller:
 
     def _note_refusal(self, name: str, app: _App, now: float, problem: str) -> None:
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
-        app.status, app.ended_at, app.all_shown = "failed", now, True
         app.post_mortem = PostMortem(f"it could not be started: {problem}", "")
+        self._note_failed_start(app, now)
+
+    def _note_failed_start(self, app: _App, now: float) -> None:
+        app.status, app.ended_at, app.all_shown = "failed", now, True
         self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
 
     def _cancel(self, names: Sequence[str]) -> None:

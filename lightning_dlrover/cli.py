@@ -245,11 +245,19 @@ _REPEATED_OPTIONS = {
 """For Kubernetes, too."""
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:
+    for name, (value, text) in options.items():
+        group.add_argument(_flag(name), default="", metavar=value, help=text)
+
+
 def _node_options(parser: argparse.ArgumentParser) -> None:
     title = "what each node asks its scheduler for"
     group = parser.add_argument_group(title, "with --target slurm or kubernetes; default: as the cluster has it")
-    for name, (value, text) in _NODE_OPTIONS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
+    _add_texts(group, _NODE_OPTIONS)
     group.add_argument("--cpus", type=int, metavar="N", help="cores (default 1)")
     group.add_argument(
         "--notice",
@@ -262,8 +270,7 @@ def _node_options(parser: argparse.ArgumentParser) -> None:
 
 def _slurm_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("and Slurm for", "with --target slurm")
-    for name, (value, text) in _SLURM_OPTIONS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
+    _add_texts(group, _SLURM_OPTIONS)
     group.add_argument(
         "--sbatch-arg",
         action="append",
@@ -276,11 +283,9 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
 
 def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("and Kubernetes for", "with --target kubernetes; see docs/kubernetes.md")
-    for name, (value, text) in _KUBERNETES_OPTIONS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar=value, help=text)
+    _add_texts(group, _KUBERNETES_OPTIONS)
     for name, (value, text) in _REPEATED_OPTIONS.items():
-        option = f"--{name.replace('_', '-')}"
-        group.add_argument(option, action="append", default=[], metavar=value, help=f"{text}; repeatable")
+        group.add_argument(_flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
 
 
 def _duration(text: str) -> float:
@@ -411,7 +416,7 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     }
     set_here = [name for name in meant_for if getattr(options, name) not in (None, "", [])]
     if given := [name for name in set_here if options.target not in meant_for[name]]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = ", ".join(map(_flag, given))
         raise UsageError(f"{names}: only with --target {' or '.join(meant_for[given[0]])}")
     if options.cpus is not None and options.cpus < 1:
         raise UsageError(f"--cpus is {options.cpus}; it must be at least 1")
@@ -443,7 +448,7 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
     for name in ("node_selector", "env"):
         wrong = [text for text in getattr(options, name) if not text.partition("=")[0] or "=" not in text]
         if wrong:
-            raise UsageError(f"--{name.replace('_', '-')} {wrong[0]!r} is not {_REPEATED_OPTIONS[name][0]}")
+            raise UsageError(f"{_flag(name)} {wrong[0]!r} is not {_REPEATED_OPTIONS[name][0]}")
         pairs[name] = dict(text.split("=", 1) for text in getattr(options, name))
     mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
     if None in mounts:
@@ -718,7 +723,7 @@ def _access(options: argparse.Namespace) -> dict[str, str]:
         if access[name] is not None:
             access[name] = os.path.abspath(access[name])  # nodes may run in another folder
             if not os.access(access[name], os.R_OK):
-                raise UsageError(f"--{name.replace('_', '-')} {access[name]!r} does not exist or cannot be read")
+                raise UsageError(f"{_flag(name)} {access[name]!r} does not exist or cannot be read")
     return {name: value for name, value in access.items() if value is not None}
 
 

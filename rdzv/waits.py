@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.member import RoundEndedError
 
-__all__ = ["end_waits_with", "guard_gradients", "let_go"]
+__all__ = ["end_waits_with", "guard_replica", "let_go"]
 
 SLICE_S = 0.2
 
@@ -103,7 +103,7 @@ def _raise_if_over(number: int) -> None:
         raise RoundEndedError(f"round {number} ended in the middle of a message between two workers")
 
 
-def guard_gradients(replica: DistributedDataParallel) -> None:
+def guard_replica(replica: DistributedDataParallel) -> None:
     """Let DDP's passes end with their round, too: it waits for gradients and buffers where Python has no say.
 
     Gradients are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has, or is

@@ -382,7 +382,7 @@ class World:
         communication is left alone.
         """
         if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
-            waits.guard_gradients(replica)
+            waits.guard_replica(replica)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
         """Rank 0 of the first round: the job trains, and this is the model that joiners must have."""

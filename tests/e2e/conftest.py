@@ -8,10 +8,19 @@ from typing import Any
 
 import harness
 import pytest
+from dlrover_process import Dlrover
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 MakeJob = Callable[..., harness.Job]
+
+
+@pytest.fixture
+def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
+    """Runs commands in a folder of the test's own; what they have started ends with it."""
+    commands = Dlrover(tmp_path)
+    yield commands
+    commands.end()
 
 
 @pytest.fixture(scope="session")

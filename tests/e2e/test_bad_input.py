@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -18,13 +17,6 @@ from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 SECONDS = 30.0
 """For an error that comes at once, on a machine that is busy with other tests."""
-
-
-@pytest.fixture
-def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
-    commands = Dlrover(tmp_path)
-    yield commands
-    commands.end()
 
 
 @pytest.fixture

@@ -20,13 +20,6 @@ PROBLEM = "the script's own error at step 3"
 
 
 @pytest.fixture
-def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
-    commands = Dlrover(tmp_path)
-    yield commands
-    commands.end()
-
-
-@pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
     """A process of somebody else's, in the terminal in which the job was started."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -24,13 +24,6 @@ ARGUMENTS = ("--step-s", "0.1", "--until")
 
 
 @pytest.fixture
-def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
-    commands = Dlrover(tmp_path)
-    yield commands
-    commands.end()
-
-
-@pytest.fixture
 def cluster(dlrover: Dlrover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesCluster]:
     with kubernetes_cluster(tmp_path, environment=dlrover.environment) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))

@@ -26,13 +26,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-@pytest.fixture
-def dlrover(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dlrover]:
+@pytest.fixture(autouse=True)
+def slurms_environment(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
-    commands = Dlrover(tmp_path)
-    yield commands
-    commands.end()
 
 
 def variables_of(pid: int) -> dict[str, str]:

@@ -37,7 +37,7 @@ def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> 
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
     clock.stop_in_forward(model)
     if is_guarded:
-        waits.guard_gradients(model)
+        waits.guard_replica(model)
     slow = SLOW_S if rank == 1 else 0.0
     own = []
     for _ in range(3):

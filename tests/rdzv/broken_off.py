@@ -88,7 +88,7 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
     if scenario in ("forward", "backward"):
         layers = [torch.nn.Linear(4, 4), *([torch.nn.BatchNorm1d(4)] if scenario == "forward" else [])]
         replica = DistributedDataParallel(torch.nn.Sequential(*layers), init_sync=False)
-        waits.guard_gradients(replica)
+        waits.guard_replica(replica)
         threading.Timer(0.5, round_.cut_off).start()  # the other one never comes to it
         loss = replica(torch.ones(2, 4)).sum()
         found["forward"] = "done"
@@ -123,7 +123,7 @@ def gradients() -> list[list[float]]:
         model = torch.nn.Sequential(*layers)
         replica = DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view)
         if is_guarded:
-            waits.guard_gradients(replica)
+            waits.guard_replica(replica)
         torch.manual_seed(dist.get_rank())
         for i in range(4):
             with replica.no_sync() if i == 1 else contextlib.nullcontext():
