@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from lightning_dlrover.components.reconcile import (
     Warn,
     reconcile,
 )
-from lightning_dlrover.components.target import App, NotTakenError, Target, TargetError
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.client import (
     Compare,
     Delete,
@@ -76,6 +77,12 @@ LEASE_TTL_S = 10.0
 MAX_ENDED = 64
 """Nodes that have ended and are remembered, the newest: errors that come again and again are counted among them."""
 
+MIRROR_S = 5.0
+"""How long what was written may take to be seen; it is seen later otherwise."""
+
+OUT_OF_MEMORY_FACTOR = 2
+"""How much more memory nodes have once one was killed for want of it: how much it would have needed nobody knows."""
+
 SAME_FAILURE_S = 30.0
 """Nodes that fail within so many seconds of each other fail for one reason: the first one's."""
 
@@ -86,10 +93,18 @@ class ControllerBusyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How many workers the job may have."""
+    """How many workers the job may have, and how large each one's node may be."""
 
     min_workers: int
     max_workers: int
+    min_size: NodeSize = ANY_SIZE
+    max_size: NodeSize = ANY_SIZE
+
+    def size(self, plan: PlanRecord | None) -> NodeSize:
+        """Of nodes as `plan` wants them, as far as it may."""
+        asked = (plan.node_cpus or 0, plan.node_memory_mb or 0) if plan is not None else (0, 0)
+        low, high = self.min_size, self.max_size
+        return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
 
 @dataclass
@@ -99,6 +114,7 @@ class _App:
     handle: str  # empty while it is not known whether the scheduler has taken it on
     started_at: float
     asked_at: float  # seconds since the epoch
+    size: NodeSize
     status: AppStatus = "pending"
     agent_seen: bool = False
     has_worker: bool = False
@@ -114,6 +130,7 @@ class _App:
     warned: bool = False
     cancelled: bool = False
     all_shown: bool = False
+    lacked_memory: bool = False  # it was killed for that, and the plan says so
     was_adopted: bool = False  # from a controller before us, which has shown its output until then
     saved: NodeRecord | None = None  # what etcd holds
     files: dict[Path, LogFile] = field(default_factory=dict)
@@ -129,19 +146,25 @@ class _App:
         return self.status not in ("pending", "running")
 
     def record(self, now: float) -> NodeRecord:
-        if not self.has_ended:
-            state: Literal["asked", "started"] = "started" if self.handle else "asked"
-            return NodeRecord(state, self.handle, self.asked_at, cancelled=self.cancelled)
-        ended_at = self.saved.ended_at if self.saved and self.saved.ended_at else time.time() - (now - (self.ended_at or now))
-        return NodeRecord(
-            "ended",
+        state: Literal["asked", "started"] = "started" if self.handle else "asked"
+        living = NodeRecord(
+            state,
             self.handle,
             self.asked_at,
-            ended_at,
-            self.cancelled,
-            self.status,  # type: ignore[arg-type]
-            self.post_mortem.error[:2000] if self.post_mortem else "",
-            self.stopped_job,
+            cancelled=self.cancelled,
+            cpus=self.size.cpus,
+            memory_mb=self.size.memory_mb,
+        )
+        if not self.has_ended:
+            return living
+        ended_at = self.saved.ended_at if self.saved and self.saved.ended_at else time.time() - (now - (self.ended_at or now))
+        return dataclasses.replace(
+            living,
+            state="ended",
+            ended_at=ended_at,
+            outcome=self.status,  # type: ignore[arg-type]
+            error=self.post_mortem.error[:2000] if self.post_mortem else "",
+            stopped_job=self.stopped_job,
         )
 
 
@@ -231,7 +254,10 @@ class Controller:
         self._look(view)
         if may_act:
             self._replace_what_is_wanted_back(view)
-        end = self._act(reconcile(self._job_view(view, may_act), self._patience))
+            self._give_more_memory()
+            view = self._view()
+            self._replace_what_is_too_small(view)
+        end = self._act(reconcile(self._job_view(view, may_act), self._patience), self._limits.size(view.plan))
         self._show_output()
         if may_act:
             self._save()
@@ -416,6 +442,11 @@ class Controller:
                 f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
                 f"(--target {nodes.target.replace('/', ' --namespace ')}), or end it with `dlrover cancel {self._keys.run_id}`"
             )
+        low, high = self._limits.min_size, self._limits.max_size
+        limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
+        if (limited := dataclasses.replace(nodes, **limits)) != nodes:  # type: ignore[arg-type]
+            nodes = limited
+            self._write(self._keys.nodes, nodes, self._read_nodes()[0])
         self._nodes = nodes
         self._target.open(nodes.mark)
         now = time.monotonic()
@@ -566,6 +597,71 @@ class Controller:
                 with contextlib.suppress(EtcdError):  # it leaves by itself before its time is over
                     self._client.put(self._keys.drains + worker, encode(request))
 
+    def _replace_what_is_too_small(self, view: View) -> None:
+        """Ask for the replacement of one node that is smaller than planned; the next one's turn is when that is done."""
+        wanted = self._limits.size(view.plan)
+        living = [app for app in self._apps.values() if app.is_living]
+        small = {name: app for name, app in self._apps.items() if app.is_living and not app.size.is_at_least(wanted)}
+        trains = view.job is not None and view.job.phase == "training"
+        if not small or not trains or view.replacements or view.drains or not all(app.is_member for app in living):
+            return
+        nodes = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        for worker in view.survivors:
+            if (app := small.get(nodes.get(view.workers[worker].agent_id, ""))) is not None:
+                request = DrainRecord(worker, f"a node of {wanted} instead of {app.size}", once_replaced=True)
+                log.info("run %s: %s is replaced: %s", self._keys.run_id, worker, request.reason)
+                with contextlib.suppress(EtcdError):  # the next step tries it again
+                    self._client.put(self._keys.drains + worker, encode(request))
+                return
+
+    def _give_more_memory(self) -> None:
+        """Plan larger nodes once one was killed for want of memory; as the plan says that, whoever comes next knows."""
+        now = time.monotonic()
+        for name, app in self._apps.items():
+            recent = app.status == "failed" and now - (app.ended_at or now) < SAME_FAILURE_S
+            if not recent or app.lacked_memory or not self._target.ran_out_of_memory(app.handle):
+                continue
+            app.lacked_memory = True
+            asked = OUT_OF_MEMORY_FACTOR * app.size.memory_mb
+            try:
+                given = self._plan_memory(asked)
+                text = f"{name} was killed for want of memory ({app.size}); "
+                text += f"nodes have {given} MiB from now on" if given > app.size.memory_mb else self._why_no_more_memory(app)
+                self._tell("memory", text, {"act": "enlarge", "node": name, "node_memory_mb": given})
+            except (EtcdError, RecordError) as error:
+                app.lacked_memory = False
+                log.warning("run %s: that nodes need more memory is planned later: %s", self._keys.run_id, error)
+                return
+            log.warning("run %s: %s", self._keys.run_id, text)
+
+    def _why_no_more_memory(self, app: _App) -> str:
+        if not app.size.memory_mb:
+            return "how much it had is not known here; start the job with --mem MIN:MAX, and nodes get more when they need it"
+        return f"they may have no more than that (--mem MIN:MAX): {app.size.memory_mb} MiB"
+
+    def _plan_memory(self, memory_mb: int) -> int:
+        """Ask for nodes with so much memory, as far as the limits allow. Returns what they have then, in MiB."""
+        key = self._keys.plan
+        while (entry := self._client.get(key)) is not None:
+            plan = decode(PlanRecord, entry.value, key)
+            wanted = dataclasses.replace(plan, node_memory_mb=min(memory_mb, self._limits.max_size.memory_mb))
+            larger, now = self._limits.size(wanted).memory_mb, self._limits.size(plan).memory_mb
+            if larger <= now:
+                return now
+            wanted = dataclasses.replace(wanted, created_at=time.time())
+            if self._client.txn([self._is_ours, modified(key) == entry.mod_revision], [Put(key, encode(wanted))]).succeeded:
+                # The next node is started by what the mirror shows.
+                with contextlib.suppress(TimeoutError):
+                    self._mirror.wait_for(functools.partial(_newer, key, entry.mod_revision), MIRROR_S)
+                return larger
+            if not self._still_acts():
+                break
+        raise EtcdError(f"{key!r} was not written: it has gone, or another controller acts")
+
+    def _tell(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+        event = EventRecord(kind, time.time(), text[:2000], data or {})
+        self._client.put(f"{self._keys.events}{time.time_ns():020d}-controller", encode(event))
+
     def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
         app.ended_at = now
         log.info("run %s: %s has %s", self._keys.run_id, name, app.status)
@@ -620,14 +716,14 @@ class Controller:
 
     # --- acting --------------------------------------------------------------------------------------------------------
 
-    def _act(self, actions: Sequence[Action]) -> Give | None:
+    def _act(self, actions: Sequence[Action], size: NodeSize) -> Give | None:
         end = None
         may_add = True
         cancelled = []
         for action in actions:
             match action:
                 case AddNode():
-                    may_add = may_add and self._add()
+                    may_add = may_add and self._add(size)
                 case CancelNode():
                     log.info("run %s: ending %s: %s", self._keys.run_id, action.name, action.reason)
                     cancelled.append(action.name)
@@ -648,10 +744,10 @@ class Controller:
             self._declare_failed(end.reason)
         return end
 
-    def _add(self) -> bool:
+    def _add(self, size: NodeSize) -> bool:
         """Start one more node; False if this is not the time to start any."""
         try:
-            name, app = self._ask()
+            name, app = self._ask(size)
         except (EtcdError, RecordError) as error:
             # What is not written down must not exist.
             log.warning("run %s: no node is started for now: %s", self._keys.run_id, error)
@@ -659,7 +755,7 @@ class Controller:
         self._apps[name] = app
         now = time.monotonic()
         try:
-            app.handle = self._target.start(name)
+            app.handle = self._target.start(name, size)
         except TargetError as error:
             if not isinstance(error, NotTakenError):
                 log.warning("run %s: whether %s was started is not known yet: %s", self._keys.run_id, name, error)
@@ -672,21 +768,22 @@ class Controller:
         self._save()
         return not app.has_ended
 
-    def _ask(self) -> tuple[str, _App]:
+    def _ask(self, size: NodeSize) -> tuple[str, _App]:
         """A new node's name, written down."""
         revision, nodes = self._read_nodes()
         if nodes is None:  # somebody has deleted the job's keys
             assert self._nodes is not None
             nodes = self._nodes
         number = nodes.num_started + 1
-        name, record = f"node{number}", NodeRecord("asked", asked_at=time.time())
+        record = NodeRecord("asked", asked_at=time.time(), cpus=size.cpus, memory_mb=size.memory_mb)
+        name = f"node{number}"
         written = dataclasses.replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + f"node{number}"
         guard = [self._is_ours, modified(key) == revision, absent(own_key)]
         if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
             raise EtcdError(f"{key!r} was written by somebody else meanwhile")
         self._nodes = written
-        return name, _App("", time.monotonic(), record.asked_at, saved=record)
+        return name, _App("", time.monotonic(), record.asked_at, size, saved=record)
 
     def _note_refusal(self, name: str, app: _App, now: float, problem: str) -> None:
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
@@ -740,10 +837,9 @@ class Controller:
 
     def _declare_failed(self, reason: str) -> None:
         """Tell nodes that others have started, and whoever asks later."""
-        event = EventRecord("error", time.time(), f"the job has failed: {reason}"[:2000])
         key = self._keys.job
         try:
-            self._client.put(f"{self._keys.events}{time.time_ns():020d}-controller", encode(event))
+            self._tell("error", f"the job has failed: {reason}")
             while (entry := self._client.get(key)) is not None:
                 job = decode(JobRecord, entry.value, key)
                 if job.phase in ("finished", "failed"):
@@ -786,7 +882,8 @@ class Controller:
 
 def _restored(record: NodeRecord, now: float) -> _App:
     """A node of an earlier controller. How long it has done nothing is counted anew."""
-    app = _App(record.handle, now, record.asked_at, cancelled=record.cancelled, was_adopted=True, saved=record)
+    size = NodeSize(record.cpus, record.memory_mb)
+    app = _App(record.handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     app.ended_at = now if record.cancelled else None
     if record.state == "ended":
         app.status = record.outcome or "gone"
@@ -794,6 +891,11 @@ def _restored(record: NodeRecord, now: float) -> _App:
         app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
         app.stopped_job, app.all_shown = record.stopped_job, True
     return app
+
+
+def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
+    """The key as it was written after `revision`."""
+    return seen[key] if key in seen and seen[key].mod_revision > revision else None
 
 
 def _read(file: Path) -> str:

@@ -25,7 +25,7 @@ from lightning_dlrover.components.kubernetes_pod import (
     job_name,
 )
 from lightning_dlrover.components.reconcile import AppStatus
-from lightning_dlrover.components.target import App, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 
 __all__ = ["KubernetesOptions", "KubernetesTarget"]
 
@@ -89,7 +89,7 @@ class KubernetesTarget:
         poll_s: float = 2.0,
         api: KubernetesApi | None = None,
     ) -> None:
-        job_manifest(spec, options, "node0", "")  # what cannot be asked for is said now, and not by every node
+        job_manifest(spec, options, ANY_SIZE, "node0", "")  # what cannot be asked for is said now, and not by every node
         self._spec = spec
         self._options = options
         self._log_dir = log_dir
@@ -116,8 +116,8 @@ class KubernetesTarget:
     def open(self, mark: str) -> None:
         self._mark = mark
 
-    def start(self, node: str) -> str:
-        manifest = job_manifest(self._spec, self._options, node, self._mark)
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        manifest = job_manifest(self._spec, self._options, size, node, self._mark)
         name = manifest["metadata"]["name"]
         try:
             self._api.create_job(self._namespace, manifest)
@@ -177,6 +177,11 @@ class KubernetesTarget:
         self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        seen = self._seen.get(handle.split("/")[1])
+        pod = seen.pod if seen is not None else None
+        return pod is not None and "OOMKilled" in _why_it_failed(pod.get("status", {}))
 
     def wants_back(self, handle: str) -> bool:
         return False  # a pod that is to end is told so itself, and leaves

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dlrover.components.node import LEAVE_VARIABLE
-from lightning_dlrover.components.target import NodeSpec, TargetError
+from lightning_dlrover.components.target import NodeSize, NodeSpec, TargetError
 from lightning_dlrover.components.targets import node_app
 
 __all__ = ["CONTAINER", "MARK_LABEL", "NODE_LABEL", "KubernetesOptions", "Mount", "job_manifest", "job_name"]
@@ -42,8 +42,6 @@ class KubernetesOptions:
     image: str = ""
     namespace: str = ""  # default: as kubectl has it, or the one that we run in
     service_account: str = ""
-    cpus: int = 1  # of each node
-    mem: str = ""  # of each node, such as 16Gi
     gpus: str = ""  # of each node, [RESOURCE:]NUMBER
     node_selector: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -56,12 +54,11 @@ class KubernetesOptions:
     grace_s: int = 120  # for the hand-over, when a pod is to end
     template: Mapping[str, Any] = field(default_factory=dict)  # a pod template that ours is laid over
 
-    @property
-    def resources(self) -> dict[str, str]:
+    def resources(self, size: NodeSize) -> dict[str, str]:
         """Requested, and the limit, too: how fast a worker is must not depend on who else runs on its host."""
-        asked = {"cpu": str(self.cpus)}
-        if self.mem:
-            asked["memory"] = self.mem
+        asked = {"cpu": str(size.cpus or 1)}
+        if size.memory_mb:
+            asked["memory"] = f"{size.memory_mb}Mi"
         if self.gpus:
             resource, _, number = self.gpus.rpartition(":")
             asked[resource or "nvidia.com/gpu"] = number
@@ -73,7 +70,7 @@ def job_name(run_id: str, node: str, mark: str) -> str:
     return f"{_slug(run_id)[:40].rstrip('-')}-{node}-{mark}"
 
 
-def job_manifest(spec: NodeSpec, options: KubernetesOptions, node: str, mark: str) -> dict[str, Any]:
+def job_manifest(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str) -> dict[str, Any]:
     """The Job of one node, which has one pod and is never tried again: a new node has a new name.
 
     Raises:
@@ -87,7 +84,7 @@ def job_manifest(spec: NodeSpec, options: KubernetesOptions, node: str, mark: st
     }
     ours = {
         "metadata": {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}},
-        "spec": _pod_spec(spec, options, node),
+        "spec": _pod_spec(spec, options, size, node),
     }
     return {
         "apiVersion": "batch/v1",
@@ -105,7 +102,7 @@ def job_manifest(spec: NodeSpec, options: KubernetesOptions, node: str, mark: st
     }
 
 
-def _pod_spec(spec: NodeSpec, options: KubernetesOptions, node: str) -> dict[str, Any]:
+def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str) -> dict[str, Any]:
     files = {name: key for name, key in SECRET_KEYS.items() if name in spec.access}
     if files and not options.secret:
         raise TargetError(
@@ -115,7 +112,8 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, node: str) -> dict[str
     access = {**spec.access, **{name: f"{SECRET_FOLDER}/{key}" for name, key in files.items()}}
     inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
     role = node_app(inside, node, dollar="$$").roles[0]
-    threads = os.environ.get("OMP_NUM_THREADS", str(options.cpus))
+    threads = os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))
+    resources = options.resources(size)
     variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
     variables |= options.environment
     # Loader workers hand batches over in shared memory, of which a container has 64 MB by default.
@@ -134,7 +132,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, node: str) -> dict[str
         # Kubernetes puts variables in place of $(...), and makes one $ of two.
         "args": [argument.replace("$", "$$") for argument in role.args],
         "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()],
-        "resources": {"requests": options.resources, "limits": options.resources},
+        "resources": {"requests": resources, "limits": resources},
         "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }

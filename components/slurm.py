@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.reconcile import AppStatus
-from lightning_dlrover.components.target import App, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.components.targets import node_app
 
 __all__ = ["SlurmOptions", "SlurmTarget"]
@@ -64,8 +64,6 @@ class SlurmOptions:
     constraint: str = ""
     nodelist: str = ""
     exclude: str = ""
-    cpus: int = 1  # of each node
-    mem: str = ""  # of each node, such as 16G
     gres: str = ""
     gpus: str = ""  # of each node, [TYPE:]NUMBER
     notice_s: int = 120  # before the time limit, or at a preemption, another node is to take its place; 0: it is not
@@ -73,15 +71,16 @@ class SlurmOptions:
     setup: str = ""  # a line of shell that comes before the script, such as `module load cuda`
     extra: tuple[str, ...] = ()  # arguments for sbatch, which come last and win
 
-    def arguments(self) -> list[str]:
+    def arguments(self, size: NodeSize) -> list[str]:
         """For sbatch."""
         asked = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "constraint", "nodelist")}
-        asked |= {"exclude": self.exclude, "mem": self.mem, "gres": self.gres, "gpus": self.gpus}
+        asked |= {"exclude": self.exclude, "gres": self.gres, "gpus": self.gpus}
+        asked["mem"] = f"{size.memory_mb}M" if size.memory_mb else ""
         given = [f"--{name}={value}" for name, value in asked.items() if value]
         # To the batch script alone, which is `components/node.py`: it tells the worker, and nobody else.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
         # A node that Slurm started again under its old name would be one that no plan has asked for: we start a new one.
-        return ["--nodes=1", "--ntasks=1", f"--cpus-per-task={self.cpus}", "--no-requeue", *notice, *given, *self.extra]
+        return ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", *notice, *given, *self.extra]
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,14 @@ class SlurmTarget:
         self._mark = mark
         self._name = re.compile(rf"{re.escape(self._spec.run_id)}\.(node\d+)\.{re.escape(mark)}")
 
-    def start(self, node: str) -> str:
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         folder = self._log_dir / node
         folder.mkdir(parents=True, exist_ok=True)
         # An earlier job of this name, which etcd has forgotten, may have had a node of this name.
         for former in (self._exit_file(node), notice_file(self._exit_file(node))):
             former.unlink(missing_ok=True)
         script = folder / "batch.sh"
-        script.write_text(self._script(node))
+        script.write_text(self._script(node, size))
         arguments = [
             "--parsable",
             f"--job-name={self._spec.run_id}.{node}.{self._mark}",
@@ -156,7 +155,7 @@ class SlurmTarget:
             f"--output={str(folder).replace('%', '%%')}/stdout.log",
             f"--error={str(folder).replace('%', '%%')}/stderr.log",
             f"--chdir={self._options.work_dir or os.getcwd()}",
-            *self._options.arguments(),
+            *self._options.arguments(size),
             str(script),
         ]
         for attempt in range(_NUM_ATTEMPTS):
@@ -228,6 +227,10 @@ class SlurmTarget:
                 raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
         self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
 
+    def ran_out_of_memory(self, handle: str) -> bool:
+        row = self._rows.get(handle.split("/")[0])
+        return row is not None and row.state == "OUT_OF_MEMORY"
+
     def wants_back(self, handle: str) -> bool:
         # Asked for as often as squeue is: a shared file system is not for every step.
         if self._noticed_at.get(handle) != self._asked_at:
@@ -245,10 +248,10 @@ class SlurmTarget:
 
     # --- a node's script -----------------------------------------------------------------------------------------------
 
-    def _script(self, node: str) -> str:
+    def _script(self, node: str, size: NodeSize) -> str:
         # Only torchrun replaces ${...} here.
         role = node_app(self._spec, node, dollar="$$").roles[0]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._options.cpus))}
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))}
         variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(self._exit_file(node))}
         variables[NOTICE_VARIABLE] = str(self._options.notice_s)
         return "\n".join(

@@ -12,7 +12,25 @@ from typing import Protocol
 
 from lightning_dlrover.components.reconcile import AppStatus
 
-__all__ = ["App", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+__all__ = ["ANY_SIZE", "App", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+
+
+@dataclass(frozen=True)
+class NodeSize:
+    """What one node may use; 0: as its scheduler has it."""
+
+    cpus: int = 0
+    memory_mb: int = 0  # MiB
+
+    def is_at_least(self, other: NodeSize) -> bool:
+        return self.cpus >= other.cpus and self.memory_mb >= other.memory_mb
+
+    def __str__(self) -> str:
+        parts = [f"{self.cpus} cores"] * bool(self.cpus) + [f"{self.memory_mb} MiB"] * bool(self.memory_mb)
+        return ", ".join(parts) or "no size of its own"
+
+
+ANY_SIZE = NodeSize()
 
 
 @dataclass(frozen=True)
@@ -57,8 +75,8 @@ class Target(Protocol):
     def open(self, mark: str) -> None:
         """Say whose nodes are meant: `mark` is in the name of each, and in no other job's. Called before anything else."""
 
-    def start(self, node: str) -> str:
-        """Start a node and return its app's handle.
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        """Start a node of that size and return its app's handle.
 
         Raises:
             NotTakenError: it was refused.
@@ -81,6 +99,9 @@ class Target(Protocol):
         Raises:
             TargetError: the scheduler could not be told.
         """
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        """Whether a node that has failed was killed because it wanted more memory than it has."""
 
     def wants_back(self, handle: str) -> bool:
         """Whether the scheduler is going to end this node soon, and has said so."""

@@ -17,7 +17,7 @@ from torchx.specs import AppDef
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.node import PARENT_VARIABLE
 from lightning_dlrover.components.reconcile import AppStatus
-from lightning_dlrover.components.target import App, NodeSpec
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec
 from lightning_dlrover.components.torchx_api import TorchXRunner
 
 __all__ = ["LocalTarget", "NodeSpec", "node_app"]
@@ -81,7 +81,7 @@ class LocalTarget:
     def apps(self) -> Sequence[App]:
         return [App(node, handle, True) for handle, node in self._nodes.items()]
 
-    def start(self, node: str) -> str:
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
         app = node_app(self._spec, node, dollar="$$$$")
         app.roles[0].env |= {**self._spec.environment, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
@@ -112,6 +112,9 @@ class LocalTarget:
         for handle in ending:
             self._runner.cancel(handle)
             self._agents.pop(handle, None)
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        return False
 
     def wants_back(self, handle: str) -> bool:
         return False

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from lightning_dlrover._version import __version__
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.kubernetes_pod import KubernetesOptions
-    from lightning_dlrover.components.target import NodeSpec, Target
+    from lightning_dlrover.components.target import NodeSize, NodeSpec, Target
     from lightning_dlrover.history import JobEntry, JobHistory
     from lightning_dlrover.job_view import EventLog, JobPlace
     from lightning_dlrover.rdzv.client import EtcdClient
@@ -136,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="workers; default: as many as planned now")
     for name, texts in _SETTINGS.items():
         scale.add_argument(f"--{_option(name)}", dest=name, type=_setting, metavar="N", help=" ".join(texts))
+    size = "of each node, within the limits of `dlrover run`; smaller ones are replaced, one at a time"
+    scale.add_argument("--cpus", dest="node_cpus", type=_setting, metavar="N", help=f"cores {size}")
+    scale.add_argument("--mem", dest="node_memory_mb", type=_memory, metavar="SIZE", help=f"memory {size}")
     status = job_command("status", _status, "show rounds, workers, rates and the current plan")
     status.add_argument("--json", action="store_true", help="for programs")
     report = job_command("report", _report, "write the job's report")
@@ -207,7 +211,6 @@ def _objective_options(parser: argparse.ArgumentParser) -> None:
 _TARGETS = ("local", "slurm", "kubernetes")
 
 _NODE_OPTIONS = {
-    "mem": ("SIZE", "memory, such as 16G; Kubernetes: 16Gi"),
     "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu)"),
     "work_dir": ("DIR", "where the script runs (default: Slurm: the current folder, Kubernetes: the image's)"),
 }
@@ -258,7 +261,9 @@ def _node_options(parser: argparse.ArgumentParser) -> None:
     title = "what each node asks its scheduler for"
     group = parser.add_argument_group(title, "with --target slurm or kubernetes; default: as the cluster has it")
     _add_texts(group, _NODE_OPTIONS)
-    group.add_argument("--cpus", type=int, metavar="N", help="cores (default 1)")
+    within = "with MAX a plan may ask for as many, and smaller nodes are replaced one at a time"
+    group.add_argument("--cpus", type=_cpus, metavar="N[:MAX]", help=f"cores (default 1); {within}")
+    group.add_argument("--mem", type=_memory_range, metavar="SIZE[:MAX]", help="memory, such as 16G or 16G:64G; likewise")
     group.add_argument(
         "--notice",
         type=int,
@@ -286,6 +291,41 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     _add_texts(group, _KUBERNETES_OPTIONS)
     for name, (value, text) in _REPEATED_OPTIONS.items():
         group.add_argument(_flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
+
+
+def _cpus(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or N:MAX, from 1 on, such as 4 or 2:8")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _memory(text: str) -> int:
+    """MiB of `16G`, `512Mi`, `1.5T`: units of 1024, as Slurm counts them."""
+    from lightning_dlrover.rdzv.records import MAX_MEMORY_MB
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B?)", text, re.I)
+    size = float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()] if match else 0
+    if not 1 <= size <= MAX_MEMORY_MB:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory, such as 512M or 16G")
+    return math.ceil(size)
+
+
+def _memory_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    sizes = _memory(low), _memory(high or low)
+    if sizes[0] > sizes[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: SIZE must be at most MAX")
+    return sizes
+
+
+def _node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
+    """The least and the largest size of a node."""
+    from lightning_dlrover.components.target import NodeSize
+
+    default = (0, 0) if options.target == "local" else (1, 1)
+    low, high = zip(options.cpus or default, options.mem or (0, 0), strict=True)
+    return NodeSize(*low), NodeSize(*high)
 
 
 def _duration(text: str) -> float:
@@ -327,7 +367,8 @@ def _place_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _option(setting: str) -> str:
-    return {"intra_op_threads": "threads", "prefetch_factor": "prefetch"}.get(setting, setting.replace("_", "-"))
+    options = {"intra_op_threads": "threads", "prefetch_factor": "prefetch", "node_cpus": "cpus", "node_memory_mb": "mem"}
+    return options.get(setting, setting.replace("_", "-"))
 
 
 def _setting(text: str) -> int:
@@ -410,7 +451,7 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
     """
     meant_for = {
-        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "notice"], ("slurm", "kubernetes")),
+        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem", "notice"], ("slurm", "kubernetes")),
         **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"], ("slurm",)),
         **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS], ("kubernetes",)),
     }
@@ -418,8 +459,6 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     if given := [name for name in set_here if options.target not in meant_for[name]]:
         names = ", ".join(map(_flag, given))
         raise UsageError(f"{names}: only with --target {' or '.join(meant_for[given[0]])}")
-    if options.cpus is not None and options.cpus < 1:
-        raise UsageError(f"--cpus is {options.cpus}; it must be at least 1")
     if options.notice is not None and options.notice < 0:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
@@ -466,8 +505,6 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
         template = template.get("template", template)
     return KubernetesOptions(
         **{name: getattr(options, name) for name in ("image", "namespace", "service_account", "secret", "image_pull_secret")},
-        cpus=options.cpus or 1,
-        mem=options.mem,
         gpus=options.gpus,
         node_selector=pairs["node_selector"],
         mounts=tuple(Mount(match[1], match[2], bool(match[3])) for match in mounts if match),
@@ -558,7 +595,8 @@ def _run_job(
     from lightning_dlrover.rdzv.client import Mirror
     from lightning_dlrover.rdzv.server import EtcdServerError
 
-    limits = Limits(*options.workers)
+    fewest, most = options.workers
+    limits = Limits(fewest, most, *_node_sizes(options))
     spec = NodeSpec(
         script=options.script if options.target == "kubernetes" else str(script),
         script_args=tuple(options.script_args),
@@ -623,7 +661,7 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
     from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*_SLURM_OPTIONS, *_NODE_OPTIONS)}
-    asked |= {name: value for name, value in (("cpus", options.cpus), ("notice_s", options.notice)) if value is not None}
+    asked |= {"notice_s": options.notice} if options.notice is not None else {}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
 
 
@@ -816,10 +854,12 @@ def _scale(options: argparse.Namespace) -> int:
         found = read_job(client, place.keys)
         _tell_problems(found.problems)
         _check_can_be_planned(place, found.view, options.num_workers)
-        settings = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
+        names = (*_SETTINGS, "node_cpus", "node_memory_mb")
+        settings = {name: value for name in names if (value := getattr(options, name)) is not None}
         if options.num_workers is None and not settings:
-            asked = ", ".join(f"--{_option(name)}" for name in _SETTINGS)
+            asked = ", ".join(f"--{_option(name)}" for name in names)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
+        _check_node_size(client, place, settings)
         wanted = _wanted_text(options.num_workers, settings)
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     print(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
@@ -827,8 +867,30 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
-    wanted = ", ".join(f"{value} {_SETTINGS[name][0]}" for name, value in settings.items())
+    words = {name: texts[0] for name, texts in _SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
+    wanted = ", ".join(f"{value} {words[name]}" for name, value in settings.items())
     return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
+
+
+def _check_node_size(client: EtcdClient, place: JobPlace, asked: Mapping[str, int]) -> None:
+    """
+    Raises:
+        UsageError: nodes of the job may not be of that size.
+    """
+    from lightning_dlrover.rdzv.records import NodesRecord, decode
+
+    entry = client.get(place.keys.nodes)
+    nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
+    limits = {
+        "node_cpus": ("--cpus", "cores", nodes.min_cpus, nodes.max_cpus),
+        "node_memory_mb": ("--mem", "MiB of memory", nodes.min_memory_mb, nodes.max_memory_mb),
+    }
+    for name, (flag, unit, low, high) in limits.items():
+        if name in asked and not 0 < low <= asked[name] <= high:
+            has = f"for nodes of {low} to {high} {unit}" if high else "without limits for it"
+            raise UsageError(
+                f"job {place.run_id!r} was started {has} ({flag} of `dlrover run`); {asked[name]} {unit} are outside of that"
+            )
 
 
 def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:

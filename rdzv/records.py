@@ -53,6 +53,9 @@ MAX_UNREACHABLE = 64
 MAX_SETTING = 1024
 """Loader workers or threads of one worker that a plan may ask for: what is larger was never meant."""
 
+MAX_MEMORY_MB = 2**26
+"""MiB of one node that a plan may ask for, 64 TiB."""
+
 DEFAULT_PREFIX = "/dlrover"
 
 HISTORY_TTL_S = 7 * 24 * 3600.0
@@ -309,12 +312,16 @@ class PlanRecord:
     loader_workers: int | None = None  # of each worker; 0: it prepares its batches itself
     intra_op_threads: int | None = None  # of each worker; 0: as many as it has cores
     prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 where there are none
+    # What a node has at least, within the limits of `NodesRecord`; smaller ones are replaced. None: as the job was started.
+    node_cpus: int | None = None
+    node_memory_mb: int | None = None  # MiB
 
     def __post_init__(self) -> None:
-        for name in ("loader_workers", "intra_op_threads", "prefetch_factor"):
+        highest = dict.fromkeys(("loader_workers", "intra_op_threads", "prefetch_factor", "node_cpus"), MAX_SETTING)
+        for name, most in (highest | {"node_memory_mb": MAX_MEMORY_MB}).items():
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_SETTING:
-                raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {MAX_SETTING}, or be left out")
+            if value is not None and not 0 <= value <= most:
+                raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {most}, or be left out")
 
 
 @dataclass(frozen=True)
@@ -381,6 +388,11 @@ class NodesRecord:
     mark: str  # in the name of each at its scheduler; no two jobs have the same one
     num_started: int = 0  # nodes are named by number, and no name is used twice
     stop: str = ""  # why all are to end, and the job with them; nobody takes it back
+    # Limits of what a plan may ask for each node; 0: that is the scheduler's to say, and no plan changes it.
+    min_cpus: int = 0
+    max_cpus: int = 0
+    min_memory_mb: int = 0
+    max_memory_mb: int = 0
 
 
 @dataclass(frozen=True)
@@ -396,6 +408,8 @@ class NodeRecord:
     outcome: Literal["", "succeeded", "failed", "cancelled", "gone"] = ""
     error: str = ""  # failed: what the script has raised; empty when it was killed
     stopped_job: bool = False  # with it the last member of the round was gone
+    cpus: int = 0  # that it was asked for with; 0: as the scheduler has it
+    memory_mb: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
 from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
-from lightning_dlrover.components.target import App
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     ControllerRecord,
     DrainRecord,
+    EventRecord,
     JobRecord,
     Keys,
     NodeRecord,
@@ -51,6 +53,8 @@ class FakeTarget:
     cancelled: list[str] = field(default_factory=list)
     is_closed: bool = False
     refuses: str = ""
+    sizes: dict[str, NodeSize] = field(default_factory=dict)
+    out_of_memory: set[str] = field(default_factory=set)
 
     def open(self, mark: str) -> None:
         assert mark
@@ -58,11 +62,11 @@ class FakeTarget:
     def apps(self) -> list[App]:
         return [App(node, node, status == "running") for node, status in self.nodes.items()]
 
-    def start(self, node: str) -> str:
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         if self.refuses:
             raise RuntimeError(self.refuses)
         assert node not in self.nodes
-        self.nodes[node] = "running"
+        self.nodes[node], self.sizes[node] = "running", size
         self.log(node).touch()
         return node
 
@@ -73,6 +77,9 @@ class FakeTarget:
         for handle in handles:
             self.nodes[handle] = "cancelled"
             self.cancelled.append(handle)
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        return handle in self.out_of_memory
 
     def wants_back(self, handle: str) -> bool:
         return False
@@ -94,12 +101,22 @@ class FakeTarget:
 class Job:
     """A controller, and a hand that writes what nodes and workers would write."""
 
-    def __init__(self, client: EtcdClient, keys: Keys, target: FakeTarget, low: int = 1, high: int = 3) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        target: FakeTarget,
+        low: int = 1,
+        high: int = 3,
+        least: NodeSize = ANY_SIZE,
+        largest: NodeSize = ANY_SIZE,
+    ) -> None:
         self.client = client
         self.keys = keys
         self.target = target
         self.shown: list[str] = []
-        self.controller = Controller(client, keys, target, Limits(low, high), show=self.shown.append, patience=QUICK)
+        limits = Limits(low, high, least, largest)
+        self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=QUICK)
         self.end: Give | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
@@ -125,8 +142,8 @@ class Job:
         record = JobRecord(phase, True, 1, 3, "0")  # type: ignore[arg-type]
         self.client.put(self.keys.job, encode(record))
 
-    def plan(self, num_workers: int, binding: bool = True) -> None:
-        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding)))
+    def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
+        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))  # type: ignore[arg-type]
 
     def register(self, *nodes: str) -> None:
         for node in nodes:
@@ -157,7 +174,7 @@ class Job:
 def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def make(**kwargs: int) -> Job:
+    def make(**kwargs: Any) -> Job:
         made.append(Job(client, keys, FakeTarget(tmp_path), **kwargs))
         return made[-1]
 
@@ -195,6 +212,70 @@ def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
     job.plan(99)
     job.run_until("as many nodes as allowed", lambda: len(job.target.living) == 3)
     job.stays(lambda: len(job.target.living) == 3)
+
+
+def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(4, 4096))
+    job.run_until("a node", lambda: job.target.living)
+    assert job.target.sizes == {"node1": NodeSize(1, 1024)}
+    job.plan(2, node_cpus=2)
+    job.run_until("another node", lambda: len(job.target.living) == 2)
+    job.plan(3, node_cpus=99, node_memory_mb=512)
+    job.run_until("a third one", lambda: len(job.target.living) == 3)
+    assert [job.target.sizes[node] for node in ("node2", "node3")] == [NodeSize(2, 1024), NodeSize(4, 1024)]
+    entry = client.get(f"{keys.each_node}node3")
+    assert entry is not None
+    record = decode(NodeRecord, entry.value, entry.key)
+    assert (record.cpus, record.memory_mb) == (4, 1024)
+
+
+def test_nodes_smaller_than_planned_are_replaced_one_at_a_time_and_larger_ones_stay(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(2, 4096))
+
+    def drained() -> list[str]:
+        return [entry.key.removeprefix(keys.drains) for entry in client.get_prefix(keys.drains)[1]]
+
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(2, node_memory_mb=2048)
+    job.run_until("one to be replaced", drained)
+    job.run_until("a larger node", lambda: len(job.target.living) == 3)
+    job.stays(lambda: drained() == ["worker-node1"] and len(job.target.living) == 3)
+    job.train_with("node2", "node3", number=2)
+    job.leave("node1")
+    client.delete(f"{keys.drains}worker-node1")
+    job.target.nodes["node1"] = "succeeded"
+    job.run_until("the other one to be replaced", drained)
+    assert drained() == ["worker-node2"]
+    job.run_until("another larger node", lambda: "node4" in job.target.living)
+    assert job.target.sizes["node3"] == job.target.sizes["node4"] == NodeSize(1, 2048)
+    job.train_with("node3", "node4", number=3)
+    job.leave("node2")
+    client.delete(f"{keys.drains}worker-node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.plan(2)
+    job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
+
+
+@pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
+def test_once_a_node_was_killed_for_want_of_memory_nodes_have_more_as_far_as_the_limits_allow(
+    make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int
+) -> None:
+    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.target.out_of_memory.add("node2")
+    job.fail("node2")
+    job.round(2, "node1")
+    job.run_until("another node", lambda: "node3" in job.target.living)
+    assert job.target.sizes["node3"] == NodeSize(1, given)
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    [told] = [event for event in events if event.kind == "memory"]
+    assert "node2 was killed for want of memory (1 cores, 1024 MiB)" in told.text
+    assert ("they may have no more" in told.text) == (given == 1024)
 
 
 def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJob) -> None:
@@ -397,7 +478,7 @@ def test_the_end_is_not_kept_waiting_by_a_node_that_was_just_being_started(
 ) -> None:
     job = make_job()
 
-    def interrupted(node: str) -> str:
+    def interrupted(node: str, size: NodeSize) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job.target, "start", interrupted)
@@ -510,7 +591,7 @@ def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
     job = make_job()
     seen = []
     start = job.target.start
-    job.target.start = lambda node: (seen.append(record(node)), start(node))[1]  # type: ignore[method-assign]
+    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[method-assign]
     job.run_until("a node", lambda: job.target.living)
     assert [(r.state, r.handle) for r in seen] == [("asked", "")]
     assert (record("node1").state, record("node1").handle) == ("started", "node1")

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_dlrover.components.controller import Controller, Limits
 from lightning_dlrover.components.reconcile import AppStatus, CancelNode, Give, Patience
-from lightning_dlrover.components.target import App, NotTakenError, TargetError
+from lightning_dlrover.components.target import App, NodeSize, NotTakenError, TargetError
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
@@ -35,6 +35,7 @@ from lightning_dlrover.rdzv.records import (
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=5.0, surplus_s=5.0, settle_s=0.1, submit_s=0.1, cancel_s=0.5)
+SIZE = NodeSize(1, 1024)
 EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 3
 
 
@@ -70,7 +71,9 @@ class Scheduler:
 
     statuses: dict[str, AppStatus] = field(default_factory=dict)  # by handle
     nodes: dict[str, str] = field(default_factory=dict)  # by handle
+    sizes: dict[str, NodeSize] = field(default_factory=dict)  # by node
     late: list[str] = field(default_factory=list)  # asked for, and not taken on before `deliver`
+    out_of_memory: set[str] = field(default_factory=set)  # handles
 
     def submit(self, node: str) -> str:
         handle = f"{len(self.nodes) + 1}/{node}"
@@ -106,7 +109,8 @@ class SchedulerTarget:
     def open(self, mark: str) -> None:
         pass
 
-    def _start(self, node: str) -> str:
+    def _start(self, node: str, size: NodeSize) -> str:
+        self._scheduler.sizes[node] = size
         if self.refuses:
             raise NotTakenError("quota exceeded")
         if self.loses_requests:
@@ -128,6 +132,9 @@ class SchedulerTarget:
         for handle in handles:
             if self._scheduler.statuses[handle] == "running" and self.ends_at_once:
                 self._scheduler.statuses[handle] = "failed"
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        return handle in self._scheduler.out_of_memory
 
     def wants_back(self, handle: str) -> bool:
         return handle in self.wanted_back
@@ -170,7 +177,7 @@ class Job:
                 self.client = EtcdClient(EtcdConfig(self.etcd.endpoint))
                 for request in ("txn", "put"):
                     setattr(self.client, request, self.fault.around(getattr(self.client, request)))
-                limits = Limits(1, 3)
+                limits = Limits(1, 3, SIZE, NodeSize(1, 8 * SIZE.memory_mb))
                 self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=QUICK)
             self.end = self.controller.step()
             self.controller.wait(0.003)
@@ -270,6 +277,15 @@ def add_drain_replace_and_lose(job: Job) -> None:
     killed = job.members[1]
     job.scheduler.statuses[job.handle(killed)] = "failed"
     job.run_until("another one in place of the killed", job.trains_with(2, without=killed))
+    starved = job.handle(job.members[0])
+    job.scheduler.out_of_memory.add(starved)
+    job.scheduler.statuses[starved] = "failed"
+
+    def all_are_larger() -> bool:
+        sizes = [job.scheduler.sizes[node].memory_mb for node in job.members]
+        return sizes == [2 * SIZE.memory_mb] * 2
+
+    job.run_until("two larger nodes", lambda: job.trains_with(2)() and all_are_larger())
     job.plan(1)
     job.run_until("one worker", job.trains_with(1))
     job.hand.put(job.keys.job, encode(JobRecord("finished", True, 1, 3, "0")))
@@ -300,7 +316,7 @@ def test_a_controller_may_be_killed_before_and_after_every_request(make_job: Mak
     whole = make_job()
     add_drain_replace_and_lose(whole)
     num_nodes, num_requests = len(whole.scheduler.nodes), whole.fault.num_requests
-    assert num_nodes == 5
+    assert num_nodes == 7
     assert num_requests > 40
     for kill_at in range(1, num_requests, EVERY):
         job = make_job(kill_at)
@@ -404,8 +420,8 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     job.plan(3)
-    former._act([])
-    assert not former._add()  # it would not have noticed yet
+    former._act([], SIZE)
+    assert not former._add(SIZE)  # it would not have noticed yet
     former.end_nodes()
     former.close()
     job.run_until("three workers", job.trains_with(3))
@@ -425,7 +441,7 @@ def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(mak
     for _ in range(3):
         former.step()  # it sees a node that it has not asked for
         time.sleep(0.05)
-    former._act([CancelNode("node1", "it would not know better")])
+    former._act([CancelNode("node1", "it would not know better")], SIZE)
     former.end_nodes()
     former.close()
     assert job.trains_with(2)()

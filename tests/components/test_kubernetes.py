@@ -22,7 +22,7 @@ from lightning_dlrover.components import kubernetes_api
 from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget
 from lightning_dlrover.components.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.kubernetes_pod import Mount, job_manifest, job_name
-from lightning_dlrover.components.target import App, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 
 MARK = "0123456789"
 HANDLE = f"run-node1-{MARK}/node1"
@@ -76,8 +76,6 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
     options = KubernetesOptions(
         image="trainer:1",
         service_account="trainer",
-        cpus=4,
-        mem="16Gi",
         gpus="2",
         node_selector={"pool": "gpu"},
         mounts=(Mount("data", "/data", read_only=True),),
@@ -87,7 +85,7 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
         grace_s=300,
     )
     spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"))
-    manifest = job_manifest(spec, options, "node3", MARK)
+    manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK)
     assert manifest["metadata"]["name"] == f"run-node3-{MARK}"
     assert manifest["metadata"]["labels"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
     job, pod, container = manifest["spec"], manifest["spec"]["template"]["spec"], container_of(manifest)
@@ -95,7 +93,7 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"], pod["serviceAccountName"]) == ("Never", 300, "trainer")
     assert pod["nodeSelector"] == {"pool": "gpu"}
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert container["resources"]["requests"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "2"}
+    assert container["resources"]["requests"] == {"cpu": "4", "memory": "16384Mi", "nvidia.com/gpu": "2"}
     assert container["resources"]["limits"] == container["resources"]["requests"]
     assert (container["image"], container["workingDir"], container["command"]) == ("trainer:1", "/work", ["python"])
     # torchrun makes one $ of two, and Kubernetes has done so before.
@@ -120,7 +118,9 @@ def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_
     (tmp_path / "password").write_text("hunter2\n")
     files = {name: str(tmp_path / name) for name in ("password_file", "ca_cert", "cert", "cert_key")}
     spec = dataclasses.replace(SPEC, access={"user": "trainer", **files})
-    manifest = job_manifest(spec, dataclasses.replace(PLAIN, secret="etcd-access", endpoint="etcd:2379"), "node1", MARK)
+    manifest = job_manifest(
+        spec, dataclasses.replace(PLAIN, secret="etcd-access", endpoint="etcd:2379"), ANY_SIZE, "node1", MARK
+    )
     text = str(manifest)
     assert str(tmp_path) not in text
     assert "hunter2" not in text
@@ -150,7 +150,7 @@ def test_a_template_adds_what_there_is_no_option_for() -> None:
             "volumes": [{"name": "scratch", "emptyDir": {}}],
         },
     }
-    pod = job_manifest(SPEC, dataclasses.replace(PLAIN, template=template), "node1", MARK)["spec"]["template"]
+    pod = job_manifest(SPEC, dataclasses.replace(PLAIN, template=template), ANY_SIZE, "node1", MARK)["spec"]["template"]
     assert pod["metadata"]["annotations"] == {"team": "ads", "lightning-dlrover/job": "run"}
     assert pod["spec"]["tolerations"] == [toleration]
     assert (pod["spec"]["priorityClassName"], pod["spec"]["restartPolicy"]) == ("low", "Never")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
-from lightning_dlrover.components.target import App, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.components.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
 
 MARK = "0123456789"
 PLAIN = SlurmOptions()
@@ -73,13 +73,19 @@ def row(job: int, state: str, node: str = "node1") -> str:
 
 
 def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
-    options = SlurmOptions(
-        partition="p", account="a", qos="q", time="10", mem="2G", gres="gpu:1", cpus=3, extra=("--exclusive",)
-    )
+    options = SlurmOptions(partition="p", account="a", qos="q", time="10", gres="gpu:1", extra=("--exclusive",))
     target = make_target(options, script_args=("--lr", "0.1", "a b", "${HOME}", "it's"))
-    assert target.start("node1") == "17/node1"
+    assert target.start("node1", NodeSize(3, 2048)) == "17/node1"
     [call] = commands.calls("sbatch")
-    for argument in ("--partition=p", "--account=a", "--qos=q", "--time=10", "--mem=2G", "--gres=gpu:1", "--cpus-per-task=3"):
+    for argument in (
+        "--partition=p",
+        "--account=a",
+        "--qos=q",
+        "--time=10",
+        "--mem=2048M",
+        "--gres=gpu:1",
+        "--cpus-per-task=3",
+    ):
         assert f" {argument} " in call
     assert f"--job-name=run.node1.{MARK} " in call
     assert "--signal=B:USR1@120" in call
