@@ -201,8 +201,11 @@ class Analyst:
             limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers)
         followed = membership is not None and membership.has_controller()
         by_hand = wish is not None and wish.source == "user"
+        nodes = membership.nodes if membership is not None and followed else None
+        if nodes is not None:
+            limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if news.tunable and not by_hand:
-            axes = tunable_axes(self._node_cores, profile.cores).items()
+            axes = tunable_axes(self._node_cores, max(profile.cores, limits.max_cores)).items()
             # The name of an axis is a setting's, or its plural.
             free = {axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}}
             limits = replace(limits, **free)  # type: ignore[arg-type]
@@ -284,10 +287,21 @@ class Analyst:
             loader_workers=chosen.loader_workers,
             intra_op_threads=chosen.intra_op_threads,
             prefetch_factor=chosen.prefetch_factor,
+            node_cpus=wish.node_cpus if wish is not None else None,
         )
+        if decision.is_change and followed and decision.node_cores:
+            proposed = replace(proposed, node_cpus=math.ceil(decision.node_cores))
         if wish is not None and _asked(wish) == _asked(proposed):
             return
-        membership.update_plan(lambda now: None if now is not None and now.source == "user" else proposed)
+
+        def planned(now: PlanRecord | None) -> PlanRecord | None:
+            if now is not None and now.source == "user":
+                return None
+            # What others have found a node to need is not for a plan of settings to take back.
+            found_mb = (now.node_memory_mb or 0) if now is not None else 0
+            return replace(proposed, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
+
+        membership.update_plan(planned)
 
     def _judge(self, settings: Settings) -> None:
         """Say what came of the last change, once its settings have been measured."""
@@ -481,7 +495,8 @@ class _Keeper:
 
 def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
     """What a plan asks for."""
-    return plan.num_workers, plan.binding, plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
+    settings = plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
+    return plan.num_workers, plan.binding, *settings, plan.node_cpus
 
 
 def _is_tuned(wish: PlanRecord, settings: Settings) -> bool:

@@ -52,6 +52,9 @@ POLL_S = 0.25
 DEFAULT_RESIZE_COST_S = 0.5
 """Assumed until the job has measured a change of the world of its own."""
 
+REMEDIES = ("replace", "enlarge", "add_workers")
+"""Acts that another worker comes of."""
+
 DEFAULT_LEAD_S = 30.0
 """From asking for a worker to the round with it, assumed until the job has measured it."""
 
@@ -356,12 +359,13 @@ class _Memory:
         if act == "checkpoint":
             return
         # One worker is replaced at a time. Where none has come for long, such as in a full cluster, none will in time.
-        awaits_worker = bool(view.replacements) or act in ("replace", "add_workers")
+        awaits_worker = bool(view.replacements) or act in REMEDIES
         is_urgent = forecast.earliest_seconds_left < lead_s
         awaited_since = self._awaited[1] if view.replacements else self._acted_at
         if awaits_worker and now - awaited_since < (lead_s if is_urgent else LEADS * lead_s):
             return
         can_replace = membership.has_controller() and not awaits_worker
+        nodes = membership.nodes
         remedy = choose_remedy(
             forecast,
             Situation(
@@ -372,6 +376,7 @@ class _Memory:
                 can_add=can_replace and (view.plan is None or view.plan.source != "user"),
                 can_replace=can_replace,
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
+                max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
                 tried=self._tried(past, windows),
             ),
         )
@@ -389,7 +394,8 @@ class _Memory:
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
         """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not."""
-        asked = [e for e in past if e.kind == "memory" and e.data.get("act") == "replace" and e.at < self._since]
+        acts = ("replace", "enlarge")
+        asked = [e for e in past if e.kind == "memory" and e.data.get("act") in acts and e.at < self._since]
         gone = [e for e in asked if e.data.get("worker_id") not in self._membership.view.workers]
         if not gone or not gone[-1].at > self._since - LEADS * _lead_s(past):
             return None
@@ -404,6 +410,16 @@ class _Memory:
             return membership.replace(membership.worker_id, f"memory: {remedy.reason}")
         if remedy.act == "checkpoint":
             membership.ask_for_checkpoint(remedy.reason)
+        if remedy.act == "enlarge":
+            memory_mb = math.ceil(remedy.node_memory_bytes / 2**20)
+
+            def larger(now: PlanRecord | None) -> PlanRecord | None:
+                if now is None or (now.node_memory_mb or 0) >= memory_mb:
+                    return None
+                return replace(now, node_memory_mb=memory_mb)
+
+            membership.update_plan(larger)
+            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")  # others can wait for their turn
         if remedy.act == "add_workers":
             plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
 
@@ -433,8 +449,12 @@ class _Memory:
             done, before, grown = (event.data.get(name) for name in ("act", "level_bytes", "grown_bytes"))
             if event.kind != "memory" or not isinstance(before, int) or not isinstance(grown, int):
                 continue
-            since = self._since if done == "replace" else here[0].at
-            if done in ("replace", "add_workers") and done not in tried and since > event.at and level > before - grown / 2:
+            since = here[0].at if done == "add_workers" else self._since
+            helped = level <= before - grown / 2
+            if done == "enlarge":
+                limit = event.data.get("limit_bytes")
+                helped = isinstance(limit, int) and windows[-1].memory_limit_bytes > limit
+            if done in REMEDIES and done not in tried and since > event.at and not helped:
                 tried.append(done)
         return tried
 
@@ -444,7 +464,7 @@ def _lead_s(past: list[EventRecord]) -> float:
     taken = DEFAULT_LEAD_S
     asked_at: float | None = None
     for event in past:
-        if event.kind in ("memory", "straggler") and event.data.get("act") in ("replace", "add_workers"):
+        if event.kind in ("memory", "straggler") and event.data.get("act") in REMEDIES:
             asked_at = event.at
         elif event.kind == "round" and event.data.get("kind") in ("replace", "grow") and asked_at is not None:
             taken, asked_at = event.at - asked_at, None

@@ -53,6 +53,7 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodesRecord,
     PlanRecord,
     RecordError,
     RoundRecord,
@@ -607,6 +608,14 @@ class Membership:
 
     def has_controller(self) -> bool:
         return self.keys.controller in self._mirror.snapshot()
+
+    @property
+    def nodes(self) -> NodesRecord | None:
+        """What a controller has written about the job's nodes; None if there is none, or it cannot be read."""
+        entry = self._mirror.snapshot().get(self.keys.nodes)
+        with contextlib.suppress(RecordError):
+            return decode(NodesRecord, entry.value, entry.key) if entry is not None else None
+        return None
 
     def past_events(self) -> list[EventRecord]:
         """The job's history so far, oldest first; lines that cannot be read are left out."""

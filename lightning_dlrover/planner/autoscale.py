@@ -144,6 +144,8 @@ def plan(
         left_s=None if situation.remaining_samples is None else field.left_s,
         change_cost_s=field.change_cost_s(field.now, index),
         spent=situation.spent,
+        node_cores=float(field.node_cores[index]) if limits.max_cores else 0.0,
+        node_memory_bytes=field.node_memory_bytes[index],
     )
 
 
@@ -164,6 +166,8 @@ class _Field:
     noise: float  # standard deviation of the log of a window's step time, within one stretch of time
     drift: float  # standard deviation of its mean from one stretch of time to another, likewise
     notes: Sequence[str]  # why not; empty where feasible
+    node_cores: Floats  # that each worker has, on a node that is larger than now if need be
+    node_memory_bytes: Sequence[int]  # that its node needs, where that is more than now; else 0
     cores: Floats
     gpus: Floats
     cost_per_hour: Sequence[float | None]
@@ -214,10 +218,11 @@ class _Field:
         peaks = [memory.predict(c) for c in where] if memory is not None else []
         used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
         notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
+        limit = current.memory_limit_bytes
+        most = max(limit, limits.max_memory_bytes)
         for index, peak in enumerate(peaks):
-            limit = current.memory_limit_bytes
-            if limit and peak.high_bytes > limit and settings[index] not in measured and not notes[index]:
-                notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {limit / 2**20:,.0f} MiB of memory"
+            if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
+                notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
 
         steps_left = rules.horizon_s / step_s[now]
         if situation.remaining_samples is not None:
@@ -245,6 +250,12 @@ class _Field:
             noise=noise,
             drift=_drift(visits, noise),
             notes=notes,
+            node_cores=np.array([c.cores for c in where]),
+            node_memory_bytes=[
+                min(most, math.ceil(p.high_bytes)) if limit and limits.max_memory_bytes and p.high_bytes > limit else 0
+                for p in peaks
+            ]
+            or [0] * len(settings),
             cores=np.array([u.cores for u in used]),
             gpus=np.array([u.gpus for u in used]),
             cost_per_hour=prices,
@@ -257,6 +268,8 @@ class _Field:
     def change_cost_s(self, here: int, there: int) -> float:
         if here == there:
             return 0.0
+        if self.node_cores[there] > self.node_cores[here] or self.node_memory_bytes[there] > self.node_memory_bytes[here]:
+            return self.situation.resize_cost_s * self.settings[there].num_workers  # nodes are replaced one at a time
         resized = self.settings[here].num_workers != self.settings[there].num_workers
         return self.situation.resize_cost_s if resized else self.situation.retune_cost_s
 

@@ -5,8 +5,9 @@ extrapolated over steps: by the median of the slopes of all pairs of windows, wh
 Sen, JASA 63(324), 1968), with the interval of that slope.
 
 What helps depends on what grows, which is not known before it was tried. A leak ends with its process: a new worker in its
-place starts small. State that is handed over starts as large as it was; if it is split over the workers, more of them need less
-each. Where neither helps, or nobody starts workers, a checkpoint saves what was done.
+place starts small. State that is handed over starts as large as it was: it needs a larger node, where the job may ask for one;
+if it is split over the workers, more of them need less each. Where none of it helps, or nobody starts workers, a checkpoint
+saves what was done.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ RESERVE = 0.05
 LEADS = 3.0
 """A remedy is begun when the limit may be reached within so many times the time that it takes."""
 
-Act = Literal["none", "wait", "replace", "add_workers", "checkpoint"]
+MARGIN = 1.2
+"""How much more than is foreseen a larger node has: it is foreseen from the slope so far."""
+
+UNKNOWN_END_FACTOR = 2.0
+"""How much more memory a larger node has where nobody knows how many steps are left."""
+
+Act = Literal["none", "wait", "replace", "enlarge", "add_workers", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Situation:
     can_add: bool  # somebody starts workers, and the size was not set by hand
     can_replace: bool  # somebody starts workers
     has_sharded_tables: bool
+    max_memory_bytes: int = 0  # of a node; 0: nobody can give a worker a larger one
     tried: Sequence[Act] = ()  # by this job, without success
 
 
@@ -107,6 +115,7 @@ class Remedy:
     act: Act
     reason: str
     num_workers: int = 0  # for `add_workers`
+    node_memory_bytes: int = 0  # for `enlarge`
 
 
 def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
@@ -194,9 +203,14 @@ def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
         return Remedy("none", f"{forecast.text}; the job ends before, in {remaining:.0f} steps")
     if forecast.earliest_seconds_left > LEADS * situation.lead_s:
         return Remedy("wait", f"{forecast.text}; time enough, a new worker takes {situation.lead_s:.0f} s")
-    order: tuple[Act, ...] = ("add_workers", "replace") if situation.has_sharded_tables else ("replace", "add_workers")
+    # A larger node costs no more than a new one, and more workers do.
+    order: tuple[Act, ...] = ("enlarge", "add_workers", "replace")
+    if not situation.has_sharded_tables:
+        order = ("replace", "enlarge", "add_workers")
+    larger = _enough_memory(forecast, situation)
     possible = {
         "replace": situation.can_replace,
+        "enlarge": situation.can_replace and larger > forecast.limit_bytes,
         "add_workers": situation.can_add and situation.num_workers < situation.max_workers,
     }
     failed = f"; {' and '.join(_NAMES[act] for act in situation.tried)} did not help" if situation.tried else ""
@@ -205,6 +219,9 @@ def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
             continue
         if act == "replace":
             return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, which starts without what has leaked")
+        if act == "enlarge":
+            size = f"a node of {larger / 2**20:.0f} instead of {forecast.limit_bytes / 2**20:.0f} MiB"
+            return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, on {size}", node_memory_bytes=larger)
         number = _enough_workers(forecast, situation)
         text = f"{forecast.text}{failed}; {number} instead of {situation.num_workers} workers hold less each"
         return Remedy(act, text, number)
@@ -212,7 +229,11 @@ def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
     return Remedy("checkpoint", f"{forecast.text}{failed}; a checkpoint is written, {why}: give each worker more memory")
 
 
-_NAMES: dict[Act, str] = {"replace": "a new worker in its place", "add_workers": "more workers"}
+_NAMES: dict[Act, str] = {
+    "replace": "a new worker in its place",
+    "enlarge": "a larger node",
+    "add_workers": "more workers",
+}
 
 
 def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
@@ -223,6 +244,14 @@ def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
     """
     numbers = [data.get("num_workers") for data in events if data.get("act") == "add_workers"]
     return max((n for n in numbers if isinstance(n, int)), default=0)
+
+
+def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
+    """What one worker's node needs until the job's end, in bytes, as far as it may have that."""
+    needed = UNKNOWN_END_FACTOR * forecast.limit_bytes
+    if situation.remaining_steps is not None:
+        needed = MARGIN * (forecast.level_bytes + forecast.bytes_per_step * situation.remaining_steps) / (1 - RESERVE)
+    return min(situation.max_memory_bytes, math.ceil(needed))
 
 
 def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:

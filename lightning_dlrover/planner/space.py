@@ -38,6 +38,9 @@ class Limits:
     intra_op_threads: tuple[int, ...] = ()  # of each worker
     prefetch_factors: tuple[int, ...] = ()  # where there are loader workers
     workers_per_node: int = 0  # that a new node starts, all of them or none; 0: workers stay on the nodes there are
+    # What a worker's node may be given, where each worker has one of its own; 0: it has what it has.
+    max_cores: float = 0.0
+    max_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -51,6 +54,11 @@ class Limits:
                 raise ValueError(f"cannot plan with {name} of {wrong[0]}: each must be {low} or more")
         if self.workers_per_node < 0:
             raise ValueError(f"cannot plan with {self.workers_per_node} workers per node; 0 leaves them where they are")
+        if not 0 <= self.max_cores < math.inf or self.max_memory_bytes < 0:
+            raise ValueError(
+                f"cannot plan with nodes of up to {self.max_cores} cores and {self.max_memory_bytes} bytes; "
+                "0 leaves them as they are"
+            )
 
     def allows(self, settings: Settings) -> bool:
         """Whether workers are within their limits. The other settings may stay where the user has put them."""
@@ -104,8 +112,13 @@ def configuration(settings: Settings, current: StepProfile, limits: Limits, node
     if limits.workers_per_node:
         num_nodes = math.ceil(settings.num_workers / limits.workers_per_node)
     is_same = settings.num_workers == current.num_workers
+    cores = current.cores
+    if settings != settings_of(current):
+        # A larger node where threads and loader workers ask for one; nobody takes cores away from one that is there.
+        cores = max(cores, min(limits.max_cores, max(1, settings.intra_op_threads) + settings.loader_workers))
     return replace(
         configuration_of(current, node_cores),
+        cores=cores,
         num_workers=settings.num_workers,
         num_nodes=num_nodes,
         local_batch=math.ceil(current.global_batch / settings.num_workers),

@@ -27,6 +27,7 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodesRecord,
     PlanRecord,
     encode,
 )
@@ -43,6 +44,7 @@ class RunningJob:
         self._client, self._keys = client, keys
         self.membership = membership
         self.settings = START
+        self.cores = float(TRUTH.node_cores)
         self.analyst = Analyst(membership, Intentions(0.001, Objective(prices=Prices(core_hour=1.0)), history), 4.0)
         self._rng = random.Random(1)
         self._at = time.time()
@@ -50,11 +52,12 @@ class RunningJob:
     def run(self, num_windows: int, truth: Truth = TRUTH, rank: int = 0) -> None:
         for _ in range(num_windows):
             profile = window(truth, self.settings, self._rng, 0.03, at=time.time())
-            self.analyst.submit(dataclasses.replace(profile, global_rank=rank), 1e9, tunable=True)
+            self.analyst.submit(dataclasses.replace(profile, global_rank=rank, cores=self.cores), 1e9, tunable=True)
             self._wait_until_digested()
             self.membership.flush()
             plan = self.membership.view.plan
             if plan is not None:
+                self.cores = max(self.cores, float(plan.node_cpus or 0))
                 workers = plan.num_workers if plan.binding else self.settings.num_workers
                 loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
                 threads = plan.intra_op_threads or self.settings.intra_op_threads
@@ -200,6 +203,19 @@ def test_a_new_rank_0_of_a_long_job_knows_what_was_tried_though_the_events_of_it
     assert min(numbers, default=len(decisions) + 1) > len(decisions), "a number was given twice"
     tried = {d.chosen for d in decisions if d.explored}
     assert not [d for d in second.decisions() if d.explored and d.chosen in tried]
+
+
+def test_a_plan_for_more_threads_and_loader_workers_than_a_node_has_cores_asks_for_larger_nodes(
+    start: StartJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.nodes, encode(NodesRecord("slurm", "mark", min_cpus=1, max_cpus=3)))
+    job = start()
+    job.cores = 1.0
+    job.run(40)
+    plan = job.membership.view.plan
+    assert plan is not None
+    assert job.settings.intra_op_threads + job.settings.loader_workers > 1
+    assert plan.node_cpus == job.cores == min(3, job.settings.intra_op_threads + job.settings.loader_workers)
 
 
 def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned(start: StartJob) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from test_memory_growth import MIB, window
 
-from lightning_dlrover.rdzv.records import EventRecord, JobRecord
+from lightning_dlrover.rdzv.records import EventRecord, JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _Memory
 
@@ -24,6 +25,7 @@ class FakeMembership:
     view: View = field(default_factory=lambda: View(job=JOB))
     events: list[EventRecord] = field(default_factory=list)
     num_checkpoints: int = 0
+    nodes: NodesRecord | None = None
 
     def past_events(self) -> list[EventRecord]:
         return self.events
@@ -34,6 +36,9 @@ class FakeMembership:
     def replace(self, worker_id: str, reason: str) -> bool:
         self.view = replace(self.view, replacements=frozenset({worker_id}))
         return True
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
+        self.view = replace(self.view, plan=change(self.view.plan) or self.view.plan)
 
     def ask_for_checkpoint(self, reason: str) -> None:
         self.num_checkpoints += 1
@@ -99,4 +104,21 @@ def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
     membership.view = replace(membership.view, replacements=frozenset())
     worker.train(2.0)
     assert membership.acts[-1] == "replace"
+    assert membership.view.replacements == {"w"}
+
+
+def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not_helped() -> None:
+    plan = PlanRecord(1, "planner", "", binding=True)
+    nodes = NodesRecord("slurm", "mark", min_memory_mb=1000, max_memory_mb=3000)
+    membership = FakeMembership(view=View(job=JOB, plan=plan), nodes=nodes)
+    worker = Growing(membership)
+    worker.train(470.0)
+    assert membership.acts[-1] == "replace"
+    membership.view = replace(membership.view, replacements=frozenset())
+    successor = Growing(membership)  # which is as large
+    successor.watch._since = membership.events[-1].at + 1
+    successor.now, successor.mib = worker.now, worker.mib
+    successor.train(20.0)
+    assert membership.acts[-1] == "enlarge"
+    assert membership.view.plan == replace(plan, node_memory_mb=3000)
     assert membership.view.replacements == {"w"}

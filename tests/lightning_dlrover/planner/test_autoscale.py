@@ -229,6 +229,38 @@ def test_nothing_is_tried_when_little_work_is_left_or_a_change_is_dear() -> None
         assert not decide(situation_of(truth, ONE, **change), limits).is_change
 
 
+def test_a_plan_says_how_many_cores_its_nodes_need_and_that_their_replacement_costs_a_stall_each() -> None:
+    truth = dense_heavy(16)
+    small = [replace(window(truth, Settings(2, 0, 1, 0), random.Random(0), 0.0), cores=1.0) for _ in range(3)]
+    situation = situation_of(truth, windows=small, resize_cost_s=3.0, retune_cost_s=0.1)
+    fixed = Limits(2, 2, intra_op_threads=(1, 2, 4))
+    decision = decide(situation, replace(fixed, max_cores=4.0))
+    assert decision.chosen.intra_op_threads > 1
+    assert decision.node_cores == decision.chosen.intra_op_threads
+    assert decision.change_cost_s == 2 * 3.0
+    assert Decision.from_data(json.loads(json.dumps(decision.to_data()))) == decision
+    assert decide(situation, fixed).node_cores == 0
+
+
+def test_settings_that_need_more_memory_than_a_node_has_are_for_larger_nodes_where_there_are_any() -> None:
+    truth = dense_heavy(4)
+    full = [
+        replace(window(truth, ONE, random.Random(0), 0.0), memory_bytes=900, peak_memory_bytes=990, memory_limit_bytes=1000)
+        for _ in range(3)
+    ]
+    situation, memory = situation_of(truth, windows=full), MemoryModel.fit(full)
+    limits = Limits(1, 1, loader_workers=(0, 1, 2), prefetch_factors=(2,))
+    small = {c.settings: c for c in decide(situation, limits, memory=memory).candidates}
+    large = {c.settings: c for c in decide(situation, replace(limits, max_memory_bytes=10**12), memory=memory).candidates}
+    with_loaders = [s for s in small if s.loader_workers]
+    assert with_loaders
+    for each in with_loaders:
+        assert "MiB of memory" in small[each].note
+        assert large[each].feasible
+    decision = decide(situation, replace(limits, max_memory_bytes=10**12), memory=memory)
+    assert decision.is_change == (decision.node_memory_bytes > 1000)
+
+
 def test_an_unknown_end_counts_as_an_hour() -> None:
     decision = decide(situation_of(dense_heavy(4), ONE, remaining_samples=None), Limits(1, 4))
     assert decision.explored

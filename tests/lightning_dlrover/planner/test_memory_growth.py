@@ -179,6 +179,27 @@ def test_what_did_not_help_is_not_done_again() -> None:
     assert last.act == "checkpoint"
 
 
+@pytest.mark.parametrize(("remaining", "expected_mib"), [(4000, 2842), (None, 2000), (40_000, 4000)])
+def test_a_larger_node_has_what_is_foreseen_until_the_end_as_far_as_it_may(remaining: int | None, expected_mib: int) -> None:
+    forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.3875 * MIB, 600, 500, 0.1)
+    situation = Situation(remaining, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
+    remedy = choose_remedy(forecast, situation)
+    assert remedy.act == "enlarge"
+    assert remedy.node_memory_bytes / MIB == pytest.approx(expected_mib, abs=1)
+    assert f"a node of {expected_mib} instead of 1000 MiB" in remedy.reason
+
+
+def test_a_larger_node_is_asked_for_only_where_the_limits_have_one_and_a_leak_is_left_behind_first() -> None:
+    forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.4 * MIB, 600, 500, 0.1)
+    situation = Situation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB)
+    assert choose_remedy(forecast, situation).act == "replace"
+    assert choose_remedy(forecast, replace(situation, tried=("replace",))).act == "enlarge"
+    assert choose_remedy(forecast, replace(situation, tried=("replace", "enlarge"))).act == "add_workers"
+    for limit in (0, 1000 * MIB):
+        assert choose_remedy(forecast, replace(situation, tried=("replace",), max_memory_bytes=limit)).act == "add_workers"
+    assert choose_remedy(forecast, replace(situation, can_replace=False, can_add=False)).act == "checkpoint"
+
+
 def test_without_anybody_who_starts_workers_a_checkpoint_is_written() -> None:
     remedy = choose_remedy(FORECAST, replace(SITUATION, can_add=False, can_replace=False))
     assert remedy.act == "checkpoint"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_dlrover.planner.space import (
     configuration,
     pareto_front,
     search,
+    settings_of,
     tunable_axes,
     why_not,
 )
@@ -72,6 +74,19 @@ def test_threads_of_all_workers_never_exceed_the_cores_unless_they_run_already(c
         elif not refused and each.intra_op_threads > 1:
             assert each.num_workers * each.intra_op_threads <= cores
     assert max(tunable_axes(cores, cores)["intra_op_threads"]) == cores
+
+
+def test_a_worker_has_a_core_for_each_thread_and_loader_worker_where_nodes_may_be_larger() -> None:
+    current = replace(window(dense_heavy(8), ONE, random.Random(0), 0.0), cores=2.0)
+
+    def cores(limits: Limits, threads: int, loaders: int) -> float:
+        return configuration(Settings(2, loaders, threads, 2 * bool(loaders)), current, limits, 8.0).cores
+
+    assert cores(Limits(1, 4, max_cores=6), 4, 1) == 5
+    assert cores(Limits(1, 4, max_cores=6), 4, 4) == 6
+    assert cores(Limits(1, 4, max_cores=6), 1, 0) == 2  # what is there is not taken away
+    assert cores(Limits(1, 4), 4, 1) == 2
+    assert configuration(settings_of(current), current, Limits(1, 4, max_cores=6), 8.0).cores == 2
 
 
 def test_the_global_batch_is_kept_by_every_configuration() -> None:
