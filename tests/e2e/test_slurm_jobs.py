@@ -44,6 +44,12 @@ def job_of(run: Run, slurm: SlurmCluster, pid: int) -> str:
     return number
 
 
+def size_of(pid: int) -> tuple[str, str]:
+    """Cores and MiB of the Slurm job that a worker runs in."""
+    variables = variables_of(pid)
+    return variables["SLURM_CPUS_PER_TASK"], variables["SLURM_MEM_PER_NODE"]
+
+
 def kill_node(dlrover: Dlrover, job: str) -> None:
     """End everything of a job at once, as the loss of its host does. (`scancel` lets a worker hand over.)"""
     found = []
@@ -63,11 +69,18 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30", "--etcd-host", "127.0.0.1")
+    options += ("--cpus", "1:2", "--mem", "500M:1G")
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
-    assert dlrover("scale", "job", 3).returncode == 0
-    three = wait_for_workers(run, 3)
-    assert len(slurm.jobs()) == 3
+    [first] = wait_for_workers(run, 1)
+    assert size_of(first["pid"]) == ("1", "500")
+    refused = dlrover("scale", "job", "--mem", "2G")
+    assert refused.returncode == 2
+    assert "job 'job' was started for nodes of 500 to 1024 MiB of memory (--mem of `dlrover run`)" in refused.stderr
+    assert dlrover("scale", "job", 3, "--cpus", 2, "--mem", "750M").returncode == 0
+    three = wait_for_workers(run, 3, without=(first["worker_id"],))  # the first one's node is too small
+    assert {size_of(worker["pid"]) for worker in three} == {("2", "750")}
+    run.wait_for(lambda: len(slurm.jobs()) == 3, "the end of the small node")
 
     refused = dlrover("run", "--rdzv-id", "job", *options, SCRIPT)
     assert refused.returncode == 2
@@ -92,11 +105,12 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert run.wait_for_exit(60) == 0, run.output
     assert slurm.jobs() == {}
     eventually(lambda: not dlrover.processes(), "the end of all processes")
-    assert len(list(dlrover.temporary.iterdir())) <= 1  # of the node that was killed
+    left = [path.name for path in dlrover.temporary.iterdir() if not path.name.startswith("pymp-")]  # those are Python's
+    assert len(left) <= 1, left  # of the node that was killed
 
     names = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert names == [f"node{n}" for n in range(1, len(names) + 1)]
-    assert 5 <= len(names) <= 6  # one each in place of the killed and the replaced, and perhaps of the drained
+    assert 6 <= len(names) <= 7  # one each in place of the small, the killed and the replaced, and perhaps of the drained
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     losses = [event for event in run.events if event.kind == "loss"]

@@ -147,11 +147,13 @@ def test_many_batches_ahead_do_not_keep_a_window_from_beginning(bench: Bench) ->
     assert bench.close().num_steps == 1
 
 
-def test_memory_is_that_of_this_process_and_its_limit_is_shared_by_the_workers_of_a_node(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resources, "_children", list)  # those of other tests come and go
+@pytest.fixture
+def childless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have started comes and goes; to be asked for before `bench`, which looks at once."""
+    monkeypatch.setattr(resources, "_children", list)
 
+
+def test_memory_is_that_of_this_process_and_its_limit_is_shared_by_the_workers_of_a_node(childless: None, bench: Bench) -> None:
     def window(**place: int) -> StepProfile:
         for _ in range(2):
             bench.train(place=dataclasses.replace(PLACE, **place))
