@@ -436,10 +436,15 @@ def _read_lines(entry: _Process) -> None:
 
 def _kill_all(pod: str) -> None:
     """End all processes of a pod: torchrun starts each worker in a session of its own."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(POD_VARIABLE) == pod:
-                process.kill()
+                found.append(process)
+    # The worker first: once its agent is gone it is asked to leave, and may have done so a moment later.
+    for process in sorted(found, key=lambda p: p.pid, reverse=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
