@@ -49,6 +49,9 @@ _SETTINGS = {
 }
 """Fields of a plan that every worker carries out by itself, and what they count."""
 
+_COUNTED = {name: texts[0] for name, texts in _SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
+"""What the fields of a plan count of each worker and its node."""
+
 
 class UsageError(Exception):
     """Something the user asked for cannot be done; the message says what to do instead."""
@@ -854,10 +857,9 @@ def _scale(options: argparse.Namespace) -> int:
         found = read_job(client, place.keys)
         _tell_problems(found.problems)
         _check_can_be_planned(place, found.view, options.num_workers)
-        names = (*_SETTINGS, "node_cpus", "node_memory_mb")
-        settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+        settings = {name: value for name in _COUNTED if (value := getattr(options, name)) is not None}
         if options.num_workers is None and not settings:
-            asked = ", ".join(f"--{_option(name)}" for name in names)
+            asked = ", ".join(f"--{_option(name)}" for name in _COUNTED)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
         _check_node_size(client, place, settings)
         wanted = _wanted_text(options.num_workers, settings)
@@ -867,8 +869,7 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
-    words = {name: texts[0] for name, texts in _SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
-    wanted = ", ".join(f"{value} {words[name]}" for name, value in settings.items())
+    wanted = ", ".join(f"{value} {_COUNTED[name]}" for name, value in settings.items())
     return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
 
 
@@ -1311,7 +1312,7 @@ def _status_text(status: dict[str, Any]) -> str:
     plan = status["plan"]
     if plan:
         binding = "" if plan["binding"] else " (a recommendation)"
-        each = ", ".join(f"{plan[name]} {counted}" for name, (counted, _) in _SETTINGS.items() if name in plan)
+        each = ", ".join(f"{plan[name]} {counted}" for name, counted in _COUNTED.items() if name in plan)
         binding += f", {each} each" if each else ""
         lines.append(f"plan: {plan['num_workers']} workers{binding}, by {plan['source']}: {plan['reason']}")
     if status["controller"]:

@@ -409,7 +409,7 @@ def show_status(
 
 
 def _show_plan(plan: PlanRecord) -> dict[str, Any]:
-    settings = ("loader_workers", "intra_op_threads", "prefetch_factor")
+    settings = ("loader_workers", "intra_op_threads", "prefetch_factor", "node_cpus", "node_memory_mb")
     return {
         "num_workers": plan.num_workers,
         **{name: value for name in settings if (value := getattr(plan, name)) is not None},
