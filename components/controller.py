@@ -271,14 +271,14 @@ class Controller:
             self._mirror.wait_for(lambda _: True if self._mirror.revision != revision else None, timeout_s)
 
     def failure_text(self) -> str:
-        """The traceback that the first of the nodes that failed last has printed; empty if there is none."""
+        """The traceback that the first of the nodes that failed last has printed, else why it was ended; empty: nobody says."""
         faults = [(app.ended_at or 0.0, app.post_mortem) for app in self._apps.values()]
-        known = [(ended_at, found) for ended_at, found in faults if found is not None and found.error]
+        known = [(ended_at, found) for ended_at, found in faults if found is not None and (found.error or found.cause)]
         if not known:
             return ""
         last = max(ended_at for ended_at, _ in known)
         _, first = min((f for f in known if f[0] >= last - SAME_FAILURE_S), key=lambda f: f[0])
-        return first.traceback or first.error
+        return first.traceback or first.error or first.cause
 
     @property
     def mark(self) -> str:

@@ -1,10 +1,11 @@
 """Start one node's elastic agent, and stay beside it where a scheduler has something to say to its worker.
 
 On this machine the agent must not outlive whoever started it: TorchX's local scheduler gives every app a session of its own;
-without this a controller that is killed would leave its nodes behind. Under Slurm a notice (`sbatch --signal`: the time limit
-or a preemption is near) becomes a planned leave, and how the agent has ended is written down for a controller that comes when
-Slurm has forgotten the job. Under Kubernetes SIGTERM is all that a pod is told which is to end, so there it means a planned
-leave. Run as `python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+without this a controller that is killed would leave its nodes behind. If the node's memory is limited, it enters the control
+group for that before it is anything else. Under Slurm a notice (`sbatch --signal`: the time limit or a preemption is near)
+becomes a planned leave, and how the agent has ended is written down for a controller that comes when Slurm has forgotten the
+job. Under Kubernetes SIGTERM is all that a pod is told which is to end, so there it means a planned leave. Run as
+`python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ from types import FrameType
 
 import psutil
 
-__all__ = ["EXIT_FILE_VARIABLE", "LEAVE_VARIABLE", "NOTICE_VARIABLE", "PARENT_VARIABLE", "main", "notice_file"]
+__all__ = [
+    "EXIT_FILE_VARIABLE",
+    "GROUP_VARIABLE",
+    "LEAVE_VARIABLE",
+    "NOTICE_VARIABLE",
+    "PARENT_VARIABLE",
+    "main",
+    "notice_file",
+]
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
 """Process id of the parent that this node ends with; not set where nodes live on their own."""
+
+GROUP_VARIABLE = "DLROVER_MEMORY_GROUP"
+"""Folder of the control group that limits this node's memory, if there is one."""
 
 EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
 """File that the agent's exit code is written into. With it SIGUSR1 is a notice: the scheduler wants the node back."""
@@ -55,6 +67,11 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(parent):
             raise SystemExit("the process that started this node has ended already")
+    if group := os.environ.pop(GROUP_VARIABLE, ""):
+        try:
+            Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise SystemExit(f"this node cannot enter control group {group}, which limits its memory: {error}") from error
     os.execv(sys.executable, [*agent, *sys.argv[1:]])
 
 

@@ -16,6 +16,7 @@ _CHAINED = (
 _AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
 _AGENT_FILE = "torch/distributed/run.py"
 _RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
+_CAUSE = re.compile(r"(?:this machine|Kubernetes): (.+)$")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 # SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them: somebody ended the process, it did not end itself.
@@ -28,6 +29,7 @@ class PostMortem:
 
     error: str  # one line; empty when somebody else ended it
     traceback: str  # empty if there is none
+    cause: str = ""  # why its place has ended it, if that has said so below the node's output
 
 
 def examine(output: str) -> PostMortem:
@@ -37,21 +39,22 @@ def examine(output: str) -> PostMortem:
     starting again without further thought.
     """
     lines = [_RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
+    cause = said[1] if lines and (said := _CAUSE.search(lines[-1])) else ""
     tracebacks = list(_tracebacks(lines))
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
     if faults:
         error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
-        return PostMortem(error, "\n".join(own or []))
+        return PostMortem(error, "\n".join(own or []), cause)
     if codes:
-        return PostMortem("", "")
+        return PostMortem("", "", cause)
     # No worker has failed, so the agent itself has: it was killed, was told to end, or could not even start one.
     agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
     if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
-        cause = agents[0] if agents else own or []
-        return PostMortem(_message(cause), "\n".join(cause))
-    return PostMortem("", "")
+        fault = agents[0] if agents else own or []
+        return PostMortem(_message(fault), "\n".join(fault), cause)
+    return PostMortem("", "", cause)
 
 
 def _last_words(lines: list[str]) -> str:

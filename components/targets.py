@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,12 +17,16 @@ from torchx.specs import AppDef
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.node import PARENT_VARIABLE
 from lightning_dlrover.components.reconcile import AppStatus
+from lightning_dlrover.components.shares import MachineShares
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec
 from lightning_dlrover.components.torchx_api import TorchXRunner
 
 __all__ = ["LocalTarget", "NodeSpec", "node_app"]
 
 PR_SET_CHILD_SUBREAPER = 36
+
+_LOOKS = 10
+"""At the processes of a node that moves to other cores."""
 
 MARK_VARIABLE = "DLROVER_STARTED_BY"
 """In the environment of every process of a node."""
@@ -50,13 +54,14 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
 class LocalTarget:
     """Nodes as processes on this machine, through TorchX's local scheduler.
 
-    Orphans of its nodes become children of this process (PR_SET_CHILD_SUBREAPER) and are known by a mark in their
-    environment, so that `close` finds all that was started here, and nothing else. To be used from the main thread: nodes
-    end with the thread that started them.
+    What a node has of the machine is given to others once none of its processes is left. Orphans of nodes become children of
+    this process (PR_SET_CHILD_SUBREAPER) and are known by a mark in their environment, so that `close` finds all that was
+    started here, and nothing else. To be used from the main thread: nodes end with the thread that started them.
 
     Args:
         spec: what the nodes run.
         log_dir: where their output goes.
+        gpus: of each node, which are nobody else's; 0: all that this process sees are shared.
         grace_s: from SIGTERM to SIGKILL.
         hurry: when set, there is no grace.
     """
@@ -64,7 +69,14 @@ class LocalTarget:
     name = "local"
     outlives_controller = False
 
-    def __init__(self, spec: NodeSpec, log_dir: Path, grace_s: float = 20.0, hurry: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        spec: NodeSpec,
+        log_dir: Path,
+        gpus: int = 0,
+        grace_s: float = 20.0,
+        hurry: threading.Event | None = None,
+    ) -> None:
         self._spec = spec
         self._log_dir = log_dir
         self._grace_s = grace_s
@@ -72,6 +84,8 @@ class LocalTarget:
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
         self._nodes: dict[str, str] = {}  # names of those that have not been seen to end, by handle
+        self._out_of_memory: set[str] = set()  # handles
+        self._shares = MachineShares(gpus)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 
@@ -79,17 +93,28 @@ class LocalTarget:
         pass  # what was not started by this object has ended with whoever started it
 
     def apps(self) -> Sequence[App]:
+        self._settle()
         return [App(node, handle, True) for handle, node in self._nodes.items()]
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        self._settle()
+        cores, variables = self._shares.take(node, size)
         # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
         app = node_app(self._spec, node, dollar="$$$$")
-        app.roles[0].env |= {**self._spec.environment, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: self._mark}
-        # One worker per node and several nodes per machine: more threads than cores would only get in each other's way.
-        app.roles[0].env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        app.roles[0].env |= {
+            **self._spec.environment,
+            PARENT_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: self._mark,
+            **variables,
+        }
         self._reap_orphans()
         before = set(self._children())
-        handle = self._runner.submit(app)
+        try:
+            with _on_cores(cores):
+                handle = self._runner.submit(app)
+        except BaseException:
+            self._shares.end(node)
+            raise
         self._nodes[handle] = node
         started = [p for p in self._children() if p not in before and _leads_its_session(p)]
         self._agents.update((handle, process) for process in started[-1:])
@@ -103,6 +128,12 @@ class LocalTarget:
                 with contextlib.suppress(psutil.Error):
                     if process.environ().get("DLROVER_NODE") == node:
                         process.terminate()
+            if status == "failed" and (why := self._shares.why_killed(node)):
+                self._out_of_memory.add(handle)
+                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a") as stream:
+                    stream.write(f"this machine: {why}\n")
+            self._shares.end(node)
+            self._settle()
         return status
 
     def cancel(self, handles: Iterable[str]) -> None:
@@ -112,9 +143,12 @@ class LocalTarget:
         for handle in ending:
             self._runner.cancel(handle)
             self._agents.pop(handle, None)
+            if (node := self._nodes.pop(handle, None)) is not None:
+                self._shares.end(node)
+        self._settle()
 
     def ran_out_of_memory(self, handle: str) -> bool:
-        return False
+        return handle in self._out_of_memory
 
     def wants_back(self, handle: str) -> bool:
         return False
@@ -127,6 +161,20 @@ class LocalTarget:
         self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
         self._reap_orphans()
+        self._shares.close()
+
+    def _settle(self) -> None:
+        """What ended nodes had is free again, unless processes of theirs are left."""
+        if not self._shares.awaits:
+            return
+        left = set()
+        for process in self._orphans():
+            with contextlib.suppress(psutil.Error):
+                left.add(process.environ().get("DLROVER_NODE", ""))
+        handles = {node: handle for handle, node in self._nodes.items()}
+        for node, cores in self._shares.settle(left).items():
+            if (agent := self._agents.get(handles.get(node, ""))) is not None:
+                _move(agent, cores)
 
     def _children(self) -> list[psutil.Process]:
         return sorted(psutil.Process().children(), key=lambda process: process.create_time())
@@ -176,6 +224,33 @@ def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process
         with contextlib.suppress(psutil.NoSuchProcess):
             family.update(process.children(recursive=True))
     return family
+
+
+@contextlib.contextmanager
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Bind this thread to cores for a while; what it starts meanwhile stays on them, from its first instruction on."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _move(root: psutil.Process, cores: Iterable[int]) -> None:
+    """Bind a process and its descendants to cores. What they start meanwhile is found when it is looked again."""
+    wanted = {*cores}
+    for _ in range(_LOOKS):
+        moved = False
+        for process in _with_descendants([root]):
+            with contextlib.suppress(OSError, psutil.Error):
+                for thread in os.listdir(f"/proc/{process.pid}/task"):
+                    with contextlib.suppress(ProcessLookupError):
+                        if os.sched_getaffinity(int(thread)) != wanted:
+                            os.sched_setaffinity(int(thread), wanted)
+                            moved = True
+        if not moved:
+            return
 
 
 def _leads_its_session(process: psutil.Process) -> bool:

@@ -214,8 +214,8 @@ def _objective_options(parser: argparse.ArgumentParser) -> None:
 _TARGETS = ("local", "slurm", "kubernetes")
 
 _NODE_OPTIONS = {
-    "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu)"),
-    "work_dir": ("DIR", "where the script runs (default: Slurm: the current folder, Kubernetes: the image's)"),
+    "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu); on this machine: N alone"),
+    "work_dir": ("DIR", "where the script runs (default: Slurm: the current folder, Kubernetes: the image's); not here"),
 }
 """What any scheduler can be asked for, of each node."""
 
@@ -261,18 +261,21 @@ def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _node_options(parser: argparse.ArgumentParser) -> None:
-    title = "what each node asks its scheduler for"
-    group = parser.add_argument_group(title, "with --target slurm or kubernetes; default: as the cluster has it")
+    title = "what each node gets"
+    text = "default: as the cluster has it; on this machine: what there is, together with the others (docs/local.md)"
+    group = parser.add_argument_group(title, text)
     _add_texts(group, _NODE_OPTIONS)
     within = "with MAX a plan may ask for as many, and smaller nodes are replaced one at a time"
-    group.add_argument("--cpus", type=_cpus, metavar="N[:MAX]", help=f"cores (default 1); {within}")
+    group.add_argument(
+        "--cpus", type=_cpus, metavar="N[:MAX]", help=f"cores (default 1; on this machine: all, shared); {within}"
+    )
     group.add_argument("--mem", type=_memory_range, metavar="SIZE[:MAX]", help="memory, such as 16G or 16G:64G; likewise")
     group.add_argument(
         "--notice",
         type=int,
         metavar="S",
-        help="to hand over in, before a node's end (default 120). Slurm: before its time limit, for another one to take its "
-        "place, too (0: it is not). Kubernetes: between SIGTERM and SIGKILL",
+        help="to hand over in, before a node's end (default 120); not on this machine. Slurm: before its time limit, for "
+        "another one to take its place, too (0: it is not). Kubernetes: between SIGTERM and SIGKILL",
     )
 
 
@@ -454,7 +457,8 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
     """
     meant_for = {
-        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem", "notice"], ("slurm", "kubernetes")),
+        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem"], _TARGETS),
+        **dict.fromkeys(["work_dir", "notice"], ("slurm", "kubernetes")),
         **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"], ("slurm",)),
         **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS], ("kubernetes",)),
     }
@@ -466,6 +470,8 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
+    if options.target == "local":
+        _check_this_machine(options)
     if options.target == "kubernetes":
         if not options.image and not options.pod_template:
             raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
@@ -475,6 +481,30 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
                 "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
                 "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md)"
             )
+
+
+def _check_this_machine(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: this machine has not as much as nodes are to get.
+    """
+    from lightning_dlrover.components.devices import DEVICES_VARIABLE, visible_devices
+
+    low, high = options.cpus or (0, 0)
+    if high > (cores := len(os.sched_getaffinity(0))):
+        asked = f"{low}:{high}" if low < high else f"{high}"
+        raise UsageError(f"--cpus {asked}, and only {cores} cores may be used here; ask for so many at most")
+    if not options.gpus:
+        return
+    if not re.fullmatch(r"[1-9]\d*", options.gpus):
+        raise UsageError(f"--gpus {options.gpus!r} is not a number of GPUs, such as 1")
+    each, (_, most), there = int(options.gpus), options.workers, len(visible_devices(os.environ))
+    if each * most > there:
+        seen = f"{DEVICES_VARIABLE} is {os.environ[DEVICES_VARIABLE]!r}" if DEVICES_VARIABLE in os.environ else "by nvidia-smi"
+        raise UsageError(
+            f"{most} workers with {each} GPUs each need {each * most}, and {there} are there ({seen}); "
+            + (f"--workers 1:{there // each} is what they are enough for" if there >= each else "use fewer, or none")
+        )
 
 
 def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
@@ -654,7 +684,7 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
     if options.target == "local":
         from lightning_dlrover.components.targets import LocalTarget
 
-        target = LocalTarget(spec, log_dir, hurry=hurry)
+        target = LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
         _install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
         return target
     if options.target == "kubernetes":

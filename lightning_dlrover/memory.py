@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightning_dlrover.resources import CGROUPS, PROC, cgroup_folders
+from lightning_dlrover.components.control_groups import CGROUPS, PROC, cgroup_folders
 
 __all__ = ["available_bytes", "reserve"]
 

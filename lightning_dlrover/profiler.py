@@ -97,7 +97,7 @@ class StepProfiler:
         self._paused_s = 0.0
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
-        self._memory_limit_bytes = memory_limit_bytes()
+        self._memory_limit_bytes = memory_limit_bytes(os.environ)
         self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
 
     def close(self) -> None:

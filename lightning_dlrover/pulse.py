@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.components.control_groups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.planner.stragglers import OwnTimes
-from lightning_dlrover.resources import CGROUPS, PROC, cgroup_folders
 
 __all__ = ["OwnClock", "OwnTime", "Pulse"]
 

@@ -6,28 +6,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from lightning_dlrover.components.control_groups import CGROUPS, PROC, cgroup_folders, is_of_one_node
+
 __all__ = [
     "CpuUse",
     "MemoryUse",
     "MemoryWatch",
     "available_cores",
-    "cgroup_folders",
     "cpu_use",
     "memory_limit_bytes",
     "own_memory_limit_bytes",
 ]
 
 SAMPLE_S = 0.5
-
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -70,39 +68,36 @@ def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     return max(cores, 0.01)
 
 
-def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """What this process and others must stay below together: the least limit of its control groups, or the machine's RAM."""
-    limit: int = psutil.virtual_memory().total
-    for folder in cgroup_folders("memory", proc, cgroups):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # another version of control groups, or no limit
-                limit = min(limit, int((folder / name).read_text()))
-    return limit
+def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What this process and others must stay below together: the machine's RAM, or the least limit of its control groups.
+
+    Those that are one node's do not count.
+    """
+    folders = [f for f in cgroup_folders("memory", proc, cgroups) if not is_of_one_node(f, environ)]
+    total: int = psutil.virtual_memory().total
+    return min([total, *_limits_bytes(folders)])
 
 
-def own_memory_limit_bytes(environ: Mapping[str, str]) -> int:
-    """What this worker must stay below on its own, as Slurm enforces it on each of a job's nodes; 0 if nothing is known."""
+def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What this worker must stay below on its own; 0 if nothing is known.
+
+    Slurm enforces a limit on each of a job's nodes, and so do we on this machine, in the node's control group.
+    """
+    of_node = _limits_bytes(f for f in cgroup_folders("memory", proc, cgroups) if is_of_one_node(f, environ))
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
         with suppress(KeyError, ValueError):
-            return math.prod(int(environ[n]) for n in names) * 2**20 // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
-    return 0
+            of_node.append(math.prod(int(environ[n]) for n in names) * 2**20)
+            break
+    return min(of_node, default=0) // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and controller not in controllers.split(","):
-            continue
-        roots = [cgroups / controllers, cgroups / controller] if controllers else [cgroups, cgroups / "unified"]
-        for root in roots:
-            # In a container the path may be the host's, of which only the root is seen here.
-            folder = root / path.lstrip("/")
-            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+def _limits_bytes(folders: Iterable[Path]) -> list[int]:
+    limits = []
+    for folder in folders:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # another version of control groups, or no limit
+                limits.append(int((folder / name).read_text()))
+    return limits
 
 
 class MemoryWatch:

@@ -58,9 +58,9 @@ class Resources:
 
 
 def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -> Resources:
-    """A core for each thread and each loader worker, but never more than the nodes have."""
+    """A core for each thread and each loader worker, but never more than the workers may use and the nodes have."""
     each = max(1.0, configuration.threads) + configuration.loader_workers
-    cores = configuration.num_workers * each
+    cores = configuration.num_workers * min(each, max(1.0, configuration.cores))
     if configuration.node_cores:
         cores = min(cores, configuration.num_nodes * configuration.node_cores)
     gpus = 0 if configuration.device == "cpu" else configuration.num_workers

@@ -79,7 +79,7 @@ def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
         cores: that one worker may use.
     """
     powers = tuple(2**k for k in range(11))
-    most_loaders = max(1.0, min(16.0, node_cores or cores))
+    most_loaders = max(1.0, min(16.0, node_cores or cores, cores))
     return {
         "loader_workers": (0, *(n for n in powers if n <= most_loaders)),
         "intra_op_threads": tuple(sorted({*(n for n in powers if n <= cores), max(1, int(cores))})),
@@ -145,8 +145,10 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     if asked.threads > 1 and threads > asked.node_cores:
         return f"{threads:g} threads on {asked.node_cores:g} cores of a node"
     loaders = asked.workers_on_node * asked.loader_workers
-    if asked.loader_workers > 1 and loaders > 2 * asked.node_cores:
-        return f"{loaders} loader workers on {asked.node_cores:g} cores of a node"
+    # Workers that are each bound to cores of their own do not get those of a node that none of them has.
+    cores = min(asked.node_cores, asked.workers_on_node * asked.cores)
+    if asked.loader_workers > 1 and loaders > 2 * cores:
+        return f"{loaders} loader workers on {cores:g} cores of a node"
     return ""
 
 

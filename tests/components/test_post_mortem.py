@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_dlrover.components.post_mortem import examine
@@ -51,6 +53,18 @@ Traceback (most recent call last):
     main()
 RendezvousConnectionError: no etcd answers
 """
+
+
+@pytest.mark.parametrize("by", ["this machine", "Kubernetes"])
+@pytest.mark.parametrize(
+    "output", ["", "Kubernetes: as the script says\n", AGENT.format(code=-9), SCRIPT + AGENT.format(code=1), SIGNALLED]
+)
+def test_why_a_place_has_ended_a_node_is_its_last_line(output: str, by: str) -> None:
+    without = examine(output + "the last words\n")
+    assert without.cause == ""
+    assert examine(f"{output}{by}: out of memory (limit 64 MB)\n") == replace(
+        examine(output + "-\n"), cause="out of memory (limit 64 MB)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import logging
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_dlrover.components.control_groups import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.post_mortem import examine
+from lightning_dlrover.components.target import NodeSize, NotTakenError
 from lightning_dlrover.components.targets import LocalTarget, NodeSpec
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
@@ -117,7 +123,7 @@ def test_closing_ends_the_orphans_of_an_agent_that_was_killed(make_target: MakeT
 
 
 def test_a_worker_whose_agent_was_killed_is_asked_to_end(make_target: MakeTarget) -> None:
-    target = make_target(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    target = make_target(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""), grace_s=1.0)
     handles = [target.start("node1"), target.start("node2")]
     (worker, _, agent), other = (pids(target, handle) for handle in handles)
     psutil.Process(agent).kill()
@@ -142,6 +148,9 @@ def test_a_node_ends_with_the_process_that_started_it(etcd: EmbeddedEtcd, run_id
     source = f"""
 import time
 from pathlib import Path
+from lightning_dlrover.components.control_groups import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.post_mortem import examine
+from lightning_dlrover.components.target import NodeSize, NotTakenError
 from lightning_dlrover.components.targets import LocalTarget, NodeSpec
 target = LocalTarget(NodeSpec({str(script)!r}, (), {etcd.endpoint!r}, {run_id!r}, "/dlrover", 1, 1), Path({str(tmp_path)!r}))
 handle = target.start("node1")
@@ -159,3 +168,88 @@ time.sleep(600)
         wait_for("the agent and its worker to end", lambda: not is_alive(agent) and not is_alive(worker))
     finally:
         psutil.Process(helper).kill()  # the script's own child, in a session of its own: nobody's to end here
+
+
+CONFINED = """
+import os, subprocess, sys, time
+look = "import os; print([sorted(os.sched_getaffinity(0)), *map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'))])"
+exec(look)
+subprocess.run([sys.executable, "-c", look])
+print("pids", os.getpid(), os.getppid(), flush=True)
+time.sleep(600)
+"""
+
+
+def share(target: LocalTarget, handle: str) -> tuple[list[int], str | None, str]:
+    """Cores, devices and threads of a node that runs `CONFINED`: its worker's, which its children and its agent have, too."""
+    _, agent = pids(target, handle)
+    own, of_child = (ast.literal_eval(line) for line in output(target, handle).splitlines() if line.startswith("["))
+    assert own == of_child
+    assert {*own[0]} == os.sched_getaffinity(agent)
+    return own[0], own[1], own[2]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="made for two cores; run it with `taskset --cpu-list 0,1`")
+def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
+    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    one, other = sorted(os.sched_getaffinity(0))
+    target, size = make_target(CONFINED, gpus=1), NodeSize(1)
+    first, second, third = (target.start(f"node{number}", size) for number in (1, 2, 3))
+    assert share(target, first) == ([one], "GPU-a", "1")
+    assert share(target, second) == ([other], "GPU-b", "1")
+    assert share(target, third) == ([one], "GPU-c", "1")
+    assert warnings_in(caplog) == [f"too few cores are free for node3: it shares {one} with others until some are"]
+    with pytest.raises(NotTakenError, match="node4 needs 1 GPUs, and 0 of 3 are free; node1, node2, node3 have the others"):
+        target.start("node4", size)
+
+    worker, agent = pids(target, second)
+    psutil.Process(worker).suspend()  # it does not end when it is asked to
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(second) == "failed")
+    with pytest.raises(NotTakenError, match="0 of 3 are free"):
+        target.start("node5", size)
+    assert {os.sched_getaffinity(pid).pop() for pid in pids(target, third)} == {one}
+    psutil.Process(worker).resume()
+    wait_for("the worker to end", lambda: not is_alive(worker))
+    assert [app.node for app in target.apps()] == ["node1", "node3"]
+    # The third node has no need to share any more.
+    threads = [int(thread) for pid in pids(target, third) for thread in os.listdir(f"/proc/{pid}/task")]
+    assert {tuple(os.sched_getaffinity(thread)) for thread in threads} == {(other,)}
+    assert {os.sched_getaffinity(pid).pop() for pid in pids(target, first)} == {one}
+    assert os.sched_getaffinity(0) == {one, other}
+
+
+GREEDY = """
+import sys, time
+held = bytearray(int(sys.argv[1]) << 20)
+print("pids 0", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_node_that_takes_more_memory_than_it_has_is_ended_and_the_reason_told(
+    make_target: MakeTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        MemoryGroups().close()
+    except NoMemoryGroupsError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    target = make_target(GREEDY, "900")
+    small, large = target.start("node1", NodeSize(0, 700)), target.start("node2", NodeSize(0, 2000))
+    target._agents[large].kill()
+    wait_for("the node to fail", lambda: target.status(small) == "failed")
+    assert target.ran_out_of_memory(small)
+    found = examine(output(target, small))
+    assert (found.error, found.cause) == ("", "out of memory (limit 700 MiB)")
+    assert target.status(large) == "failed"
+    assert not target.ran_out_of_memory(large)
+    assert "out of memory" not in output(target, large)
+    target.close()
+    assert warnings_in(caplog) == []  # such as that a control group stays

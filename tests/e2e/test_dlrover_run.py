@@ -98,6 +98,34 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
     assert report.exists()
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced(dlrover: Dlrover, tmp_path: Path) -> None:
+    until, greedy = tmp_path / "enough", tmp_path / "greedy"
+    options = ["--workers", "2:2", "--cpus", 1, "--mem", "1G"]
+    run = dlrover.start(*options, SCRIPT, "--until", until, "--greedy", greedy)
+    first, second = wait_for_workers(run, 2)
+    cores = [os.sched_getaffinity(worker["pid"]) for worker in (first, second)]
+    assert [len(each) for each in cores] == [1, 1]
+    assert cores[0] != cores[1]
+    is_limited = "nodes run without a limit of memory" not in run.output
+    if is_limited:
+        greedy.write_text(str(second["pid"]))
+        run.wait_for_output(r"\[node\d+\] this machine: out of memory \(limit 1024 MiB\)")
+        new = wait_for_workers(run, 2, without=(second["worker_id"],))[1]
+        assert os.sched_getaffinity(new["pid"]) == cores[1]  # it was given back
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    dlrover.assert_all_ended()
+    assert "have processes in them" not in run.output
+    profiles = [event.data for event in run.events if event.kind == "profile"]
+    assert {profile["cores"] for profile in profiles} == {1.0}
+    if not is_limited:
+        pytest.skip(f"memory cannot be limited here: {run.output}")
+    assert {profile["memory_limit_bytes"] for profile in profiles} == {1 << 30}
+    assert [event.data for event in run.events if event.kind == "loss"]
+
+
 @pytest.mark.parametrize(
     "number, to_group, code", [(signal.SIGINT, False, 130), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)]
 )

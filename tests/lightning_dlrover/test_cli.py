@@ -116,14 +116,16 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
         (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
         (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
-        (["run", "--cpus", "4", "--notice", "0", "script.py"], "--cpus, --notice: only with --target slurm or kubernetes"),
+        (["run", "--work-dir", "/", "--notice", "0", "script.py"], "--work-dir, --notice: only with --target slurm or"),
+        (["run", "--cpus", "5000", "script.py"], "--cpus 5000, and only"),
+        (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, and only"),
+        (["run", "--gpus", "tesla:1", "script.py"], "--gpus 'tesla:1' is not a number of GPUs"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "'0' is not N or N:MAX"),
         (["run", "--target", "slurm", "--cpus", "4:2", "script.py"], "'4:2' is not N or N:MAX"),
         (["run", "--target", "slurm", "--mem", "4", "script.py"], "'4' is no size of memory, such as 512M or 16G"),
         (["run", "--target", "slurm", "--mem", "4G:2G", "script.py"], "'4G:2G': SIZE must be at most MAX"),
         (["run", "--target", "slurm", "--notice", "-1", "script.py"], "--notice is -1"),
         (["run", "--target", "slurm", "--etcd-host", "h", "--endpoint", "e:1", "script.py"], "this job uses the one at e:1"),
-        (["run", "--mem", "1G", "script.py"], "--mem: only with --target slurm or kubernetes"),
         (["run", "--target", "slurm", "--image", "i", "script.py"], "--image: only with --target kubernetes"),
         (["run", *KUBERNETES, "/s.py"], "pods cannot reach an etcd that is started here; name one that they reach"),
         (["run", "--target", "kubernetes", "--endpoint", "h:1", "/s.py"], "needs the --image that nodes run"),
@@ -153,11 +155,33 @@ def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: lis
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus", "message"),
+    [
+        ("0,1", 1, "3 workers with 1 GPUs each need 3, and 2 are there (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is what"),
+        (
+            "GPU-a",
+            2,
+            "3 workers with 2 GPUs each need 6, and 1 are there (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
+        ),
+        ("", 1, "3 workers with 1 GPUs each need 3, and 0 are there"),
+    ],
+)
+def test_more_gpus_than_there_are_cannot_be_asked_for(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, visible: str, gpus: int, message: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code, _, errors = dlrover("run", "--workers", "1:3", "--gpus", gpus, "script.py")
+    assert code == 2
+    assert message in errors
+    assert not Path("runs").exists()
+
+
 def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
     known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
-    for page in ("slurm", "kubernetes"):
+    for page in ("local", "slurm", "kubernetes"):
         text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
         rows = [line for line in text.splitlines() if line.startswith("| `--")]
         started = re.findall(r"dlrover run ((?:[^\n]*\\\n)*[^\n`]*)", text)

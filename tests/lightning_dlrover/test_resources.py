@@ -42,12 +42,12 @@ def group(tmp_path: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
     ],
 )
 def test_the_least_limit_of_all_groups_above_counts(own: str, files: dict[str, str], tmp_path: Path) -> None:
-    assert memory_limit_bytes(*group(tmp_path, own, files)) == 64 * MIB
+    assert memory_limit_bytes({}, *group(tmp_path, own, files)) == 64 * MIB
 
 
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}, {"memory.max": "not a number"}])
 def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], tmp_path: Path) -> None:
-    assert memory_limit_bytes(*group(tmp_path, "0::/\n", files)) == psutil.virtual_memory().total
+    assert memory_limit_bytes({}, *group(tmp_path, "0::/\n", files)) == psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,41 @@ def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], 
         ({}, 0),
     ],
 )
-def test_what_slurm_grants_a_node_is_shared_by_its_workers(environ: dict[str, str], mib: int) -> None:
-    assert own_memory_limit_bytes(environ) == mib * MIB
+def test_what_slurm_grants_a_node_is_shared_by_its_workers(environ: dict[str, str], mib: int, tmp_path: Path) -> None:
+    assert own_memory_limit_bytes(environ, *group(tmp_path, "0::/\n", {})) == mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/jobs/dlrover-7-node3-0123abcd\n", {"jobs/dlrover-7-node3-0123abcd/memory.max": f"{64 * MIB}\n"}),
+        (
+            "4:memory:/dlrover-7-node3-0123abcd/by-the-script\n0::/\n",
+            {
+                "memory/dlrover-7-node3-0123abcd/by-the-script/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                "memory/dlrover-7-node3-0123abcd/memory.limit_in_bytes": f"{64 * MIB}\n",
+            },
+        ),
+        ("0::/scope/job_12/step_batch/task_0\n", {"scope/job_12/memory.max": f"{64 * MIB}\n"}),
+    ],
+)
+@pytest.mark.parametrize("local_workers", [1, 2])
+def test_the_limit_of_a_group_of_one_node_is_shared_by_nobody_else(
+    own: str, files: dict[str, str], local_workers: int, tmp_path: Path
+) -> None:
+    shared = "memory/memory.limit_in_bytes" if "memory:" in own else "memory.max"
+    place = group(tmp_path, own, {**files, shared: f"{1024 * MIB}\n"})
+    environ = {"DLROVER_NODE": "node3", "SLURM_JOB_ID": "12", "LOCAL_WORLD_SIZE": str(local_workers)}
+    assert own_memory_limit_bytes(environ, *place) == 64 * MIB // local_workers
+    assert memory_limit_bytes(environ, *place) == 1024 * MIB
+
+
+@pytest.mark.parametrize("folder", ["dlrover-7-controller", "job_13", "job_12"])
+def test_a_group_that_may_hold_other_nodes_is_shared_with_them(folder: str, tmp_path: Path) -> None:
+    place = group(tmp_path, f"0::/{folder}\n", {f"{folder}/memory.max": f"{64 * MIB}\n"})
+    environ = {"SLURM_JOB_ID": "12"}  # of a torchrun that the user has started: there may be several in the job
+    assert own_memory_limit_bytes(environ, *place) == 0
+    assert memory_limit_bytes(environ, *place) == 64 * MIB
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Decide which cores and devices of one machine each of its nodes gets; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Allocation", "NothingFreeError", "Share"]
+
+
+class NothingFreeError(RuntimeError):
+    """Other nodes have the devices that one asks for."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one node has."""
+
+    cores: tuple[int, ...] = ()  # ascending; empty: it is bound to none
+    devices: tuple[str, ...] = ()  # its own alone
+
+
+class Allocation:
+    """Who has which cores and devices.
+
+    Cores are nobody else's for as long as there are enough; then those that fewest nodes have are shared. Devices are never
+    shared. The same calls in the same order give the same shares.
+
+    Args:
+        cores: numbers of those that may be used.
+        devices: names of those, in the order in which they are given out.
+    """
+
+    def __init__(self, cores: Sequence[int], devices: Sequence[str] = ()) -> None:
+        self._cores = sorted(cores)
+        self._devices = list(dict.fromkeys(devices))
+        self._shares: dict[str, Share] = {}
+
+    def take(self, node: str, num_cores: int = 0, num_devices: int = 0) -> Share:
+        """Give a node cores, all of them if it asks for more than there are, and devices.
+
+        Raises:
+            NothingFreeError: not so many devices are free; nothing was given.
+            ValueError: the node has a share already.
+        """
+        if node in self._shares:
+            raise ValueError(f"{node} has {self._shares[node]} already")
+        taken = {device: owner for owner, share in self._shares.items() for device in share.devices}
+        free = [device for device in self._devices if device not in taken]
+        if num_devices > len(free):
+            owners = list(dict.fromkeys(taken.values()))
+            others = f"; {', '.join(owners)} {'have' if len(owners) > 1 else 'has'} the others" if owners else ""
+            raise NothingFreeError(f"{node} needs {num_devices} GPUs, and {len(free)} of {len(self._devices)} are free{others}")
+        self._shares[node] = Share(self._least_used(num_cores, self._use()), tuple(free[:num_devices]))
+        return self._shares[node]
+
+    def give_back(self, node: str) -> None:
+        """Take back what a node has, if it has anything."""
+        self._shares.pop(node, None)
+
+    def spread(self) -> dict[str, Share]:
+        """Give nodes that share cores others that fewer nodes have, as far as there are any. Returns those that changed."""
+        changed = {}
+        for node, share in reversed(self._shares.items()):  # who came first stays
+            use = self._use()
+            use.subtract(share.cores)
+            cores = self._least_used(len(share.cores), use, share.cores)
+            if sum(use[core] for core in cores) < sum(use[core] for core in share.cores):
+                changed[node] = Share(cores, share.devices)
+                self._shares[node] = changed[node]
+        return changed
+
+    def shared_cores(self, node: str) -> tuple[int, ...]:
+        """Those of a node's cores that other nodes have, too."""
+        use = self._use()
+        return tuple(core for core in self._shares.get(node, Share()).cores if use[core] > 1)
+
+    def _least_used(self, num_cores: int, use: Counter[int], rather: Collection[int] = ()) -> tuple[int, ...]:
+        ordered = sorted(self._cores, key=lambda core: (use[core], core not in rather, core))
+        return tuple(sorted(ordered[:num_cores]))
+
+    def _use(self) -> Counter[int]:
+        return Counter(core for share in self._shares.values() for core in share.cores)
