@@ -21,6 +21,7 @@ def test_a_core_is_asked_for_each_thread_and_loader_worker_up_to_those_of_the_no
     assert resources_of(configuration_of(PROFILE, 16.0)).cores == 3 * (2 + 1)
     assert resources_of(configuration_of(PROFILE, 8.0)).cores == 8
     assert resources_of(configuration_of(PROFILE, 0.0)).cores == 9
+    assert resources_of(configuration_of(replace(PROFILE, cores=2.0), 16.0)).cores == 3 * 2
     assert resources_of(configuration_of(PROFILE, 8.0)).gpus == 0
     assert resources_of(configuration_of(replace(PROFILE, device="H200"), 8.0)).gpus == 3
     assert resources_of(configuration_of(PROFILE, 8.0), 2**30).memory_gib == 3

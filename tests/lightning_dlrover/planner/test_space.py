@@ -89,6 +89,20 @@ def test_a_worker_has_a_core_for_each_thread_and_loader_worker_where_nodes_may_b
     assert configuration(settings_of(current), current, Limits(1, 4, max_cores=6), 8.0).cores == 2
 
 
+@pytest.mark.parametrize("bound_to", [1, 2, 4, 8])
+def test_workers_that_are_bound_to_cores_are_planned_with_no_others(bound_to: int) -> None:
+    truth = dense_heavy(8)
+    current = replace(window(truth, ONE, random.Random(0), 0.0), cores=float(bound_to))
+    axes = tunable_axes(8.0, current.cores)
+    assert max(axes["loader_workers"]) == max(axes["intra_op_threads"]) == bound_to
+    limits = Limits(1, 8, loader_workers=(0, 1, 2, 4, 8, 16))
+    here = configuration(ONE, current, limits, 8.0)
+    for each in all_settings(limits, ONE):
+        refused = why_not(each, here, configuration(each, current, limits, 8.0), truth.global_batch, limits)
+        cores = min(8, each.num_workers * bound_to)
+        assert bool(refused) == (each.loader_workers > 1 and each.num_workers * each.loader_workers > 2 * cores)
+
+
 def test_the_global_batch_is_kept_by_every_configuration() -> None:
     truth = dense_heavy(8)
     current = window(truth, ONE, random.Random(0), 0.0)
