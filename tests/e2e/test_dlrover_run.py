@@ -113,6 +113,7 @@ def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced
     if is_limited:
         greedy.write_text(str(second["pid"]))
         run.wait_for_output(r"\[node\d+\] this machine: out of memory \(limit 1024 MiB\)")
+        run.wait_for_output(r"\[round\] round \d+: 2 workers, \S+ joined", timeout_s=90)
         [new] = (w for w in wait_for_workers(run, 2, without=(second["worker_id"],)) if w["pid"] != first["pid"])
         assert os.sched_getaffinity(new["pid"]) == cores[1]  # it was given back
     until.touch()
