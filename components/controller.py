@@ -440,7 +440,8 @@ class Controller:
         if nodes.target != self._target.name:
             raise ValueError(
                 f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
-                f"(--target {nodes.target.replace('/', ' --namespace ')}), or end it with `dlrover cancel {self._keys.run_id}`"
+                f"(--target {nodes.target.partition('/')[0]}, and what else it was started with), or end it with "
+                f"`dlrover cancel {self._keys.run_id}`"
             )
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}

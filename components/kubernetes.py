@@ -1,6 +1,6 @@
 """Nodes on Kubernetes: an independent Job of one pod each, which all join one rendezvous.
 
-Plain Jobs of batch/v1, which every cluster has, with or without Volcano: a node is one pod, so there is no gang to schedule.
+Volcano's Jobs where the cluster has Volcano, so that nodes wait in its queues as anybody's, else plain ones of batch/v1.
 States come from the pods first: a Job may count its pod as failed while that still hands over. Nothing is taken for ended
 because the API failed: it is asked again, more and more rarely, and what was known last holds.
 """
@@ -20,6 +20,8 @@ from lightning_dlrover.components.kubernetes_pod import (
     CONTAINER,
     MARK_LABEL,
     NODE_LABEL,
+    PLAIN_JOBS,
+    VOLCANO_JOBS,
     KubernetesOptions,
     job_manifest,
     job_name,
@@ -27,7 +29,7 @@ from lightning_dlrover.components.kubernetes_pod import (
 from lightning_dlrover.components.reconcile import AppStatus
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 
-__all__ = ["KubernetesOptions", "KubernetesTarget"]
+__all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +76,10 @@ class KubernetesTarget:
         log_dir: of this machine; each node's output is copied into a folder of its own there. None: nobody wants to read it.
         poll_s: how often the cluster is asked at most, by two requests for all nodes.
         api: default: of the cluster that kubectl would ask.
+        api_version: of the nodes' Jobs; default: Volcano's where the cluster has it, and the options do not want plain ones.
 
     Raises:
-        TargetError: no cluster is configured, the package is missing, or what is asked for makes no sense.
+        TargetError: no cluster is configured, it does not answer, the package is missing, or what is asked for makes no sense.
     """
 
     outlives_controller = True
@@ -88,6 +91,7 @@ class KubernetesTarget:
         log_dir: Path | None,
         poll_s: float = 2.0,
         api: KubernetesApi | None = None,
+        api_version: str = "",
     ) -> None:
         job_manifest(spec, options, ANY_SIZE, "node0", "")  # what cannot be asked for is said now, and not by every node
         self._spec = spec
@@ -96,8 +100,10 @@ class KubernetesTarget:
         self._poll_s = poll_s
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
-        # A controller that looked into another namespace would find none of the nodes, and take them for deleted.
-        self.name = f"kubernetes/{self._namespace}"
+        self._api_version = api_version or _offered(self._api, options)
+        # A controller that looked into another namespace, or for Jobs of the other kind, would find none of the nodes, and
+        # take them for deleted.
+        self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
         self._seen: dict[str, _Seen] = {}  # by node
         self._trouble: TargetError | None = None
@@ -117,7 +123,7 @@ class KubernetesTarget:
         self._mark = mark
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
-        manifest = job_manifest(self._spec, self._options, size, node, self._mark)
+        manifest = job_manifest(self._spec, self._options, size, node, self._mark, self._api_version)
         name = manifest["metadata"]["name"]
         try:
             self._api.create_job(self._namespace, manifest)
@@ -167,7 +173,7 @@ class KubernetesTarget:
             seen = self._seen.get(node)
             try:
                 # The Job first, or it would find that its pod has failed.
-                self._api.delete_job(self._namespace, name)
+                self._api.delete_job(self._namespace, self._api_version, name)
                 for pod in seen.pods if seen else ():
                     self._api.delete_pod(self._namespace, pod["metadata"]["name"], _CANCEL_GRACE_S)
             except ApiError as error:
@@ -210,7 +216,7 @@ class KubernetesTarget:
         selector = f"{MARK_LABEL}={self._mark}"
         try:
             found: dict[str, _Seen] = {}
-            for job in self._api.jobs(self._namespace, selector):
+            for job in self._api.jobs(self._namespace, self._api_version, selector):
                 found.setdefault(_node(job), _Seen()).job = job
             for pod in self._api.pods(self._namespace, selector):
                 found.setdefault(_node(pod), _Seen()).pods.append(pod)
@@ -249,7 +255,7 @@ class KubernetesTarget:
             TargetError: nobody can tell.
         """
         try:
-            labels = self._api.read_job(self._namespace, name)["metadata"].get("labels") or {}
+            labels = self._api.read_job(self._namespace, self._api_version, name)["metadata"].get("labels") or {}
         except ApiError as error:
             raise TargetError(f"Job {name} exists already, and whether it is ours is not known: {error}") from error
         if (labels.get(MARK_LABEL), labels.get(NODE_LABEL)) != (self._mark, node):
@@ -262,19 +268,36 @@ class KubernetesTarget:
         why = _waits_for(seen.pod)
         if not why and now - self._asked_why_at.setdefault(node, now - _ASK_WHY_S + 5.0) > _ASK_WHY_S:
             self._asked_why_at[node] = now
-            found = seen.pod or seen.job or {}
             try:
-                events = self._api.events(
-                    self._namespace, "Pod" if seen.pod is not None else "Job", str(found["metadata"]["name"])
-                )
+                why = self._what_events_say(node, seen)
             except ApiError as error:
                 log.info("run %s: why %s waits is not known: %s", self._spec.run_id, node, error)
-            else:
-                newest = max(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default={})
-                why = str(newest.get("message", ""))
         if why and why != self._told.get(node):
             self._told[node] = why
             log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
+
+    def _what_events_say(self, node: str, seen: _Seen) -> str:
+        """Why a node waits, in the words of whoever holds it up; empty if nobody has said anything.
+
+        Raises:
+            ApiError: it cannot be asked.
+        """
+        if seen.pod is None and self._api_version == VOLCANO_JOBS:
+            groups = self._api.pod_groups(self._namespace, f"{MARK_LABEL}={self._mark},{NODE_LABEL}={node}")
+            if not groups:
+                return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {self._queue}"
+            # That the queue is full is said by an event that warns nobody.
+            events = self._api.events(self._namespace, "PodGroup", str(groups[0]["metadata"]["name"]))
+            said = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
+            phase = groups[0].get("status", {}).get("phase") or "new"
+            return "; ".join([f"in {self._queue} of Volcano, {phase}", *dict.fromkeys(said)])
+        found = seen.pod or seen.job or {}
+        kind = "Pod" if seen.pod is not None else "Job"
+        return "".join(_messages(self._api.events(self._namespace, kind, str(found["metadata"]["name"])), "Warning"))
+
+    @property
+    def _queue(self) -> str:
+        return f"queue {self._options.queue or 'default'}"
 
     def _has_last_words(self, node: str, state: _State) -> bool:
         """Whether all that an ended node has printed is here; how it ended is written below it."""
@@ -292,6 +315,47 @@ class KubernetesTarget:
         return True
 
 
+def known_target(spec: NodeSpec, name: str, log_dir: Path | None, poll_s: float = 2.0) -> KubernetesTarget:
+    """The target of a job that runs already, by its `name`: for whoever does not start nodes, and knows no options."""
+    _, namespace, *volcano = name.split("/")
+    api_version = VOLCANO_JOBS if volcano else PLAIN_JOBS
+    return KubernetesTarget(spec, KubernetesOptions(namespace=namespace), log_dir, poll_s, api_version=api_version)
+
+
+def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
+    """The `apiVersion` of Jobs that a cluster has for what was asked for.
+
+    Raises:
+        TargetError: it has not, or does not say.
+    """
+    if options.plain_jobs:
+        return PLAIN_JOBS
+    try:
+        has_volcano = api.has(VOLCANO_JOBS, "jobs")
+    except ApiError as error:
+        raise TargetError(
+            f"whether the cluster has Volcano cannot be asked ({error}); try again, or do without it: --plain-jobs"
+        ) from error
+    if options.queue and not has_volcano:
+        raise TargetError(
+            f"--queue {options.queue}: the cluster has no Volcano (no jobs of {VOLCANO_JOBS}), so it has no queues; leave the "
+            "option out for plain Jobs, or have Volcano installed"
+        )
+    return VOLCANO_JOBS if has_volcano else PLAIN_JOBS
+
+
+def _messages(events: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
+    """The newest message of this type, if there is one."""
+    of_kind = [event for event in events if event.get("type") == kind]
+    newest = max(of_kind, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default={})
+    return [str(newest["message"])] if newest.get("message") else []
+
+
+def _unschedulable(group: Mapping[str, Any]) -> list[str]:
+    conditions = group.get("status", {}).get("conditions") or ()
+    return [str(c.get("message")) for c in conditions if c.get("type") == "Unschedulable" and c.get("status") == "True"]
+
+
 def _node(found: Mapping[str, Any]) -> str:
     return str(found["metadata"].get("labels", {}).get(NODE_LABEL, ""))
 
@@ -302,6 +366,13 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 def _job_state(job: Mapping[str, Any]) -> _State:
     """Of a Job that has no pod: not yet, or not any more."""
+    state = job.get("status", {}).get("state") or {}  # of Volcano
+    match state.get("phase"):
+        case "Completed":
+            return _State("succeeded")
+        case "Failed" | "Terminated" | "Aborted" as phase:
+            said = state.get("message") or state.get("reason")
+            return _State("failed", f"its pod is gone (Volcano: {phase}{f', {said}' if said else ''})")
     conditions = {c["type"]: c for c in job.get("status", {}).get("conditions") or () if c.get("status") == "True"}
     if "Complete" in conditions or "SuccessCriteriaMet" in conditions:
         return _State("succeeded")

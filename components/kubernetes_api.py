@@ -99,27 +99,42 @@ class KubernetesApi:
 
     # --- what is asked; examples/kubernetes/rbac.yaml allows just this ---------------------------------------------------
 
+    def has(self, api_version: str, kind: str) -> bool:
+        """Whether the cluster knows this kind of object: anybody may ask."""
+        try:
+            found = self._object("GET", f"/apis/{api_version}", is_repeated=True)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return False
+        return any(isinstance(each, dict) and each.get("name") == kind for each in found.get("resources") or ())
+
     def create_job(self, namespace: str, manifest: Mapping[str, Any]) -> None:
-        """Repeated: a name is taken once only."""
-        self._object("POST", _path(namespace, "jobs"), body=manifest, is_repeated=True)
+        """Repeated: a name is taken once only. A field that the server does not know is an error, and is not left out."""
+        path = _path(namespace, "jobs", group=manifest["apiVersion"])
+        self._object("POST", path, {"fieldValidation": "Strict"}, manifest, is_repeated=True)
 
-    def read_job(self, namespace: str, name: str) -> dict[str, Any]:
-        return self._object("GET", _path(namespace, "jobs", name), is_repeated=True)
+    def read_job(self, namespace: str, group: str, name: str) -> dict[str, Any]:
+        return self._object("GET", _path(namespace, "jobs", name, group), is_repeated=True)
 
-    def jobs(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+    def jobs(self, namespace: str, group: str, selector: str) -> list[dict[str, Any]]:
         """Not repeated: whoever lists does so again and again."""
-        return _items(self._object("GET", _path(namespace, "jobs"), {"labelSelector": selector}))
+        return _items(self._object("GET", _path(namespace, "jobs", group=group), {"labelSelector": selector}))
 
     def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
         return _items(self._object("GET", _path(namespace, "pods"), {"labelSelector": selector}))
 
-    def events(self, namespace: str, kind: str, name: str) -> list[dict[str, Any]]:
-        selector = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
-        return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "20"}))
+    def pod_groups(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        path = _path(namespace, "podgroups", group="scheduling.volcano.sh/v1beta1")
+        return _items(self._object("GET", path, {"labelSelector": selector}))
 
-    def delete_job(self, namespace: str, name: str) -> None:
+    def events(self, namespace: str, kind: str, name: str) -> list[dict[str, Any]]:
+        selector = f"involvedObject.kind={kind},involvedObject.name={name}"
+        return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "100"}))
+
+    def delete_job(self, namespace: str, group: str, name: str) -> None:
         """What it has started ends in the background; fine if there is none."""
-        self._delete(_path(namespace, "jobs", name), {"propagationPolicy": "Background"})
+        self._delete(_path(namespace, "jobs", name, group), {"propagationPolicy": "Background"})
 
     def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
         self._delete(_path(namespace, "pods", name), {"gracePeriodSeconds": grace_s})
@@ -213,9 +228,8 @@ class KubernetesApi:
         )
 
 
-def _path(namespace: str, kind: str, name: str = "") -> str:
-    group = "/apis/batch/v1" if kind == "jobs" else "/api/v1"
-    return f"{group}/namespaces/{namespace}/{kind}" + (f"/{name}" if name else "")
+def _path(namespace: str, kind: str, name: str = "", group: str = "") -> str:
+    return f"/{f'apis/{group}' if group else 'api/v1'}/namespaces/{namespace}/{kind}" + (f"/{name}" if name else "")
 
 
 def _items(answer: Mapping[str, Any]) -> list[dict[str, Any]]:

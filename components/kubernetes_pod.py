@@ -1,4 +1,4 @@
-"""A node as Kubernetes sees it: the manifest of its Job, a pure function of what was asked for."""
+"""A node as Kubernetes sees it: the manifest of its Job, plain or Volcano's, a pure function of what was asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from lightning_dlrover.components.node import LEAVE_VARIABLE
 from lightning_dlrover.components.target import NodeSize, NodeSpec, TargetError
 from lightning_dlrover.components.targets import node_app
 
-__all__ = ["CONTAINER", "MARK_LABEL", "NODE_LABEL", "KubernetesOptions", "Mount", "job_manifest", "job_name"]
+__all__ = [
+    "CONTAINER",
+    "JOB_LABEL",
+    "MARK_LABEL",
+    "NODE_LABEL",
+    "PLAIN_JOBS",
+    "VOLCANO_JOBS",
+    "KubernetesOptions",
+    "Mount",
+    "job_manifest",
+    "job_name",
+]
+
+PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
+"""Who makes a node's pod, by the `apiVersion` of its Job."""
 
 CONTAINER = "worker"
 JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("job", "node", "mark"))
@@ -53,6 +67,8 @@ class KubernetesOptions:
     python: str = "python"  # of the image
     grace_s: int = 120  # for the hand-over, when a pod is to end
     template: Mapping[str, Any] = field(default_factory=dict)  # a pod template that ours is laid over
+    queue: str = ""  # of Volcano
+    plain_jobs: bool = False  # though the cluster has Volcano
 
     def resources(self, size: NodeSize) -> dict[str, str]:
         """Requested, and the limit, too: how fast a worker is must not depend on who else runs on its host."""
@@ -66,12 +82,17 @@ class KubernetesOptions:
 
 
 def job_name(run_id: str, node: str, mark: str) -> str:
-    """A Job's name: at most 63 lower-case letters, digits and hyphens."""
-    return f"{_slug(run_id)[:40].rstrip('-')}-{node}-{mark}"
+    """A Job's name: lower-case letters, digits and hyphens, few enough for the names of pods that Volcano makes of it (63)."""
+    return f"{_slug(run_id)[:32].rstrip('-')}-{node}-{mark}"
 
 
-def job_manifest(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str) -> dict[str, Any]:
+def job_manifest(
+    spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str, api_version: str = PLAIN_JOBS
+) -> dict[str, Any]:
     """The Job of one node, which has one pod and is never tried again: a new node has a new name.
+
+    Args:
+        api_version: `PLAIN_JOBS` or `VOLCANO_JOBS`.
 
     Raises:
         TargetError: etcd wants files, and no Secret was named that holds them.
@@ -82,23 +103,42 @@ def job_manifest(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, nod
         NODE_LABEL: node,
         MARK_LABEL: mark,
     }
-    ours = {
-        "metadata": {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}},
-        "spec": _pod_spec(spec, options, size, node),
-    }
+    metadata = {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}}
+    template = _laid_over(options.template, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
     return {
-        "apiVersion": "batch/v1",
+        "apiVersion": api_version,
         "kind": "Job",
-        "metadata": {"name": job_name(spec.run_id, node, mark), "labels": labels, "annotations": {JOB_LABEL: spec.run_id}},
-        "spec": {
-            "completions": 1,
-            "parallelism": 1,
-            "backoffLimit": 0,
-            # A pod that was told to end has not failed yet: it hands over.
-            "podReplacementPolicy": "Failed",
-            "ttlSecondsAfterFinished": REMEMBERED_S,
-            "template": _laid_over(options.template, ours),
-        },
+        "metadata": {"name": job_name(spec.run_id, node, mark), **metadata},
+        "spec": _plain_spec(template) if api_version == PLAIN_JOBS else _volcano_spec(template, options.queue),
+    }
+
+
+def _plain_spec(template: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": 0,
+        # A pod that was told to end has not failed yet: it hands over.
+        "podReplacementPolicy": "Failed",
+        "ttlSecondsAfterFinished": REMEMBERED_S,
+        "template": template,
+    }
+
+
+def _volcano_spec(template: Mapping[str, Any], queue: str) -> dict[str, Any]:
+    """No plugins: `svc`, which TorchX asks for, lets nobody in but pods of the same Job, and nodes are Jobs of their own."""
+    priority = template["spec"].get("priorityClassName")
+    return {
+        "schedulerName": "volcano",
+        "queue": queue or "default",
+        **({"priorityClassName": priority} if priority else {}),  # of a Job's place in the queue; a pod's does not count there
+        "minAvailable": 1,
+        # A deleted pod would be made anew under its name; `maxRetry` has no say in that, and 0 is taken for 3.
+        "policies": [{"event": "PodEvicted", "action": "TerminateJob"}],
+        "maxRetry": 0,
+        "ttlSecondsAfterFinished": REMEMBERED_S,
+        # By this name, as of a role's first replica, TorchX finds pods: its `status` and `log` work on nodes, too.
+        "tasks": [{"name": f"{CONTAINER}-0", "replicas": 1, "template": template}],
     }
 
 

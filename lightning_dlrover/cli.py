@@ -241,6 +241,7 @@ _KUBERNETES_OPTIONS = {
     "pod_endpoint": ("HOST:PORT", "etcd as pods reach it (default: --endpoint)"),
     "pod_template": ("FILE", "YAML: a pod template with what there is no option for, such as tolerations"),
     "python": ("PROGRAM", "of the image (default python)"),
+    "queue": ("NAME", "of Volcano, that nodes wait in (default: default)"),
 }
 
 _REPEATED_OPTIONS = {
@@ -297,6 +298,8 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     _add_texts(group, _KUBERNETES_OPTIONS)
     for name, (value, text) in _REPEATED_OPTIONS.items():
         group.add_argument(_flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
+    text = "plain Jobs, though the cluster has Volcano (default: Volcano's where it has)"
+    group.add_argument("--plain-jobs", action="store_const", const=True, help=text)
 
 
 def _cpus(text: str) -> tuple[int, int]:
@@ -460,7 +463,7 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem"], _TARGETS),
         **dict.fromkeys(["work_dir", "notice"], ("slurm", "kubernetes")),
         **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"], ("slurm",)),
-        **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS], ("kubernetes",)),
+        **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
     }
     set_here = [name for name in meant_for if getattr(options, name) not in (None, "", [])]
     if given := [name for name in set_here if options.target not in meant_for[name]]:
@@ -527,6 +530,8 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
         raise UsageError(f"--mount {options.mount[mounts.index(None)]!r} is not CLAIM:PATH[:ro], such as data:/data:ro")
     if options.gpus and not re.fullmatch(r"([^:]+:)?[1-9]\d*", options.gpus):
         raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
+    if options.queue and options.plain_jobs:
+        raise UsageError(f"--queue {options.queue} is one of Volcano, which --plain-jobs does without: leave one of them out")
     template: Any = {}
     if options.pod_template:
         try:
@@ -547,6 +552,8 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
         python=options.python or "python",
         grace_s=options.notice or 30,
         template={name: template[name] for name in ("metadata", "spec") if name in template},
+        queue=options.queue,
+        plain_jobs=bool(options.plain_jobs),
     )
 
 
@@ -1134,16 +1141,15 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     from lightning_dlrover.components.target import NodeSpec
 
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
-    kind, _, namespace = kind.partition("/")
     target: Target
     if kind == "slurm":
         from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 
         target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
-    elif kind == "kubernetes":
-        from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget
+    elif kind.startswith("kubernetes"):
+        from lightning_dlrover.components.kubernetes import known_target
 
-        target = KubernetesTarget(spec, KubernetesOptions(namespace=namespace), None, poll_s=0.5)
+        target = known_target(spec, kind, None, poll_s=0.5)
     else:
         return 0  # nodes on this machine end with their `dlrover run`
     target.open(mark)

@@ -1,8 +1,8 @@
 """A Kubernetes cluster of one process: an API server over HTTP, its Job controller, and a kubelet that runs pods as processes.
 
-What it answers is what a real one does, as far as a target asks: names and labels are checked, a name is taken once, lists obey
-selectors, a pod that is deleted is told SIGTERM and goes when its process has ended, a Job counts its pod. A test may have the
-next requests fail (`answer_next`), and may do what hosts and their owners do to pods.
+What it answers is what a real one does, as far as a target asks: fields, names and labels are checked, a name is taken once,
+lists obey selectors, a pod that is deleted is told SIGTERM and goes when its process has ended, a Job counts its pod. It may
+have Volcano. A test may have the next requests fail (`answer_next`), and may do what hosts and their owners do to pods.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import kubernetes_models
+import kubernetes_volcano
 import psutil
 
 __all__ = ["Answer", "KubernetesCluster", "kubernetes_cluster"]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+_PLAIN, _VOLCANO, _SCHEDULING = "batch/v1", "batch.volcano.sh/v1alpha1", "scheduling.volcano.sh/v1beta1"
 
 POD_VARIABLE = "KUBERNETES_TEST_POD"
 """In the environment of every process of a pod: its name."""
@@ -72,6 +76,7 @@ class KubernetesCluster:
         runs_pods: else they stay Pending until the test says otherwise.
         environment: of pods, beside their own variables.
         tls: the server speaks HTTPS.
+        has_volcano: with one queue, `default`.
     """
 
     namespace = "training"
@@ -82,15 +87,20 @@ class KubernetesCluster:
         runs_pods: bool = True,
         environment: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        has_volcano: bool = False,
     ) -> None:
         self.folder = folder
         self.runs_pods = runs_pods
         self.environment = dict(os.environ if environment is None else environment)
         self.lock = threading.RLock()
-        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}}
+        self.has_volcano = has_volcano
+        # Jobs of both kinds under one name: no test has two that are called the same.
+        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
-        self.has_room_for_pods = True
+        self.has_room_for_pods = True  # else a Job gets none
+        self.queues = {"default": "Open"}  # of Volcano
+        self.has_webhook = True  # of Volcano, which may be switched off
         self.logs: dict[str, str] = {}  # of pods that no process runs for
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # when the next Job is created, before or after
@@ -152,13 +162,12 @@ class KubernetesCluster:
 
     def pod_of(self, node: str) -> Object:
         with self.lock:
-            return next(p for p in self.objects["pods"].values() if p["metadata"]["labels"]["lightning-dlrover/node"] == node)
+            return next(p for p in self.objects["pods"].values() if _node_of(p) == node)
 
     def nodes(self) -> list[str]:
         """Of all Jobs that have not ended."""
         with self.lock:
-            jobs = [j for j in self.objects["jobs"].values() if not j["status"].get("conditions")]
-            return sorted(j["metadata"]["labels"]["lightning-dlrover/node"] for j in jobs)
+            return sorted(node for job in self.objects["jobs"].values() if not _has_ended(job) and (node := _node_of(job)))
 
     def set_pod(self, node: str, phase: str, **status: Any) -> None:
         """What a kubelet, or a controller of hosts, writes about a pod."""
@@ -170,8 +179,10 @@ class KubernetesCluster:
     def remove_pod(self, node: str) -> None:
         """What is left of an evicted pod in the end."""
         with self.lock:
-            pod = self.objects["pods"].pop(self.pod_of(node)["metadata"]["name"])
-            self._count({**pod, "status": {"phase": "Failed"}} if pod["status"]["phase"] in ("Pending", "Running") else pod)
+            pod = self.pod_of(node)
+            if pod["status"]["phase"] in ("Pending", "Running"):
+                pod["status"] = {"phase": "Failed"}
+            self._remove(pod)
 
     def kill_pod(self, node: str) -> None:
         """What the kernel does when a pod's memory is too small."""
@@ -187,13 +198,16 @@ class KubernetesCluster:
     def serve(self, method: str, path: str, body: bytes) -> Answer:
         url = urlsplit(path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        match = re.fullmatch(r"/(?:api/v1|apis/batch/v1)/namespaces/([^/]+)/(jobs|pods|events)(?:/([^/]+))?(/log)?", url.path)
+        match = re.fullmatch(
+            r"/(?:api/v1|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)/([a-z]+)(?:/([^/]+)(?:/([a-z]+))?)?)?", url.path
+        )
         with self.lock:
             self.requests.append((method, path))
-            if match is None or ("/apis/batch/" in path) != (match[2] == "jobs"):
+            offered = self._resources(match[1] or "") if match else []
+            if match is None or not offered or match[3] not in (None, *offered):
                 return _status(404, "NotFound", "the server could not find the requested resource")
-            kind = match[2]
-            override = next((a for a in self._answers if a[0] == method and a[1] == (kind + (match[4] or ""))), None)
+            group, namespace, kind, name, part = match.groups(default="")
+            override = next((a for a in self._answers if a[0] == method and a[1] == _joined(kind or "apis", part)), None)
             if override is not None:
                 self._answers.remove(override)
             killing, self.killing = (self.killing, None) if (method, kind) == ("POST", "jobs") else (None, self.killing)
@@ -202,77 +216,111 @@ class KubernetesCluster:
             return Answer()
         if override is not None and not override[2].is_carried_out:
             return override[2]
+        if not kind:
+            return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if match[3] else "list")
-                resource = kind + (match[4] or "")
-                if match[1] != self.namespace or (verb, resource) in self.forbidden:
+                verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+                own_group = group.partition("/")[0] if group != _PLAIN else ""
+                resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
+                if namespace != self.namespace or (verb, resource) in self.forbidden:
                     user = "system:serviceaccount:training:controller"
-                    words = f'User "{user}" cannot {verb} resource "{resource}" in the namespace "{match[1]}"'
+                    words = f'User "{user}" cannot {verb} resource "{resource}" in the namespace "{namespace}"'
                     raise _Refused(403, "Forbidden", f"{resource} is forbidden: {words}")
-                answer = self._carry_out(verb, kind, match[3] or "", bool(match[4]), query, json.loads(body or b"{}"))
+                answer = self._carry_out(verb, group, kind, name, part == "log", query, json.loads(body or b"{}"))
         except _Refused as refused:
             return _status(refused.status, refused.reason, str(refused))
         if killing is not None:
             killing[1]()
         return override[2] if override is not None else answer
 
-    def _carry_out(self, verb: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object) -> Answer:
+    def _resources(self, group: str) -> list[str]:
+        of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
+        return {"": ["pods", "events"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
+
+    def _carry_out(
+        self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
+    ) -> Answer:
         if verb == "create":
-            return _json(201, self._create_job(body))
+            return _json(201, self._create_job(group, body, is_strict=query.get("fieldValidation") == "Strict"))
+        objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "list":
-            found = [o for o in self.objects[kind].values() if _is_selected(o, query)]
+            found = [o for o in objects.values() if _is_selected(o, query)]
             return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": {"resourceVersion": "1"}, "items": found})
-        if name not in self.objects[kind]:
-            group = "jobs.batch" if kind == "jobs" else kind
-            raise _Refused(404, "NotFound", f'{group} "{name}" not found')
+        if name not in objects:
+            raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log:
             return Answer(200, body=self._log(name, query).encode())
         if verb == "delete":
-            found_object = self.objects[kind][name]
             self.delete(kind, name, body.get("gracePeriodSeconds"))
-            return _json(200, found_object)
-        return _json(200, self.objects[kind][name])
+        return _json(200, objects[name])
 
-    def _create_job(self, job: Object) -> Object:
+    def _create_job(self, group: str, job: Object, is_strict: bool) -> Object:
         name, labels = job["metadata"]["name"], job["metadata"].get("labels", {})
+        resource = f"jobs.{group.partition('/')[0]}"
+        if wrong := kubernetes_models.problems(job):
+            # One that is not asked to be strict takes such a Job on, without what it does not know.
+            assert is_strict, wrong
+            raise _Refused(400, "BadRequest", f'Job in version "{group.partition("/")[2]}": strict decoding error: {wrong}')
         if len(self.objects["jobs"]) >= self.max_jobs and name not in self.objects["jobs"]:
-            used = f"count/jobs.batch={len(self.objects['jobs'])}, limited: count/jobs.batch={self.max_jobs}"
-            words = f"exceeded quota: team, requested: count/jobs.batch=1, used: {used}"
-            raise _Refused(403, "Forbidden", f'jobs.batch "{name}" is forbidden: {words}')
+            used = f"count/{resource}={len(self.objects['jobs'])}, limited: count/{resource}={self.max_jobs}"
+            words = f"exceeded quota: team, requested: count/{resource}=1, used: {used}"
+            raise _Refused(403, "Forbidden", f'{resource} "{name}" is forbidden: {words}')
         if name in self.objects["jobs"]:
-            raise _Refused(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
-        pod = job["spec"]["template"]["spec"]
-        wrong = [value for value in labels.values() if not _LABEL.fullmatch(value)]
-        if not _NAME.fullmatch(name) or wrong or pod["restartPolicy"] not in ("Never", "OnFailure"):
+            raise _Refused(409, "AlreadyExists", f'{resource} "{name}" already exists')
+        templates = [job["spec"]["template"]] if group == _PLAIN else [task["template"] for task in job["spec"]["tasks"]]
+        values = [value for value in labels.values() if not _LABEL.fullmatch(value)]
+        if not _NAME.fullmatch(name) or values or any(t["spec"]["restartPolicy"] == "Always" for t in templates):
             raise _Refused(422, "Invalid", f'Job.batch "{name}" is invalid')
-        if not all(container.get("image") for container in pod["containers"]):
+        if not all(container.get("image") for template in templates for container in template["spec"]["containers"]):
             raise _Refused(
                 422, "Invalid", f'Job.batch "{name}" is invalid: spec.template.spec.containers[0].image: Required value'
             )
+        if group == _VOLCANO and self.has_webhook:
+            if why := kubernetes_volcano.refusal(job, self.queues):
+                raise _Refused(400, "", f'admission webhook "validatejob.volcano.sh" denied the request: {why}')
+            job = kubernetes_volcano.with_defaults(job)
         job["metadata"] |= {"namespace": self.namespace, "uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         job["status"] = {}
         self.objects["jobs"][name] = job
-        if self.has_room_for_pods:
-            self._create_pod(job)
+        if group == _VOLCANO:
+            self._start_with_volcano(job)
+        elif self.has_room_for_pods:
+            template = job["spec"]["template"]
+            labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
+            self._create_pod(
+                {"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]}
+            )
         return job
 
-    def _create_pod(self, job: Object) -> None:
-        template, job_name = job["spec"]["template"], job["metadata"]["name"]
-        name = f"{job_name}-{uuid.uuid4().hex[:5]}"
-        pod = {
-            "metadata": {
-                "name": name,
-                "namespace": self.namespace,
-                "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job_name},
-                "creationTimestamp": _now(),
-            },
-            "spec": {**template["spec"], "nodeName": "host-1"},
+    def _start_with_volcano(self, job: Object) -> None:
+        if job["spec"]["queue"] not in self.queues:
+            return  # its controller cannot read the queue, and tries again without a word
+        group = kubernetes_volcano.pod_group(job)
+        self.objects["podgroups"][group["metadata"]["name"]] = group
+        job["status"] = {"state": {"phase": "Pending"}}
+        if self.has_room_for_pods:
+            group["status"]["phase"] = "Inqueue"
+            self._count_with_volcano(job)
+
+    def _count_with_volcano(self, job: Object) -> None:
+        """What its controller does whenever something about a Job or its pods has changed."""
+        name = job["metadata"]["name"]
+        if job["status"]["state"]["phase"] not in (*kubernetes_volcano.ENDED, "Terminating"):
+            for pod in kubernetes_volcano.pods_of(job):
+                if pod["metadata"]["name"] not in self.objects["pods"]:
+                    self._create_pod(pod)
+        job["status"] = kubernetes_volcano.with_status(job, [p for p in self.objects["pods"].values() if _job_of(p) == name])
+
+    def _create_pod(self, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        self.objects["pods"][name] = {
+            "metadata": {**pod["metadata"], "namespace": self.namespace, "creationTimestamp": _now()},
+            "spec": {**pod["spec"], "nodeName": "host-1"},
             "status": {"phase": "Pending"},
         }
-        self.objects["pods"][name] = pod
         if self.runs_pods:
-            self._run(pod)
+            self._run(self.objects["pods"][name])
 
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
         with self.lock:
@@ -282,25 +330,37 @@ class KubernetesCluster:
                 owned = [p for p in self.objects["pods"].values() if _job_of(p) == name]
                 for pod in owned:
                     self.delete("pods", pod["metadata"]["name"])
+                self.objects["podgroups"].pop(f"{name}-{found['metadata']['uid']}", None)
                 return
-            grace_s = found["spec"]["terminationGracePeriodSeconds"] if grace_s is None else grace_s
+            grace_s = found["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
             meta = found["metadata"]
             is_first = "deletionTimestamp" not in meta
             meta["deletionTimestamp"] = meta.get("deletionTimestamp", _now())
             meta["deletionGracePeriodSeconds"] = min(grace_s, meta.get("deletionGracePeriodSeconds", grace_s))
+            job = self.objects["jobs"].get(_job_of(found), {})
+            if is_first and job.get("apiVersion") == _VOLCANO:
+                kubernetes_volcano.evicted(job)
+                self._count_with_volcano(job)
             if name not in self._processes:
                 if not self.runs_pods:
                     return  # its host is not there; a test removes it
-                del self.objects["pods"][name]
+                self._remove(found)
             elif is_first:
                 self._signal(name, signal.SIGTERM)
                 timer = threading.Timer(meta["deletionGracePeriodSeconds"], self._signal, (name, signal.SIGKILL))
                 timer.daemon = True
                 timer.start()
 
+    def _remove(self, pod: Object) -> None:
+        del self.objects["pods"][pod["metadata"]["name"]]
+        self._count(pod)
+
     def _count(self, pod: Object) -> None:
-        """What the Job controller does when a pod has ended."""
+        """What the Job controller does when a pod has changed."""
         job = self.objects["jobs"].get(_job_of(pod))
+        if job is not None and job["apiVersion"] == _VOLCANO:
+            self._count_with_volcano(job)
+            return
         if job is None or pod["status"]["phase"] not in ("Succeeded", "Failed"):
             return
         kind, reason = ("Complete", "") if pod["status"]["phase"] == "Succeeded" else ("Failed", "BackoffLimitExceeded")
@@ -313,7 +373,7 @@ class KubernetesCluster:
         container = pod["spec"]["containers"][0]
         variables: dict[str, str] = {}
         for variable in container.get("env", []):
-            variables[variable["name"]] = _expanded(variable["value"], variables)
+            variables[variable["name"]] = _expanded(_value(variable, pod), variables)
         command = [_expanded(word, variables) for word in [*container["command"], *container.get("args", [])]]
         # The image of all pods is this machine, where our interpreter is the first.
         path = f"{Path(sys.executable).parent}:{self.environment.get('PATH', '')}"
@@ -330,7 +390,8 @@ class KubernetesCluster:
         entry.reader = threading.Thread(target=_read_lines, args=(entry,), daemon=True)
         entry.reader.start()
         self._processes[pod["metadata"]["name"]] = entry
-        pod["status"] = {"phase": "Running"}
+        pod["status"] = {"phase": "Running", "podIP": "127.0.0.1"}
+        self._count(pod)
 
     def _watch_processes(self) -> None:
         while not self._stopped.wait(0.05):
@@ -351,16 +412,19 @@ class KubernetesCluster:
                         }
                         pod["status"] = {
                             "phase": "Failed" if code else "Succeeded",
-                            "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
+                            "containerStatuses": [
+                                {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
+                            ],
                         }
                         self._count(pod)
                     if pod is not None and "deletionTimestamp" in pod["metadata"]:
-                        del self.objects["pods"][name]
+                        del self._processes[name]  # another one may be called so
+                        self._remove(pod)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         """SIGKILL is for all of a pod's processes, anything else for the first."""
-        entry = self._processes[name]
-        if entry.process.poll() is not None:
+        entry = self._processes.get(name)
+        if entry is None or entry.process.poll() is not None:
             return
         if number == signal.SIGKILL:
             _kill_all(name)
@@ -368,13 +432,16 @@ class KubernetesCluster:
             entry.process.send_signal(number)
 
     def _log(self, name: str, query: Mapping[str, str]) -> str:
-        assert query["container"] == "worker"
-        assert query["timestamps"] == "true"
         pod = self.objects["pods"][name]
+        container = pod["spec"]["containers"][0]["name"]
+        if query.get("container", container) != container:
+            raise _Refused(400, "BadRequest", f"container {query['container']} is not valid for pod {name}")
         if pod["status"]["phase"] == "Pending":
-            raise _Refused(400, "BadRequest", f'container "worker" in pod "{name}" is waiting to start: ContainerCreating')
+            raise _Refused(400, "BadRequest", f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
         if name in self._processes:
-            text = "".join(f"{stamp} {line.decode(errors='replace')}" for stamp, line in self._processes[name].lines)
+            lines = list(self._processes[name].lines)
+            has_stamps = query.get("timestamps") == "true"
+            text = "".join(f"{f'{stamp} ' if has_stamps else ''}{line.decode(errors='replace')}" for stamp, line in lines)
         else:
             text = self.logs.get(_node_of(pod), "")
         since = query.get("sinceTime", "")[:19]  # an API server knows seconds only
@@ -447,6 +514,14 @@ def _kill_all(pod: str) -> None:
             process.kill()
 
 
+def _value(variable: Mapping[str, Any], pod: Object) -> str:
+    if "valueFrom" not in variable:
+        return str(variable.get("value", ""))
+    path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+    known = {"metadata.name": pod["metadata"]["name"], "metadata.namespace": pod["metadata"]["namespace"]}
+    return str(known.get(path, "127.0.0.1"))
+
+
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """$(NAME) is replaced where NAME is known; $$ is one $."""
 
@@ -473,11 +548,22 @@ def _is_selected(found: Object, query: Mapping[str, str]) -> bool:
 
 
 def _job_of(pod: Object) -> str:
-    return str(pod["metadata"]["labels"]["batch.kubernetes.io/job-name"])
+    labels = pod["metadata"]["labels"]
+    return str(labels.get("batch.kubernetes.io/job-name") or labels.get("volcano.sh/job-name"))
 
 
 def _node_of(found: Object) -> str:
-    return str(found["metadata"]["labels"]["lightning-dlrover/node"])
+    return str(found["metadata"].get("labels", {}).get("lightning-dlrover/node", ""))
+
+
+def _has_ended(job: Object) -> bool:
+    if job["apiVersion"] == _VOLCANO:
+        return job["status"].get("state", {}).get("phase") in kubernetes_volcano.ENDED
+    return bool(job["status"].get("conditions"))
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(filter(None, parts))
 
 
 def _now() -> str:

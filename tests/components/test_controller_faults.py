@@ -490,7 +490,7 @@ def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_j
     job.bury()
     other = SchedulerTarget(job.scheduler, Fault())
     other.name = "other"
-    with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); go on with it there \(--target fake\)"):
+    with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); go on with it there \(--target fake, and what"):
         Controller(job.hand, job.keys, other, Limits(1, 3))
     assert job.hand.get(job.keys.controller) is None
 

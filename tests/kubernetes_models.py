@@ -1,0 +1,93 @@
+"""What an API server finds wrong in a manifest: fields that it does not know, and values of the wrong kind.
+
+By the Kubernetes client's models for what is Kubernetes' own, for a Job of Volcano by what its CustomResourceDefinition says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kubernetes.client import models
+
+__all__ = ["problems"]
+
+_PLAIN: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str}
+
+_POLICY = {"action": "str", "event": "str", "events": "list[str]", "exitCode": "int", "timeout": "str"}
+_TASK = {
+    "dependsOn": "object",
+    "maxRetry": "int",
+    "minAvailable": "int",
+    "name": "str",
+    "partitionPolicy": "object",
+    "policies": "list[volcano policy]",
+    "replicas": "int",
+    "template": "V1PodTemplateSpec",
+    "topologyPolicy": "str",
+}
+_VOLCANO: dict[str, dict[str, str]] = {
+    "volcano job": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "volcano spec", "status": "object"},
+    "volcano spec": {
+        "maxRetry": "int",
+        "minAvailable": "int",
+        "minSuccess": "int",
+        "networkTopology": "object",
+        "plugins": "dict(str, list[str])",
+        "policies": "list[volcano policy]",
+        "priorityClassName": "str",
+        "queue": "str",
+        "runningEstimate": "str",
+        "schedulerName": "str",
+        "tasks": "list[volcano task]",
+        "ttlSecondsAfterFinished": "int",
+        "volumes": "list[object]",
+    },
+    "volcano policy": _POLICY,
+    "volcano task": _TASK,
+}
+"""Fields of jobs.batch.volcano.sh, v1alpha1, and their types as the client's models write them."""
+
+
+def problems(manifest: Mapping[str, Any]) -> list[str]:
+    """What is wrong in an object, each with its place; an object of unknown kind is wrong as a whole."""
+    api_version, kind = manifest.get("apiVersion"), manifest.get("kind")
+    name = "volcano job" if (api_version, kind) == ("batch.volcano.sh/v1alpha1", "Job") else f"V1{kind}"
+    if name not in _VOLCANO and not hasattr(models, name):
+        return [f"no matches for kind {kind!r} in version {api_version!r}"]
+    return list(_of(manifest, name, str(kind)))
+
+
+def _of(value: Any, kind: str, place: str) -> Iterator[str]:
+    if value is None or kind == "object":
+        return
+    if match := re.fullmatch(r"list\[(.+)\]", kind):
+        if not isinstance(value, list):
+            yield f"{place}: {value!r} is no list"
+            return
+        for number, item in enumerate(value):
+            yield from _of(item, match[1], f"{place}[{number}]")
+    elif match := re.fullmatch(r"dict\(str, (.+)\)", kind):
+        if not isinstance(value, Mapping):
+            yield f"{place}: {value!r} is no map"
+            return
+        for name, item in value.items():
+            yield from _of(item, match[1], f"{place}.{name}")
+    elif kind in _PLAIN:
+        if not isinstance(value, _PLAIN[kind]) or (kind == "int" and isinstance(value, bool)):
+            yield f"{place}: {value!r} is no {kind}"
+    elif not isinstance(value, Mapping):
+        yield f"{place}: {value!r} is no object"
+    else:
+        fields = _VOLCANO.get(kind) or _fields(kind)
+        for name, item in value.items():
+            if name not in fields:
+                yield f"unknown field {f'{place}.{name}'!r}"
+            else:
+                yield from _of(item, fields[name], f"{place}.{name}")
+
+
+def _fields(model: str) -> dict[str, str]:
+    found = getattr(models, model)
+    return {found.attribute_map[name]: kind for name, kind in found.openapi_types.items()}
