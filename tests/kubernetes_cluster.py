@@ -250,7 +250,7 @@ class KubernetesCluster:
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log:
-            return Answer(200, body=self._log(name, query).encode())
+            return Answer(200, body=self._log(name, query).encode(), headers={"Content-Type": "text/plain"})
         if verb == "delete":
             self.delete(kind, name, body.get("gracePeriodSeconds"))
         return _json(200, objects[name])
@@ -440,7 +440,7 @@ class KubernetesCluster:
             raise _Refused(400, "BadRequest", f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
         if name in self._processes:
             lines = list(self._processes[name].lines)
-            has_stamps = query.get("timestamps") == "true"
+            has_stamps = query.get("timestamps", "").lower() == "true"
             text = "".join(f"{f'{stamp} ' if has_stamps else ''}{line.decode(errors='replace')}" for stamp, line in lines)
         else:
             text = self.logs.get(_node_of(pod), "")

@@ -34,7 +34,7 @@ _VOLCANO: dict[str, dict[str, str]] = {
         "minAvailable": "int",
         "minSuccess": "int",
         "networkTopology": "object",
-        "plugins": "dict(str, list[str])",
+        "plugins": "dict[str, list[str]]",
         "policies": "list[volcano policy]",
         "priorityClassName": "str",
         "queue": "str",
@@ -68,7 +68,7 @@ def _of(value: Any, kind: str, place: str) -> Iterator[str]:
             return
         for number, item in enumerate(value):
             yield from _of(item, match[1], f"{place}[{number}]")
-    elif match := re.fullmatch(r"dict\(str, (.+)\)", kind):
+    elif match := re.fullmatch(r"dict[(\[]str, (.+)[)\]]", kind):
         if not isinstance(value, Mapping):
             yield f"{place}: {value!r} is no map"
             return

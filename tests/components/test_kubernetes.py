@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import trustme
 import yaml
-from kubernetes.config import incluster_config
+from kubernetes import client, config
+from kubernetes.config import incluster_config, kube_config
 from kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
+from kubernetes_models import problems
+from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
+from torchx.specs import AppDef, AppState, Role
 
 from lightning_dlrover.components import kubernetes_api
-from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget, known_target
 from lightning_dlrover.components.kubernetes_api import KubernetesApi
-from lightning_dlrover.components.kubernetes_pod import Mount, job_manifest, job_name
+from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS, Mount, job_manifest, job_name
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 
 MARK = "0123456789"
@@ -33,10 +37,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 MakeTarget = Callable[..., KubernetesTarget]
 
 
+with_and_without_volcano = pytest.mark.parametrize("has_volcano", [False, True], ids=["plain", "volcano"])
+with_volcano = pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
+
+
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesCluster]:
+def has_volcano() -> bool:
+    return False
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool) -> Iterator[KubernetesCluster]:
     """Without a kubelet: pods are what a test says they are."""
-    with kubernetes_cluster(tmp_path, runs_pods=False) as running:
+    with kubernetes_cluster(tmp_path, runs_pods=False, has_volcano=has_volcano) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         yield running
 
@@ -104,6 +117,7 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
     assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "data"}} in pod["volumes"]
 
 
+@with_and_without_volcano
 @pytest.mark.parametrize("run_id", ["run", "My.Run_2", "_" * 80, "x" * 300, "-a-", "ctr." + "y" * 38 + "-z"])
 def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(
     make_target: MakeTarget, cluster: KubernetesCluster, run_id: str
@@ -163,12 +177,14 @@ def test_a_template_adds_what_there_is_no_option_for() -> None:
 # --- starting ------------------------------------------------------------------------------------------------------------
 
 
+@with_and_without_volcano
 def test_a_node_that_was_taken_on_before_is_taken_for_started(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     assert make_target().start("node1") == HANDLE
     assert make_target().start("node1") == HANDLE  # another controller, which has not heard of the first one's success
     assert len(cluster.objects["jobs"]) == 1
 
 
+@with_and_without_volcano
 def test_a_job_of_that_name_that_is_not_ours_is_no_node_of_ours(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     make_target().start("node1")
     cluster.objects["jobs"][f"run-node1-{MARK}"]["metadata"]["labels"] = {}
@@ -176,6 +192,7 @@ def test_a_job_of_that_name_that_is_not_ours_is_no_node_of_ours(make_target: Mak
         make_target().start("node1")
 
 
+@with_and_without_volcano
 @pytest.mark.parametrize(
     "failure",
     [
@@ -186,6 +203,7 @@ def test_a_job_of_that_name_that_is_not_ours_is_no_node_of_ours(make_target: Mak
         Answer(429, "too many requests", headers={"Retry-After": "0"}),
         Answer(409, "Operation cannot be fulfilled on resourcequotas: please apply your changes", "Conflict"),
         Answer(200, body=b"<html>Welcome to our proxy</html>", is_carried_out=True),
+        Answer(201, is_carried_out=True, delay_s=1.0),
     ],
     ids=lambda answer: f"{answer.status}{'-done' if answer.is_carried_out else ''}",
 )
@@ -193,7 +211,7 @@ def test_a_request_whose_answer_is_lost_or_put_off_starts_one_node(
     make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
 ) -> None:
     cluster.answer_next("POST", "jobs", failure)
-    target = make_target()
+    target = make_target(request_s=0.5)
     if failure.status == 200:  # it cannot be told what such an answer means: the lists show it
         with pytest.raises(TargetError, match="whether Job"):
             target.start("node1")
@@ -209,6 +227,7 @@ def test_throttling_is_waited_out_as_long_as_the_server_says(make_target: MakeTa
     assert 1.0 <= time.monotonic() - began < 4.0
 
 
+@with_and_without_volcano
 @pytest.mark.parametrize(
     ("failures", "error", "message"),
     [
@@ -228,6 +247,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     assert raised.type is error
 
 
+@with_and_without_volcano
 def test_a_quota_refuses_in_the_servers_own_words(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     cluster.max_jobs = 1
     target = make_target()
@@ -237,10 +257,38 @@ def test_a_quota_refuses_in_the_servers_own_words(make_target: MakeTarget, clust
     assert cluster.num_requests("POST", "jobs") == 2  # it is not repeated: the controller does, ever more rarely
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Answer(400, 'admission webhook "policy.example" denied the request: no root', ""),
+        Answer(403, 'admission webhook "policy.example" denied the request: no root', "Forbidden"),
+        Answer(422, 'Job.batch "x" is invalid: spec.template.spec.containers[0].image: no', "Invalid"),
+    ],
+    ids=lambda answer: str(answer.status),
+)
+def test_what_admission_denies_is_refused_in_its_words_and_not_asked_again(
+    make_target: MakeTarget, cluster: KubernetesCluster, refusal: Answer
+) -> None:
+    cluster.answer_next("POST", "jobs", refusal)
+    with pytest.raises(NotTakenError, match=re.escape(refusal.message)):
+        make_target().start("node1")
+    assert cluster.num_requests("POST", "jobs") == 1
+
+
+@with_and_without_volcano
+def test_a_field_of_a_template_that_kubernetes_does_not_know_is_an_error_and_not_left_out(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    target = make_target(dataclasses.replace(PLAIN, template={"spec": {"tolerration": []}}))
+    with pytest.raises(NotTakenError, match=r"unknown field .*template\.spec\.tolerration"):
+        target.start("node1")
+
+
+@with_and_without_volcano
 def test_a_missing_permission_and_a_missing_image_are_refusals(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     with pytest.raises(NotTakenError, match="image: Required value"):
         make_target(KubernetesOptions()).start("node1")
-    cluster.forbidden.add(("create", "jobs"))
+    cluster.forbidden |= {("create", "jobs"), ("create", "jobs.batch.volcano.sh")}
     with pytest.raises(NotTakenError, match="cannot create resource"):
         make_target().start("node1")
 
@@ -335,6 +383,7 @@ def test_a_job_without_a_pod_is_no_end_before_it_says_so(make_target: MakeTarget
     wait_for_status(target, "succeeded")
 
 
+@with_and_without_volcano
 def test_a_node_that_somebody_has_deleted_has_failed(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     target = make_target()
     target.start("node1")
@@ -364,6 +413,7 @@ def test_a_pod_on_a_lost_host_is_given_up_long_after_its_grace(
     assert target.status(HANDLE) == "failed"
 
 
+@with_and_without_volcano
 def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     other = make_target()
     other.open("other")
@@ -373,6 +423,7 @@ def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, cluster: Kub
     assert list(target.apps()) == [App("node1", HANDLE, True)]
 
 
+@with_and_without_volcano
 @pytest.mark.parametrize(
     "failure",
     [
@@ -404,6 +455,27 @@ def test_nothing_is_taken_for_ended_because_the_api_fails(
     cluster.clear_answers()
     cluster.set_pod("node1", "Succeeded")
     wait_for_status(target, "succeeded")
+
+
+def test_an_api_that_is_away_for_a_minute_ends_nothing(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(poll_s=2.0)
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    now = time.monotonic()
+    cluster.answer_next("GET", "jobs", *[Answer()] * 100)
+    for second in range(60):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + second: at)
+        assert target.status(HANDLE) == "running"
+    assert 2 <= cluster.num_requests("GET", "jobs") - 1 <= 6
+    cluster.clear_answers()
+    cluster.set_pod("node1", "Succeeded")
+    monkeypatch.setattr(time, "monotonic", lambda: now + 120.0)
+    target.status(HANDLE)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 132.0)  # its last words are waited for
+    assert target.status(HANDLE) == "succeeded"
 
 
 def test_a_failing_api_is_asked_ever_more_rarely(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
@@ -472,6 +544,7 @@ def test_events_tell_why_a_job_gets_no_pod(
 # --- ending ----------------------------------------------------------------------------------------------------------------
 
 
+@with_and_without_volcano
 def test_a_cancelled_node_is_deleted_with_its_pod(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,6 +565,7 @@ def test_a_cancelled_node_is_deleted_with_its_pod(
     target.cancel([HANDLE])  # what has ended need not be
 
 
+@with_and_without_volcano
 @pytest.mark.parametrize("failure", [Answer(500, "boom"), Answer(403, "forbidden"), Answer()])
 def test_a_node_that_could_not_be_deleted_is_told_to_the_controller(
     make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
@@ -561,6 +635,231 @@ def test_an_end_is_told_though_the_output_cannot_be_read(
     assert target.status(HANDLE) == "succeeded"
 
 
+# --- Volcano ---------------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_volcano
+def test_volcano_is_used_where_the_cluster_has_it_unless_plain_jobs_are_wanted(
+    make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
+) -> None:
+    target, plain = make_target(), make_target(dataclasses.replace(PLAIN, plain_jobs=True))
+    assert plain.name == "kubernetes/training"
+    assert target.name == ("kubernetes/training/volcano" if has_volcano else plain.name)
+    target.start("node1")
+    plain.start("node2")
+    kinds = [job["apiVersion"] for job in cluster.objects["jobs"].values()]
+    assert kinds == [VOLCANO_JOBS if has_volcano else PLAIN_JOBS, PLAIN_JOBS]
+
+
+def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    with pytest.raises(TargetError, match=r"--queue ads: the cluster has no Volcano .* leave the option out"):
+        make_target(dataclasses.replace(PLAIN, queue="ads"))
+
+
+@with_volcano
+@pytest.mark.parametrize("failure", [Answer(503, "starting"), Answer(), Answer(200, body=b"nonsense")])
+def test_a_cluster_that_does_not_say_whether_it_has_volcano_is_not_guessed_at(
+    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
+) -> None:
+    cluster.answer_next("GET", "apis", failure)
+    if failure.status == 200:  # it has been answered, so it is not asked again
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
+            make_target()
+    else:
+        assert make_target().name == "kubernetes/training/volcano"
+    cluster.answer_next("GET", "apis", *[failure] * 3)
+    with pytest.raises(TargetError, match="whether the cluster has Volcano cannot be asked"):
+        make_target()
+    make_target(dataclasses.replace(PLAIN, plain_jobs=True))
+
+
+def test_a_node_of_volcano_has_the_same_pod_in_a_job_that_nothing_restarts() -> None:
+    options = dataclasses.replace(PLAIN, queue="ads", template={"spec": {"priorityClassName": "low"}})
+    plain = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK)
+    job = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK, VOLCANO_JOBS)
+    [task] = job["spec"].pop("tasks")
+    assert (task["replicas"], task["template"]) == (1, plain["spec"]["template"])
+    assert job["metadata"] == plain["metadata"]
+    assert job["spec"] == {
+        "schedulerName": "volcano",
+        "queue": "ads",
+        "priorityClassName": "low",
+        "minAvailable": 1,
+        "policies": [{"event": "PodEvicted", "action": "TerminateJob"}],
+        "maxRetry": 0,
+        "ttlSecondsAfterFinished": 3600,
+    }
+
+
+@with_volcano
+@pytest.mark.parametrize("keeps_policies", [True, False])
+def test_a_pod_of_volcano_that_hands_over_is_running_and_never_made_anew(
+    make_target: MakeTarget, cluster: KubernetesCluster, keeps_policies: bool
+) -> None:
+    target = make_target()
+    target.start("node1")
+    job = cluster.objects["jobs"][f"run-node1-{MARK}"]
+    if not keeps_policies:
+        job["spec"]["policies"] = []
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.evict("node1")
+    assert job["status"]["state"]["phase"] == ("Terminated" if keeps_policies else "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.remove_pod("node1")
+    if keeps_policies:
+        wait_for_status(target, "failed")
+    else:  # so that is what the policy is for
+        assert [pod["status"]["phase"] for pod in cluster.objects["pods"].values()] == ["Pending"]
+
+
+@with_volcano
+@pytest.mark.parametrize(
+    ("phase", "status", "why"),
+    [
+        ("Pending", "running", ""),
+        ("Running", "running", ""),
+        ("Restarting", "running", ""),
+        ("Aborting", "running", ""),
+        ("Terminating", "running", ""),
+        ("Completing", "running", ""),
+        ("Completed", "succeeded", ""),
+        ("Failed", "failed", "its pod is gone (Volcano: Failed)"),
+        ("Terminated", "failed", "its pod is gone (Volcano: Terminated, by a policy)"),
+        ("Aborted", "failed", "its pod is gone (Volcano: Aborted)"),
+    ],
+)
+def test_each_phase_of_a_job_of_volcano_without_a_pod_has_its_meaning(
+    make_target: MakeTarget,
+    cluster: KubernetesCluster,
+    caplog: pytest.LogCaptureFixture,
+    phase: str,
+    status: str,
+    why: str,
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    with cluster.lock:
+        cluster.objects["pods"].clear()
+        state = {"phase": phase, **({"message": "by a policy"} if "policy" in why else {})}
+        job = cluster.objects["jobs"][f"run-node1-{MARK}"]
+        job["status"] = {"state": state, "conditions": [{"status": "Pending"}, {"status": phase}]}
+    wait_for_status(target, status)
+    assert why in caplog.text
+
+
+@with_volcano
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_queue_that_is_missing_or_closed_refuses_in_volcanos_words(
+    make_target: MakeTarget, cluster: KubernetesCluster, is_closed: bool
+) -> None:
+    if is_closed:
+        cluster.queues["ads"] = "Closed"
+    words = "queue `ads` status is `Closed`" if is_closed else 'queues.scheduling.volcano.sh "ads" not found'
+    with pytest.raises(NotTakenError, match=re.escape(words)):
+        make_target(dataclasses.replace(PLAIN, queue="ads")).start("node1")
+
+
+@with_volcano
+def test_a_queue_that_nobody_checks_is_named_when_its_node_waits(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_webhook = False
+    target = make_target(dataclasses.replace(PLAIN, queue="ads"))
+    target.start("node1")
+    assert target.status(HANDLE) == "pending"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
+    assert target.status(HANDLE) == "pending"
+    assert (
+        "node1 waits: Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is queue ads" in caplog.text
+    )
+
+
+@with_volcano
+def test_a_full_queue_is_said_to_be_what_a_node_waits_for(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_room_for_pods = False
+    target = make_target()
+    target.start("node1")
+    [(name, group)] = cluster.objects["podgroups"].items()
+    gang = "1/0 tasks in gang unschedulable: pod group is not ready, 1 minAvailable"
+    group["status"]["conditions"] = [{"type": "Unschedulable", "status": "True", "message": gang}]
+    reference = {"kind": "PodGroup", "name": name}
+    for number, message in enumerate(["queue resource quota insufficient: memory", "queue resource quota insufficient: cpu"]):
+        event = {"involvedObject": reference, "type": "Normal", "message": message, "lastTimestamp": f"2026-01-0{number + 1}"}
+        cluster.objects["events"][f"e{number}"] = {"metadata": {"name": f"e{number}"}, **event}
+    assert target.status(HANDLE) == "pending"
+    now = time.monotonic()
+    for later_s in (6.0, 40.0):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + later_s: at)
+        assert target.status(HANDLE) == "pending"
+    said = f"node1 waits: in queue default of Volcano, Pending; queue resource quota insufficient: cpu; {gang}"
+    assert caplog.text.count(said) == 1
+
+
+@with_volcano
+def test_whoever_comes_later_finds_nodes_of_volcano_by_the_name_of_their_target(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    first = make_target()
+    first.start("node1")
+    later = known_target(SPEC, first.name, None, poll_s=0.0)
+    later.open(MARK)
+    assert later.name == first.name
+    assert list(later.apps()) == [App("node1", HANDLE, True)]
+    later.cancel([HANDLE])
+    assert cluster.objects["jobs"] == cluster.objects["podgroups"] == {}
+    later.close()
+
+
+@pytest.fixture
+def torchx(cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> KubernetesScheduler:
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+    configuration = client.Configuration()
+    config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=configuration)
+    return KubernetesScheduler("session", client=client.ApiClient(configuration))
+
+
+@with_volcano
+def test_torchx_lists_describes_reads_and_cancels_a_node_of_volcano(
+    make_target: MakeTarget, cluster: KubernetesCluster, torchx: KubernetesScheduler
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.logs["node1"] = stamped(1, "one")
+    cluster.set_pod("node1", "Running")
+    [listed] = torchx.list()
+    assert (listed.app_id, listed.state) == (f"training:run-node1-{MARK}", AppState.RUNNING)
+    described = torchx.describe(listed.app_id)
+    assert described is not None
+    assert [(role.name, role.num_replicas) for role in described.roles] == [("worker", 1)]
+    # Newer clients hand a log on as the representation of its bytes.
+    assert " one" in "".join(torchx.log_iter(listed.app_id, "worker"))
+    torchx.cancel(listed.app_id)
+    assert cluster.objects["jobs"] == {}
+    cluster.remove_pod("node1")
+    wait_for_status(target, "failed")
+
+
+@with_volcano
+def test_an_app_that_torchx_starts_runs_in_this_cluster(
+    cluster: KubernetesCluster, torchx: KubernetesScheduler, tmp_path: Path
+) -> None:
+    cluster.runs_pods = True
+    script = "import os, sys; print(sys.argv[1], os.environ['LEVEL'], os.environ['VC_TASK_INDEX'])"
+    role = Role("controller", image="trainer:1", entrypoint="python", args=["-c", script, "hello"], env={"LEVEL": "5"})
+    app_id = torchx.submit(AppDef("ctr", [role]), {"namespace": "training", "queue": "default"}, workspace=None)
+    deadline = time.monotonic() + 15.0
+    while (described := torchx.describe(app_id)) is None or described.state != AppState.SUCCEEDED:
+        assert time.monotonic() < deadline, f"{app_id} does not end: {described}"
+        time.sleep(0.05)
+    assert "hello 5 0" in "".join(torchx.log_iter(app_id, "controller"))
+
+
 # --- setting up ------------------------------------------------------------------------------------------------------------
 
 
@@ -614,26 +913,79 @@ def test_the_example_role_allows_what_the_target_asks_and_no_more(
     make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [role] = [d for d in documents("rbac.yaml") if d["kind"] == "Role"]
-    allowed = {(verb, r) for rule in role["rules"] for r in rule["resources"] for verb in rule["verbs"]}
-    verbs, resources = ("create", "list", "get", "delete", "watch", "patch"), ("jobs", "pods", "pods/log", "events")
+    own_groups = {"": "", "batch": ""}
+    allowed = {
+        (verb, f"{resource}{own_groups.get(group, '.' + group)}")
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    verbs = ("create", "list", "get", "delete", "watch", "patch")
+    groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
+    resources = ("jobs", "pods", "pods/log", "events", *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
-    target = make_target(poll_s=0.01)
-    assert target.start("node1") == target.start("node1") == HANDLE
-    cluster.logs["node1"] = stamped(1, "one")
-    cluster.set_pod("node1", "Running")
-    wait_for_output(target, "one\n")
-    waiting = target.start("node2")
-    assert target.status(waiting) == "pending"
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
-    assert target.status(waiting) == "pending"  # and its events are looked at
-    target.cancel([HANDLE, waiting])
+    for has_volcano in (False, True):
+        cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
+        target = make_target(poll_s=0.01)
+        target.open(f"{MARK}{has_volcano:d}")
+        handle = target.start("node1")
+        assert target.start("node1") == handle
+        cluster.logs["node1"] = stamped(1, "one")
+        cluster.set_pod("node1", "Running")
+        wait_for_output(target, "one\n")
+        cluster.has_room_for_pods = False
+        waiting = target.start("node2")
+        assert target.status(waiting) == "pending"
+        now = time.monotonic()
+        with monkeypatch.context() as later:
+            later.setattr(time, "monotonic", lambda at=now + 6.0: at)
+            assert target.status(waiting) == "pending"  # and its events are looked at
+        target.cancel([handle, waiting])
+        cluster.remove_pod("node1")
     asked = set()
     for method, path in cluster.requests:
-        kind, *name = path.partition("?")[0].split("/namespaces/training/")[1].split("/")
+        place, _, rest = path.partition("?")[0].partition("/namespaces/training/")
+        if not rest:
+            continue  # what a cluster offers may be asked by anybody
+        kind, *name = rest.split("/")
         verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
-        asked.add((verb, "/".join([kind, *name[1:]])))
+        group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""
+        asked.add((verb, "/".join([f"{kind}{own_groups.get(group, '.' + group)}", *name[1:]])))
     assert asked == allowed
+
+
+@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
+def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str) -> None:
+    assert [problem for document in documents(name) for problem in problems(document)] == []
+
+
+@pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
+def test_a_node_with_every_option_has_no_field_that_kubernetes_does_not_know(api_version: str, tmp_path: Path) -> None:
+    options = KubernetesOptions(
+        image="trainer:1",
+        service_account="trainer",
+        gpus="2",
+        node_selector={"pool": "gpu"},
+        mounts=(Mount("data", "/data", read_only=True),),
+        image_pull_secret="registry",
+        environment={"LEVEL": "5$"},
+        work_dir="/work",
+        secret="etcd-access",
+        queue="ads",
+        template={"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "priorityClassName": "low"}},
+    )
+    spec = dataclasses.replace(SPEC, access={"ca_cert": str(tmp_path / "ca")})
+    manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK, api_version)
+    assert problems(manifest) == []
+    manifest["spec"]["backOffLimit"] = 0
+    manifest["metadata"]["label"] = {}
+    [template] = [t["template"] for t in manifest["spec"].get("tasks", [manifest["spec"]])]
+    template["spec"]["containers"][0]["resources"]["limit"] = {}
+    template["spec"]["terminationGracePeriodSeconds"] = "120"
+    found = " ".join(problems(manifest))
+    for wrong in ("Job.spec.backOffLimit", "Job.metadata.label", "containers[0].resources.limit", "'120' is no int"):
+        assert wrong in found
 
 
 @pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
