@@ -77,6 +77,7 @@ class KubernetesTarget:
         poll_s: how often the cluster is asked at most, by two requests for all nodes.
         api: default: of the cluster that kubectl would ask.
         api_version: of the nodes' Jobs; default: Volcano's where the cluster has it, and the options do not want plain ones.
+        output_since: RFC 3339; what pods have printed before is left alone.
 
     Raises:
         TargetError: no cluster is configured, it does not answer, the package is missing, or what is asked for makes no sense.
@@ -92,6 +93,7 @@ class KubernetesTarget:
         poll_s: float = 2.0,
         api: KubernetesApi | None = None,
         api_version: str = "",
+        output_since: str = "",
     ) -> None:
         job_manifest(spec, options, ANY_SIZE, "node0", "")  # what cannot be asked for is said now, and not by every node
         self._spec = spec
@@ -117,7 +119,9 @@ class KubernetesTarget:
         self._ended_at: dict[str, float] = {}  # by node: since when its last words are waited for
         self._told: dict[str, str] = {}  # by node: why it waits
         self._asked_why_at: dict[str, float] = {}  # by node
-        self._logs = _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s)) if log_dir is not None else None
+        self._logs = (
+            _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
+        )
 
     def open(self, mark: str) -> None:
         self._mark = mark
@@ -197,6 +201,19 @@ class KubernetesTarget:
             return []
         folder = self._log_dir / handle.split("/")[1]
         return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
+
+    def copy_output(self, timeout_s: float) -> None:
+        """Copy what all pods have printed so far; with no time, have it copied as it comes.
+
+        Raises:
+            TargetError: not all of it came.
+        """
+        nodes = {app.node for app in self.apps()}
+        deadline = time.monotonic() + timeout_s
+        while timeout_s and self._logs is not None and (left := [n for n in nodes if not self._logs.finish(n)]):
+            if time.monotonic() > deadline:
+                raise TargetError(f"the output of {', '.join(sorted(left))} was not given within {timeout_s:.0f} s")
+            time.sleep(0.02)
 
     def close(self) -> None:
         if self._logs is not None:
@@ -315,11 +332,15 @@ class KubernetesTarget:
         return True
 
 
-def known_target(spec: NodeSpec, name: str, log_dir: Path | None, poll_s: float = 2.0) -> KubernetesTarget:
+def known_target(
+    spec: NodeSpec, name: str, log_dir: Path | None, poll_s: float = 2.0, output_since: str = ""
+) -> KubernetesTarget:
     """The target of a job that runs already, by its `name`: for whoever does not start nodes, and knows no options."""
     _, namespace, *volcano = name.split("/")
     api_version = VOLCANO_JOBS if volcano else PLAIN_JOBS
-    return KubernetesTarget(spec, KubernetesOptions(namespace=namespace), log_dir, poll_s, api_version=api_version)
+    return KubernetesTarget(
+        spec, KubernetesOptions(namespace=namespace), log_dir, poll_s, api_version=api_version, output_since=output_since
+    )
 
 
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
@@ -445,11 +466,12 @@ class _PodLogs:
     How far it has come is in a file, too: the next controller goes on from there.
     """
 
-    def __init__(self, api: KubernetesApi, namespace: str, folder: Path, pause_s: float) -> None:
+    def __init__(self, api: KubernetesApi, namespace: str, folder: Path, pause_s: float, since: str = "") -> None:
         self._api = api
         self._namespace = namespace
         self._folder = folder
         self._pause_s = pause_s
+        self._since = since
         self._logs: dict[str, _PodLog] = {}  # by node
         self._is_closed = threading.Event()
         self._has_news = threading.Event()
@@ -460,7 +482,7 @@ class _PodLogs:
             return
         folder = self._folder / node
         folder.mkdir(parents=True, exist_ok=True)
-        entry = _PodLog(pod, folder)
+        entry = _PodLog(pod, folder, self._since)
         if (folder / ".read").exists():
             entry.newest, _, count = (folder / ".read").read_text().partition(" ")
             entry.num_newest = int(count or 0)

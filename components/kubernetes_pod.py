@@ -83,7 +83,7 @@ class KubernetesOptions:
 
 def job_name(run_id: str, node: str, mark: str) -> str:
     """A Job's name: lower-case letters, digits and hyphens, few enough for the names of pods that Volcano makes of it (63)."""
-    return f"{_slug(run_id)[:32].rstrip('-')}-{node}-{mark}"
+    return f"{_slug(run_id)[:30].rstrip('-')}-{node}-{mark}"
 
 
 def job_manifest(

@@ -15,11 +15,12 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_OUTPUT_S = 60.0
+"""How long output that is followed may not be readable."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -1049,7 +1053,15 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _cancel(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import JOB_FILE, JobNotFoundError, connect, find_job, read_job, read_job_file
+    from lightning_dlrover.job_view import (
+        JOB_FILE,
+        JobNotFoundError,
+        connect,
+        find_job,
+        is_locked,
+        read_job,
+        read_job_file,
+    )
     from lightning_dlrover.rdzv.client import EtcdUnavailableError
 
     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
@@ -1064,7 +1076,7 @@ def _cancel(options: argparse.Namespace) -> int:
             job = read_job_file(folder / JOB_FILE)
         except JobNotFoundError:
             raise UsageError(f"{silent}; start it first") from None
-        if _is_locked(folder):
+        if is_locked(folder):
             raise UsageError(
                 f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
                 "end it with Ctrl-C"
@@ -1098,10 +1110,11 @@ def _wait_for_controller(client: EtcdClient, place: JobPlace, options: argparse.
         UsageError: it still has one.
         EtcdUnavailableError: nobody knows.
     """
+    from lightning_dlrover.job_view import is_locked
     from lightning_dlrover.rdzv.client import EtcdUnavailableError
 
     folder = options.run_dir / options.job
-    was_locked = _is_locked(folder)
+    was_locked = is_locked(folder)
     try:
         while client.get(place.keys.controller) is not None:
             if time.monotonic() > deadline:
@@ -1111,7 +1124,7 @@ def _wait_for_controller(client: EtcdClient, place: JobPlace, options: argparse.
                 )
             time.sleep(0.2)
     except EtcdUnavailableError:
-        if not was_locked or _is_locked(folder):
+        if not was_locked or is_locked(folder):
             raise
         return False
     return True
@@ -1199,24 +1212,84 @@ def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     from lightning_dlrover.components.logs import LogFile, log_files
-    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job
+
+    with contextlib.ExitStack() as stack:
+        output = _output(options, stack)
+        if options.follow:
+            _follow(options, output)
+            return EXIT_OK
+        output.fetch_all()
+        for node, files in log_files(output.folder).items():
+            for file in files:
+                for line in LogFile(file).new_lines(whole=True):
+                    print(f"[{node}] {line}")
+    return EXIT_OK
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A folder with the nodes' output, and how it comes there if no `dlrover run` writes it; either may raise TargetError."""
+
+    folder: Path
+    fetch: Callable[[], None] = lambda: None  # have it brought there in the background
+    fetch_all: Callable[[], None] = lambda: None  # bring all that there is
+
+
+def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output:
+    """Where a job's output is: in a folder of this machine or a shared one, else with its scheduler.
+
+    Raises:
+        UsageError: on another machine.
+    """
+    from lightning_dlrover.components.target import NodeSpec
+    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job, read_job
     from lightning_dlrover.rdzv.client import EtcdError
 
     folder = options.log_dir or options.run_dir / options.job / "logs"
     if options.log_dir is not None and (options.log_dir / options.job).is_dir():
         folder = options.log_dir / options.job  # as of --target slurm
-    if not folder.is_dir():
-        raise UsageError(
-            f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
-        )
-    if not options.follow:
-        for node, files in log_files(folder).items():
-            for file in files:
-                for line in LogFile(file).new_lines(whole=True):
-                    print(f"[{node}] {line}")
-        return EXIT_OK
+    if folder.is_dir():
+        return _Output(folder)
+    missing = f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
+    if options.log_dir is not None:
+        raise UsageError(missing)
+    try:
+        place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
+        with connect(place) as client:
+            job = read_job(client, place.keys)
+    except (EtcdError, JobNotFoundError) as error:
+        raise UsageError(f"{missing}, or the etcd of a job on Kubernetes with --endpoint ({error})") from error
+    if job.nodes is not None and job.nodes.target.startswith("kubernetes"):
+        from lightning_dlrover.components.kubernetes import known_target
+
+        copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrover-logs-")))
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if options.follow else ""
+        spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
+        target = known_target(spec, job.nodes.target, copies, output_since=since)
+        stack.callback(target.close)
+        target.open(job.nodes.mark)
+        return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
+    theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
+    if theirs is not None and job.controller is not None:
+        if theirs.is_dir():
+            return _Output(theirs)  # a shared folder
+        missing += f"; its `dlrover run` on {job.controller.host} writes to {theirs}, unless it was given a --log-dir"
+    raise UsageError(missing)
+
+
+def _follow(options: argparse.Namespace, output: _Output) -> None:
+    """Print what nodes print from now on, until the job is over.
+
+    Raises:
+        UsageError: a file, or the scheduler, has not given it for a minute.
+    """
+    from lightning_dlrover.components.logs import LogFile, log_files
+    from lightning_dlrover.components.target import TargetError
+    from lightning_dlrover.job_view import JobNotFoundError, connect, find_job, is_locked
+    from lightning_dlrover.rdzv.client import EtcdError
+
     files_read: dict[Path, LogFile] = {}
-    for files in log_files(folder).values():
+    for files in log_files(output.folder).values():
         for file in files:
             files_read[file] = LogFile(file)
             files_read[file].skip()
@@ -1224,7 +1297,8 @@ def _logs(options: argparse.Namespace) -> int:
         is_over = False
         client: EtcdClient | None = None
         place = None
-        while not is_over:
+        failing_since: float | None = None
+        while not is_over or failing_since is not None:
             # Asked before the files are read: what is printed last is read, too.
             if client is None:
                 with contextlib.suppress(EtcdError, JobNotFoundError):
@@ -1232,14 +1306,31 @@ def _logs(options: argparse.Namespace) -> int:
                     client = stack.enter_context(connect(place, timeout_s=2.0))
             ranks, found_over = _ranks(client, place) if client and place else ({}, None)
             # An etcd that does not answer does not end a job; that nobody looks after it any more does.
-            is_over = found_over if found_over is not None else not _is_locked(options.run_dir / options.job)
-            for node, files in log_files(folder).items():
+            is_over = found_over if found_over is not None else not is_locked(options.run_dir / options.job)
+            problem: Exception | None = None
+            found: dict[str, list[Path]] = {}
+            try:
+                (output.fetch_all if is_over else output.fetch)()
+                found = log_files(output.folder)
+            except (OSError, TargetError) as error:
+                problem = error
+            for node, files in found.items():
                 for file in files:
-                    for line in files_read.setdefault(file, LogFile(file)).new_lines(whole=is_over):
+                    try:
+                        lines = list(files_read.setdefault(file, LogFile(file)).new_lines(whole=is_over))
+                    except OSError as error:
+                        lines, problem = [], error  # those of others are shown all the same
+                    for line in lines:
                         print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
-            if not is_over:
+            if problem is None:
+                failing_since = None
+            elif failing_since is None:
+                failing_since = time.monotonic()
+                print(f"dlrover: output cannot be read now ({problem}); trying again for {_OUTPUT_S:.0f} s", file=sys.stderr)
+            elif time.monotonic() - failing_since > _OUTPUT_S:
+                raise UsageError(f"output cannot be read for {_OUTPUT_S:.0f} s: {problem}") from problem
+            if not is_over or problem is not None:
                 time.sleep(0.5)
-    return EXIT_OK
 
 
 def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | None]:
@@ -1264,14 +1355,6 @@ def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | 
         if agent is not None:
             ranks[agent.labels.get("node", "")] = f" rank {global_rank} round {view.round.number}"
     return ranks, is_over
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a `dlrover run` works in this run folder."""
-    if not (folder / ".lock").exists():
-        return False
-    with (folder / ".lock").open("a") as lock:
-        return not _try_to_lock(lock)
 
 
 def _try_to_lock(lock: IO[str]) -> bool:
@@ -1357,6 +1440,11 @@ def _status_text(status: dict[str, Any]) -> str:
         lines.append(
             f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
             + (f"; waits for {nodes} to come" if nodes else "")
+        )
+    elif status["target"] not in (None, "local") and status["phase"] not in ("finished", "failed"):
+        lines.append(
+            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
+            f"`dlrover cancel {status['run_id']}` ends them"
         )
     for agent in status["agents"]:
         if agent["waits"]:
@@ -1511,7 +1599,16 @@ def _list(options: argparse.Namespace) -> int:
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, _access(options))
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
-    print("\n".join(f"{run_id:<32} {state}" for run_id, state in jobs) or f"no jobs in {where}")
+    if not jobs:
+        print(f"no jobs in {where}")
+        return EXIT_OK
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
+    for job in jobs:
+        counts = ("-" if number is None else str(number) for number in (job.num_workers, job.num_nodes))
+        rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     return EXIT_OK
 
 

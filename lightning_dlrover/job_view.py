@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv import agent_rounds, rounds
@@ -35,8 +35,11 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodeRecord,
+    NodesRecord,
     PlanRecord,
     RecordError,
+    RoundRecord,
     decode,
     encode,
 )
@@ -50,11 +53,13 @@ __all__ = [
     "JobFile",
     "JobNotFoundError",
     "JobPlace",
+    "JobSummary",
     "access_from",
     "connect",
     "connect_to_job",
     "find_job",
     "first_traceback",
+    "is_locked",
     "list_jobs",
     "read_event_file",
     "read_events",
@@ -64,6 +69,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 JOB_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -153,39 +160,101 @@ def find_job(
     return JobPlace(run_id, place.endpoint, prefix or place.prefix, access or place.access)
 
 
+@dataclass(frozen=True)
+class JobSummary:
+    """A job in a list; what is not known is left empty."""
+
+    run_id: str
+    state: str
+    target: str = ""  # where its nodes run
+    num_workers: int | None = None  # in its round
+    num_nodes: int | None = None  # that its controllers have started and that have not ended
+    controller: str = ""  # who looks after it
+
+
 def list_jobs(
     endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
-    """Name and state of every job in an etcd or, without an endpoint, in a folder of run folders."""
+) -> list[JobSummary]:
+    """Every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
-        folder = (prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)).rstrip("/") + "/"
-        with connect(JobPlace("list", endpoint, folder, access or access_from(os.environ))) as client:
-            # Only the jobs' own records are decoded; a job without one has not started yet.
-            entries = client.get_prefix(folder)[1]
-        phases: dict[str, str] = {}
-        for entry in entries:
-            run_id, _, rest = entry.key.removeprefix(folder).partition("/")
-            phases.setdefault(run_id, "not started")
-            if rest == "live/job":
-                try:
-                    phases[run_id] = decode(JobRecord, entry.value, entry.key).phase
-                except RecordError:
-                    phases[run_id] = "unreadable"
-        return sorted(phases.items())
-    return [(file.parent.name, _state_of(file)) for file in sorted(run_dir.glob(f"*/{JOB_FILE}"))]
+        folder = prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)
+        return _jobs_of_etcd(JobPlace("list", endpoint, folder, access or access_from(os.environ)))
+    jobs: list[JobSummary] = []
+    etcds: dict[tuple[str, str], list[JobSummary] | None] = {}  # None: it does not answer
+    for file in sorted(run_dir.glob(f"*/{JOB_FILE}")):
+        name = file.parent.name
+        try:
+            job = read_job_file(file)
+        except JobNotFoundError:
+            jobs.append(JobSummary(name, "unreadable"))
+            continue
+        who = f"process {job.pid}" if is_locked(file.parent) else ""
+        if not who and job.target == "local":
+            jobs.append(JobSummary(name, "ended", "local"))  # and its nodes with it
+            continue
+        key = (job.place.endpoint, job.place.prefix)
+        if key not in etcds:
+            try:
+                etcds[key] = _jobs_of_etcd(job.place, timeout_s=2.0)
+            except EtcdError:
+                etcds[key] = None
+        found = etcds[key]
+        silent = f"unknown: its etcd at {job.place.endpoint} does not answer"
+        unknown = JobSummary(name, silent if found is None else "ended", job.target, controller=who)
+        jobs.append(next((each for each in found or () if each.run_id == job.place.run_id), unknown))
+    return jobs
 
 
-def _state_of(file: Path) -> str:
-    try:
-        job = read_job_file(file)
-    except JobNotFoundError:
-        return "unreadable"
-    with (file.parent / ".lock").open("a") as lock:
+def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
+    """
+    Raises:
+        EtcdError: it does not answer.
+    """
+    folder = place.prefix.rstrip("/") + "/"
+    with connect(dataclasses.replace(place, prefix=folder), timeout_s) as client:
+        entries = client.get_prefix(folder)[1]
+    by_job: dict[str, dict[str, KeyValue]] = {}
+    for entry in entries:
+        by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
+    return [_summary(Keys(run_id, folder), found) for run_id, found in sorted(by_job.items())]
+
+
+def _summary(keys: Keys, entries: Mapping[str, KeyValue]) -> JobSummary:
+    """A job by its own records; those of its workers are not read."""
+    problems: list[RecordError] = []
+
+    def record(key: str, kind: type[T]) -> T | None:
+        try:
+            return decode(kind, entries[key].value, key) if key in entries else None
+        except RecordError as error:
+            problems.append(error)
+            return None
+
+    job, round_, nodes = record(keys.job, JobRecord), record(keys.round, RoundRecord), record(keys.nodes, NodesRecord)
+    controller = record(keys.controller, ControllerRecord)
+    each = [record(key, NodeRecord) for key in entries if key.startswith(keys.each_node)]
+    state = "unreadable" if problems else job.phase if job else "not started"
+    is_over = state in ("finished", "failed")
+    return JobSummary(
+        keys.run_id,
+        state,
+        nodes.target if nodes else "",
+        len(round_.members) if round_ and not is_over else None,
+        sum(node is not None and node.state != "ended" for node in each) if nodes else None,
+        f"process {controller.pid} on {controller.host}" if controller else "",
+    )
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a `dlrover run` works in this run folder."""
+    if not (folder / ".lock").exists():
+        return False
+    with (folder / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return f"run by process {job.pid}, etcd at {job.place.endpoint}"
-    return "ended"
+            return True
+    return False
 
 
 def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
@@ -228,6 +297,7 @@ class FoundJob:
     view: View
     agents: AgentView
     controller: ControllerRecord | None
+    nodes: NodesRecord | None
     problems: list[str]  # records that cannot be read; a running job ignores them, people should know
 
 
@@ -246,7 +316,7 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         problems.append(str(error))
 
     view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
-    agent_round, notice, controller = None, None, None  # of no interest to workers
+    agent_round, notice, controller, nodes = None, None, None, None  # of no interest to workers
     since = {entry.key: entry.create_revision for entry in entries}
     for entry in entries:
         try:
@@ -256,6 +326,8 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
                 notice = decode(AgentNotice, entry.value, entry.key)
             elif entry.key == keys.controller:
                 controller = decode(ControllerRecord, entry.value, entry.key)
+            elif entry.key == keys.nodes:
+                nodes = decode(NodesRecord, entry.value, entry.key)
         except RecordError as error:
             bad(entry.key, error)
     agents = AgentView(
@@ -264,7 +336,7 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         notice=notice,
         job=view.job,
     )
-    return FoundJob(view, agents, controller, problems)
+    return FoundJob(view, agents, controller, nodes, problems)
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
@@ -401,6 +473,7 @@ def show_status(
             for agent, seen in found.agents.agents.items()
         ],
         "controller": _show_controller(found),
+        "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
         "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from dlrover_process import Dlrover, Run, eventually
 from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
+from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 # Steps that mostly sleep: beside other work, such as the start of nodes, none is taken for a straggler and replaced.
@@ -24,15 +26,23 @@ ARGUMENTS = ("--step-s", "0.1", "--until")
 
 
 @pytest.fixture
-def cluster(dlrover: Dlrover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesCluster]:
-    with kubernetes_cluster(tmp_path, environment=dlrover.environment) as running:
+def has_volcano() -> bool:
+    return False
+
+
+@pytest.fixture
+def cluster(
+    dlrover: Dlrover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool
+) -> Iterator[KubernetesCluster]:
+    with kubernetes_cluster(tmp_path, environment=dlrover.environment, has_volcano=has_volcano) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         yield running
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("has_volcano", [pytest.param(False, marks=pytest.mark.on_demand), True], ids=["plain", "volcano"])
 def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
-    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, has_volcano: bool
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
@@ -46,6 +56,11 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     run = dlrover.start(*arguments, run_id=run_id)
     three = wait_for_workers(run, 3)
     assert cluster.nodes() == ["node1", "node2", "node3"]  # it has taken over what was there
+    target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
+    assert {job["apiVersion"] for job in cluster.objects["jobs"].values()} == {VOLCANO_JOBS if has_volcano else PLAIN_JOBS}
+    listed = dlrover("list", "--endpoint", etcd.endpoint).stdout  # from wherever etcd is reached
+    controller = f"process {run.process.pid} on {socket.gethostname()}"
+    assert re.search(rf"^{run_id} +training +{target} +3 +3 +{controller}$", listed, re.MULTILINE), listed
 
     nodes = {worker["worker_id"]: node_of(worker["pid"]) for worker in three}
     evicted, killed, drained = (worker["worker_id"] for worker in three)
@@ -61,7 +76,9 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
     assert f"{nodes[killed]} has failed: OOMKilled, exit code 137" in run.output
-    assert re.search(r"^\[node\d\] trained for \d+ steps$", dlrover("logs", run_id).stdout, re.MULTILINE)
+    elsewhere = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
+    for output in (dlrover("logs", run_id).stdout, elsewhere.stdout):
+        assert re.search(r"^\[node\d\] trained for \d+ steps$", output, re.MULTILINE), (output, elsewhere.stderr)
     # Only the one that was killed had no time to hand over.
     losses = [event for event in run.events if event.kind == "loss"]
     assert len(losses) == 1, [event.text for event in losses]
@@ -81,7 +98,6 @@ def node_of(pid: int) -> str:
     return next(v.partition("=")[2] for v in variables if v.startswith("DLROVER_NODE="))
 
 
-@pytest.mark.on_demand
 @pytest.mark.timeout(120)
 def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
@@ -93,7 +109,12 @@ def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
     run.wait_for(lambda: len(cluster.nodes()) == 2, "two nodes")
     run.process.kill()
     run.process.wait()
-    done = dlrover("cancel", run_id)
+    elsewhere = ("--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
+    eventually(lambda: dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n", "output from the pods")
+    eventually(
+        lambda: "controller: none; nodes on kubernetes/training train on" in dlrover("status", run_id, *elsewhere).stdout, ""
+    )
+    done = dlrover("cancel", run_id, *elsewhere)
     assert done.returncode == 0, done.stderr
     assert cluster.objects["jobs"] == {}
     eventually(lambda: not dlrover.processes(), "the end of all processes")
