@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -13,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from lightning_dlrover import cli, job_view
+from lightning_dlrover.components.logs import LogFile
 from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.target import NodeSpec
-from lightning_dlrover.job_view import EventLog, JobPlace, list_jobs, read_event_file
+from lightning_dlrover.job_view import EventLog, JobPlace, JobSummary, list_jobs, read_event_file
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdUnavailableError, Mirror
 from lightning_dlrover.rdzv.records import (
@@ -30,6 +32,7 @@ from lightning_dlrover.rdzv.records import (
     EventRecord,
     JobRecord,
     Keys,
+    NodeRecord,
     NodesRecord,
     PlanRecord,
     RoundRecord,
@@ -133,6 +136,8 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
         (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
         (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
+        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads is one of Volcano, which --plain-jobs"),
+        (["run", "--plain-jobs", "script.py"], "--plain-jobs: only with --target kubernetes"),
         (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
         (["run"], "script"),
@@ -517,6 +522,59 @@ def test_output_is_followed_to_the_end_of_a_job_that_has_failed_before_its_first
     assert dlrover(*following) == (0, "", "")
 
 
+@pytest.mark.parametrize(("num_times", "patience_s", "code"), [(3, 60.0, 0), (1000, 0.6, 2)])
+def test_output_that_cannot_be_read_is_followed_on_for_a_while(
+    dlrover: RunCli,
+    client: EtcdClient,
+    etcd: EmbeddedEtcd,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    num_times: int,
+    patience_s: float,
+    code: int,
+) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0")))
+    for node in ("node1", "node2"):
+        Path(f"runs/{keys.run_id}/logs/{node}").mkdir(parents=True)
+        Path(f"runs/{keys.run_id}/logs/{node}/stdout.log").touch()
+    left = [OSError(errno.ESTALE, "Stale file handle")] * num_times
+    new_lines = LogFile.new_lines
+
+    def read(file: LogFile, whole: bool) -> Iterator[str]:
+        if "node1" in str(file.file) and left:
+            raise left.pop()
+        if not left:
+            for node in ("node1", "node2"):
+                Path(f"runs/{keys.run_id}/logs/{node}/stdout.log").write_text(f"{node} has come\n")
+            client.put(keys.job, encode(JobRecord("failed", True, 1, 3, "0")))
+        return new_lines(file, whole)
+
+    monkeypatch.setattr(LogFile, "new_lines", read)
+    monkeypatch.setattr(cli, "_OUTPUT_S", patience_s)
+    found, output, errors = dlrover("logs", "-f", "--endpoint", etcd.endpoint, "--key-prefix", keys.prefix, keys.run_id)
+    assert found == code, errors
+    assert errors.count("output cannot be read now ([Errno 116] Stale file handle); trying again for") == 1
+    if code:
+        assert errors.endswith("s: [Errno 116] Stale file handle\n")
+    else:
+        assert sorted(output.splitlines()) == ["[node1] node1 has come", "[node2] node2 has come"]
+
+
+def test_output_that_another_machine_has_is_said_to_be_there_or_read_where_it_is_shared(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path
+) -> None:
+    asking = ("logs", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
+    assert "folder 'runs/" in dlrover(*asking)[2]
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm", {}, str(tmp_path / "theirs"))))
+    code, _, errors = dlrover(*asking)
+    assert code == 2
+    assert f"its `dlrover run` on host-7 writes to {tmp_path}/theirs/logs, unless it was given a --log-dir" in errors
+    (tmp_path / "theirs/logs/node1").mkdir(parents=True)
+    (tmp_path / "theirs/logs/node1/stdout.log").write_text("one\n")
+    assert dlrover(*asking) == (0, "[node1] one\n", "")
+    assert "--endpoint" in dlrover("logs", "unknown", "--endpoint", "127.0.0.1:1")[2]
+
+
 def test_jobs_on_slurm_do_not_share_a_folder_of_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -610,9 +668,43 @@ def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: Em
     JobPlace("old", "127.0.0.1:1").write(Path("runs/old"))
     Path("runs/odd").mkdir()
     Path("runs/odd/job.json").write_text("[]")
-    assert list_jobs(None, None, Path("runs")) == [("odd", "unreadable"), ("old", "ended")]
-    assert (job.run_id, "training") in list_jobs(etcd.endpoint, None, Path("runs"))
+    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), JobSummary("old", "ended", "local")]
+    assert (job.run_id, "training") in [(j.run_id, j.state) for j in list_jobs(etcd.endpoint, None, Path("runs"))]
     assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
+
+
+def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
+    for number, state in enumerate(("started", "asked", "ended")):
+        client.put(f"{job.each_node}node{number}", encode(NodeRecord(state)))  # type: ignore[arg-type]
+    for name, endpoint in ((job.run_id, etcd.endpoint), ("gone", etcd.endpoint), ("silent", "127.0.0.1:1")):
+        Path(f"runs/{name}").mkdir(parents=True)
+        JobPlace(name, endpoint, job.prefix).write(Path(f"runs/{name}"), "slurm", "mark")
+    # Of none of them is a `dlrover run` left here, and yet nodes of the first train.
+    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in dlrover("list")[1].splitlines()}
+    assert listed == {
+        "JOB": "STATE TARGET WORKERS NODES CONTROLLER",
+        job.run_id: "training slurm 2 2 none",
+        "gone": "ended slurm - - none",
+        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer slurm - - none",
+    }
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
+    assert "process 123 on host-7" in dlrover("list", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix)[1]
+    client.put(job.round, b"nonsense")
+    assert f"{job.run_id:<32} unreadable".split()[0] in dlrover("list")[1]
+    assert list_jobs(etcd.endpoint, job.prefix, Path("runs"))[0].state == "unreadable"
+
+
+def test_status_says_that_nobody_looks_after_nodes_that_live(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
+    asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
+    assert "controller: none; nodes on slurm train on, the same `dlrover run` goes on with them" in dlrover(*asking)[1]
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
+    assert "none; nodes" not in dlrover(*asking)[1]
 
 
 def test_events_are_copied_once_each_and_kept_in_order(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
