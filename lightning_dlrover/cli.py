@@ -554,7 +554,7 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
         environment=pairs["env"],
         work_dir=options.work_dir,
         python=options.python or "python",
-        grace_s=options.notice or 30,
+        **({"grace_s": options.notice} if options.notice is not None else {}),
         template={name: template[name] for name in ("metadata", "spec") if name in template},
         queue=options.queue,
         plain_jobs=bool(options.plain_jobs),

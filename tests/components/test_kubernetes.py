@@ -488,6 +488,19 @@ def test_a_failing_api_is_asked_ever_more_rarely(make_target: MakeTarget, cluste
     assert 2 <= cluster.num_requests("GET", "jobs") <= 3  # after 0, 0.4 and 1.2 s
 
 
+def test_lists_are_put_off_as_long_as_a_throttling_server_says(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(poll_s=0.1)
+    target.start("node1")
+    cluster.answer_next("GET", "jobs", Answer(429, "slow down", headers={"Retry-After": "30"}))
+    now = time.monotonic()
+    for later_s, num_lists in ((0.0, 1), (10.0, 1), (29.0, 1), (31.0, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + later_s: at)
+        assert target.status(HANDLE) == "pending"
+        assert cluster.num_requests("GET", "jobs") == num_lists
+
+
 def test_a_list_from_before_a_node_was_created_says_nothing_about_it(
     make_target: MakeTarget, cluster: KubernetesCluster
 ) -> None:
