@@ -216,11 +216,15 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
         by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
-    return [_summary(Keys(run_id, folder), found) for run_id, found in sorted(by_job.items())]
+    return [_summary(run_id, folder, found) for run_id, found in sorted(by_job.items())]
 
 
-def _summary(keys: Keys, entries: Mapping[str, KeyValue]) -> JobSummary:
+def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSummary:
     """A job by its own records; those of its workers are not read."""
+    try:
+        keys = Keys(run_id, prefix)
+    except ValueError:  # somebody else's key under our prefix
+        return JobSummary(run_id, "unreadable")
     problems: list[RecordError] = []
 
     def record(key: str, kind: type[T]) -> T | None:

@@ -384,7 +384,7 @@ class NodesRecord:
     """What no controller of the job may forget about its nodes. Key `live/nodes`; compare-and-swap, by a controller fenced
     on its key, too."""
 
-    target: str  # where they run: local, slurm, kubernetes
+    target: str  # where they run: local, slurm, kubernetes/NAMESPACE, kubernetes/NAMESPACE/volcano
     mark: str  # in the name of each at its scheduler; no two jobs have the same one
     num_started: int = 0  # nodes are named by number, and no name is used twice
     stop: str = ""  # why all are to end, and the job with them; nobody takes it back

@@ -693,8 +693,10 @@ def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
     assert "process 123 on host-7" in dlrover("list", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix)[1]
     client.put(job.round, b"nonsense")
-    assert f"{job.run_id:<32} unreadable".split()[0] in dlrover("list")[1]
-    assert list_jobs(etcd.endpoint, job.prefix, Path("runs"))[0].state == "unreadable"
+    client.put(f"{job.prefix}/ odd/key", b"somebody else's")
+    states = {each.run_id: each.state for each in list_jobs(etcd.endpoint, job.prefix, Path("runs"))}
+    assert (states[job.run_id], states[" odd"]) == ("unreadable", "unreadable")
+    client.delete(f"{job.prefix}/ odd/key")
 
 
 def test_status_says_that_nobody_looks_after_nodes_that_live(
