@@ -168,7 +168,7 @@ class JobSummary:
     state: str
     target: str = ""  # where its nodes run
     num_workers: int | None = None  # in its round
-    num_nodes: int | None = None  # that its controllers have started and that have not ended
+    num_nodes: int | None = None  # that its controllers have started and not seen to end
     controller: str = ""  # who looks after it
 
 
@@ -244,7 +244,7 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         state,
         nodes.target if nodes else "",
         len(round_.members) if round_ and not is_over else None,
-        sum(node is not None and node.state != "ended" for node in each) if nodes else None,
+        sum(node is not None and node.state != "ended" for node in each) if nodes and not is_over else None,
         f"process {controller.pid} on {controller.host}" if controller else "",
     )
 

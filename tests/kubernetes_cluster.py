@@ -220,7 +220,7 @@ class KubernetesCluster:
             return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+                verb = {"POST": "create", "DELETE": "delete", "PUT": "update"}.get(method, "get" if name else "list")
                 own_group = group.partition("/")[0] if group != _PLAIN else ""
                 resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
                 if namespace != self.namespace or (verb, resource) in self.forbidden:
@@ -242,7 +242,7 @@ class KubernetesCluster:
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
     ) -> Answer:
         if verb == "create":
-            return _json(201, self._create_job(group, body, is_strict=query.get("fieldValidation") == "Strict"))
+            return _json(201, self._create_job(group, body, query))
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "list":
             found = [o for o in objects.values() if _is_selected(o, query)]
@@ -251,16 +251,20 @@ class KubernetesCluster:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log:
             return Answer(200, body=self._log(name, query).encode(), headers={"Content-Type": "text/plain"})
+        if verb == "update":  # how TorchX 0.8 aborts a Job of Volcano; its controller deletes the pods then
+            objects[name]["status"] = body["status"]
+            for pod in [p for p in self.objects["pods"].values() if _job_of(p) == name]:
+                self.delete("pods", pod["metadata"]["name"])
         if verb == "delete":
             self.delete(kind, name, body.get("gracePeriodSeconds"))
         return _json(200, objects[name])
 
-    def _create_job(self, group: str, job: Object, is_strict: bool) -> Object:
+    def _create_job(self, group: str, job: Object, query: Mapping[str, str]) -> Object:
         name, labels = job["metadata"]["name"], job["metadata"].get("labels", {})
         resource = f"jobs.{group.partition('/')[0]}"
         if wrong := kubernetes_models.problems(job):
             # One that is not asked to be strict takes such a Job on, without what it does not know.
-            assert is_strict, wrong
+            assert query.get("fieldValidation") == "Strict", wrong
             raise _Refused(400, "BadRequest", f'Job in version "{group.partition("/")[2]}": strict decoding error: {wrong}')
         if len(self.objects["jobs"]) >= self.max_jobs and name not in self.objects["jobs"]:
             used = f"count/{resource}={len(self.objects['jobs'])}, limited: count/{resource}={self.max_jobs}"
@@ -280,6 +284,8 @@ class KubernetesCluster:
             if why := kubernetes_volcano.refusal(job, self.queues):
                 raise _Refused(400, "", f'admission webhook "validatejob.volcano.sh" denied the request: {why}')
             job = kubernetes_volcano.with_defaults(job)
+        if query.get("dryRun") == "All":
+            return job
         job["metadata"] |= {"namespace": self.namespace, "uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         job["status"] = {}
         self.objects["jobs"][name] = job
@@ -412,9 +418,7 @@ class KubernetesCluster:
                         }
                         pod["status"] = {
                             "phase": "Failed" if code else "Succeeded",
-                            "containerStatuses": [
-                                {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
-                            ],
+                            "containerStatuses": [_container_status(pod["spec"]["containers"][0], {"terminated": ended})],
                         }
                         self._count(pod)
                     if pod is not None and "deletionTimestamp" in pod["metadata"]:
@@ -476,7 +480,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             with contextlib.suppress(ConnectionError):  # who has asked did not wait
                 self.wfile.write(content)
 
-        do_GET = do_POST = do_DELETE = _serve
+        do_GET = do_POST = do_PUT = do_DELETE = _serve
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
@@ -512,6 +516,11 @@ def _kill_all(pod: str) -> None:
     for process in sorted(found, key=lambda p: p.pid, reverse=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _container_status(container: Mapping[str, Any], state: Object) -> Object:
+    known = {"name": container["name"], "image": container["image"], "imageID": "", "ready": False, "restartCount": 0}
+    return {**known, "state": state}
 
 
 def _value(variable: Mapping[str, Any], pod: Object) -> str:
