@@ -137,7 +137,9 @@ class KubernetesTarget:
             elif error.uncertain:
                 raise TargetError(f"whether Job {name} was created is not known: {error}") from error
             else:
-                raise NotTakenError(f"Job {name} was not created: {error}") from error
+                forbidden = self._api_version == VOLCANO_JOBS and "cannot create resource" in str(error)
+                instead = "; --plain-jobs starts nodes without Volcano" if forbidden else ""
+                raise NotTakenError(f"Job {name} was not created: {error}{instead}") from error
         self._created_at[node] = time.monotonic()
         return self._handle(node)
 
@@ -300,21 +302,18 @@ class KubernetesTarget:
             ApiError: it cannot be asked.
         """
         if seen.pod is None and self._api_version == VOLCANO_JOBS:
+            queue = f"queue {(seen.job or {}).get('spec', {}).get('queue', 'default')}"
             groups = self._api.pod_groups(self._namespace, f"{MARK_LABEL}={self._mark},{NODE_LABEL}={node}")
             if not groups:
-                return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {self._queue}"
+                return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {queue}"
             # That the queue is full is said by an event that warns nobody.
             events = self._api.events(self._namespace, "PodGroup", str(groups[0]["metadata"]["name"]))
             said = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
             phase = groups[0].get("status", {}).get("phase") or "new"
-            return "; ".join([f"in {self._queue} of Volcano, {phase}", *dict.fromkeys(said)])
+            return "; ".join([f"in {queue} of Volcano, {phase}", *dict.fromkeys(said)])
         found = seen.pod or seen.job or {}
         kind = "Pod" if seen.pod is not None else "Job"
         return "".join(_messages(self._api.events(self._namespace, kind, str(found["metadata"]["name"])), "Warning"))
-
-    @property
-    def _queue(self) -> str:
-        return f"queue {self._options.queue or 'default'}"
 
     def _has_last_words(self, node: str, state: _State) -> bool:
         """Whether all that an ended node has printed is here; how it ended is written below it."""

@@ -285,12 +285,15 @@ def test_a_field_of_a_template_that_kubernetes_does_not_know_is_an_error_and_not
 
 
 @with_and_without_volcano
-def test_a_missing_permission_and_a_missing_image_are_refusals(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_a_missing_permission_and_a_missing_image_are_refusals(
+    make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
+) -> None:
     with pytest.raises(NotTakenError, match="image: Required value"):
         make_target(KubernetesOptions()).start("node1")
     cluster.forbidden |= {("create", "jobs"), ("create", "jobs.batch.volcano.sh")}
-    with pytest.raises(NotTakenError, match="cannot create resource"):
+    with pytest.raises(NotTakenError, match="cannot create resource") as refused:
         make_target().start("node1")
+    assert ("--plain-jobs starts nodes without Volcano" in str(refused.value)) == has_volcano
 
 
 def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
