@@ -66,6 +66,7 @@ class _Process:
     process: subprocess.Popen[bytes]
     lines: list[tuple[str, bytes]] = field(default_factory=list)  # with the time at which each was written
     reader: threading.Thread | None = None
+    has_ended: bool = False  # with all that it had started
 
 
 class KubernetesCluster:
@@ -405,9 +406,11 @@ class KubernetesCluster:
                 code = entry.process.poll()
                 if code is None:
                     continue
-                _kill_all(name)  # a container ends with its first process
-                if entry.reader is not None:
-                    entry.reader.join(5)
+                if not entry.has_ended:
+                    _kill_all(name)  # a container ends with its first process
+                    if entry.reader is not None:
+                        entry.reader.join(5)
+                    entry.has_ended = True
                 with self.lock:
                     pod = self.objects["pods"].get(name)
                     if pod is not None and pod["status"]["phase"] == "Running":
