@@ -16,12 +16,26 @@ from urllib.parse import urlencode
 
 from lightning_dlrover.components.target import TargetError
 
-__all__ = ["ApiError", "KubernetesApi"]
+__all__ = ["ApiError", "KubernetesApi", "is_in_pod"]
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _CONNECT_S = 5.0
 _MAX_PAUSE_S = 15.0
+
+
+def is_in_pod() -> bool:
+    """Whether this process runs in a cluster, and may ask its API: with a service account, or a kubeconfig of its own."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+
+
+def _config_file() -> str:
+    """One or several, as `kubectl` takes them."""
+    return os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+
+
+def _has_config(file: str) -> bool:
+    return any(map(os.path.exists, file.split(":")))
 
 
 class ApiError(TargetError):
@@ -77,9 +91,9 @@ class KubernetesApi:
         self._num_attempts = num_attempts
         self._pause_s = pause_s
         configuration = client.Configuration()
-        file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+        file = _config_file()
         try:
-            if "KUBERNETES_SERVICE_HOST" in os.environ and not any(map(os.path.exists, file.split(":"))):
+            if "KUBERNETES_SERVICE_HOST" in os.environ and not _has_config(file):
                 config.load_incluster_config(client_configuration=configuration)
                 self.namespace = _NAMESPACE_FILE.read_text().strip()
             else:

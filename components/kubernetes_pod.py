@@ -62,7 +62,6 @@ class KubernetesOptions:
     secret: str = ""  # holds the files that etcd wants
     endpoint: str = ""  # of etcd, as pods reach it; default: as we do
     image_pull_secret: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
     work_dir: str = ""
     python: str = "python"  # of the image
     grace_s: int = 120  # for the hand-over, when a pod is to end
@@ -155,7 +154,6 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     threads = os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))
     resources = options.resources(size)
     variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
-    variables |= options.environment
     # Loader workers hand batches over in shared memory, of which a container has 64 MB by default.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]

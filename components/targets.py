@@ -38,7 +38,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
     Args:
         dollar: what comes out as one $ after all that replaces ${...} on the way to the script.
     """
-    return elastic.train(
+    return elastic.node(
         *(argument.replace("$", dollar) for argument in spec.script_args),
         script=spec.script.replace("$", dollar),
         rdzv_endpoint=spec.endpoint,
@@ -102,10 +102,10 @@ class LocalTarget:
         # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
         app = node_app(self._spec, node, dollar="$$$$")
         app.roles[0].env |= {
-            **self._spec.environment,
+            **variables,
+            **{name: value.replace("$", "$$") for name, value in self._spec.environment.items()},
             PARENT_VARIABLE: str(os.getpid()),
             MARK_VARIABLE: self._mark,
-            **variables,
         }
         self._reap_orphans()
         before = set(self._children())

@@ -124,13 +124,19 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
-    run.add_argument("--target", choices=_TARGETS, default="local", help="where nodes run (default local)")
+    run.add_argument(
+        "--target",
+        choices=(*_TARGETS, "auto"),
+        default="local",
+        help="where nodes run (default local); auto: on the Slurm or Kubernetes that this command runs in, else local",
+    )
     run.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",
         help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder, in it DIR/JOB",
     )
+    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the nodes; repeatable")
     _objective_options(run)
     _place_options(run)
     _node_options(run)
@@ -251,7 +257,6 @@ _KUBERNETES_OPTIONS = {
 _REPEATED_OPTIONS = {
     "node_selector": ("LABEL=VALUE", "that a host must have"),
     "mount": ("CLAIM:PATH[:ro]", "a persistent volume claim, and where nodes see it"),
-    "env": ("NAME=VALUE", "a variable of the nodes"),
 }
 """For Kubernetes, too."""
 
@@ -275,6 +280,7 @@ def _node_options(parser: argparse.ArgumentParser) -> None:
         "--cpus", type=_cpus, metavar="N[:MAX]", help=f"cores (default 1; on this machine: all, shared); {within}"
     )
     group.add_argument("--mem", type=_memory_range, metavar="SIZE[:MAX]", help="memory, such as 16G or 16G:64G; likewise")
+    group.add_argument("--etcd-host", metavar="HOST", help="address of this host that nodes reach the embedded etcd at")
     group.add_argument(
         "--notice",
         type=int,
@@ -294,7 +300,6 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="for sbatch, such as --sbatch-arg=--exclusive; repeatable",
     )
-    group.add_argument("--etcd-host", metavar="HOST", help="address of this host that nodes reach the embedded etcd at")
 
 
 def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
@@ -427,6 +432,8 @@ def _workers(text: str) -> tuple[int, int]:
 def _run(options: argparse.Namespace) -> int:
     from lightning_dlrover.job_view import JobPlace, access_from
 
+    if options.target == "auto":
+        options.target = _surrounding_target(options)
     # The script of pods is in their image, or in a volume of theirs.
     script = Path(options.script) if options.target == "kubernetes" else _checked_script(options.script)
     run_id = options.rdzv_id or _new_run_id(script)
@@ -435,6 +442,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
+    _pairs(options, "env", "NAME=VALUE")
     endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
     _check_target(options, endpoint)
     prefix = _checked_prefix(options.key_prefix)
@@ -458,21 +466,42 @@ def _run(options: argparse.Namespace) -> int:
             return 128 + interrupted.signal_number
 
 
+_MEANT_FOR = {
+    **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem"], _TARGETS),
+    **dict.fromkeys(["work_dir", "notice", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
+    **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
+}
+"""Targets that an option means something for; the others, for any."""
+
+
+def _surrounding_target(options: argparse.Namespace) -> str:
+    """Where nodes belong when nobody says it. What was given for another place is meant for the same command there."""
+    from lightning_dlrover.components.kubernetes_api import is_in_pod
+
+    target = "slurm" if "SLURM_JOB_ID" in os.environ else "kubernetes" if is_in_pod() else "local"
+    ignored = _meant_for_others(options, target)
+    for name in ignored:
+        setattr(options, name, None)
+    place = {"local": "on this machine", "slurm": "on Slurm", "kubernetes": "on Kubernetes"}[target]
+    _say(f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(_flag, ignored))}" if ignored else ""))
+    return target
+
+
+def _meant_for_others(options: argparse.Namespace, target: str) -> list[str]:
+    """The options that were given and mean nothing for this target."""
+    return [n for n, targets in _MEANT_FOR.items() if getattr(options, n) not in (None, "", []) and target not in targets]
+
+
 def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """
     Raises:
         UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
     """
-    meant_for = {
-        **dict.fromkeys([*_NODE_OPTIONS, "cpus", "mem"], _TARGETS),
-        **dict.fromkeys(["work_dir", "notice"], ("slurm", "kubernetes")),
-        **dict.fromkeys([*_SLURM_OPTIONS, "sbatch_arg", "etcd_host"], ("slurm",)),
-        **dict.fromkeys([*_KUBERNETES_OPTIONS, *_REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
-    }
-    set_here = [name for name in meant_for if getattr(options, name) not in (None, "", [])]
-    if given := [name for name in set_here if options.target not in meant_for[name]]:
-        names = ", ".join(map(_flag, given))
-        raise UsageError(f"{names}: only with --target {' or '.join(meant_for[given[0]])}")
+    from lightning_dlrover.components.kubernetes_api import is_in_pod
+
+    if given := _meant_for_others(options, options.target):
+        raise UsageError(f"{', '.join(map(_flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
     if options.notice is not None and options.notice < 0:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
@@ -483,10 +512,11 @@ def _check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         if not options.image and not options.pod_template:
             raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
         _kubernetes_asked_for(options)
-        if endpoint is None:
+        if endpoint is None and not options.etcd_host and not is_in_pod():
             raise UsageError(
                 "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
-                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md)"
+                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md), or, if they can reach "
+                "this host, its address with --etcd-host"
             )
 
 
@@ -523,12 +553,6 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
 
     from lightning_dlrover.components.kubernetes_pod import KubernetesOptions, Mount
 
-    pairs: dict[str, dict[str, str]] = {}
-    for name in ("node_selector", "env"):
-        wrong = [text for text in getattr(options, name) if not text.partition("=")[0] or "=" not in text]
-        if wrong:
-            raise UsageError(f"{_flag(name)} {wrong[0]!r} is not {_REPEATED_OPTIONS[name][0]}")
-        pairs[name] = dict(text.split("=", 1) for text in getattr(options, name))
     mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
     if None in mounts:
         raise UsageError(f"--mount {options.mount[mounts.index(None)]!r} is not CLAIM:PATH[:ro], such as data:/data:ro")
@@ -548,10 +572,9 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
     return KubernetesOptions(
         **{name: getattr(options, name) for name in ("image", "namespace", "service_account", "secret", "image_pull_secret")},
         gpus=options.gpus,
-        node_selector=pairs["node_selector"],
+        node_selector=_pairs(options, "node_selector", "LABEL=VALUE"),
         mounts=tuple(Mount(match[1], match[2], bool(match[3])) for match in mounts if match),
         endpoint=options.pod_endpoint,
-        environment=pairs["env"],
         work_dir=options.work_dir,
         python=options.python or "python",
         **({"grace_s": options.notice} if options.notice is not None else {}),
@@ -561,15 +584,28 @@ def _kubernetes_asked_for(options: argparse.Namespace) -> KubernetesOptions:
     )
 
 
+def _pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
+    """The values of an option that may be repeated.
+
+    Raises:
+        UsageError: one of them is not of that form.
+    """
+    wrong = [text for text in getattr(options, name) if not text.partition("=")[0] or "=" not in text]
+    if wrong:
+        raise UsageError(f"{_flag(name)} {wrong[0]!r} is not {form}")
+    return dict(text.split("=", 1) for text in getattr(options, name))
+
+
 @contextlib.contextmanager
 def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
     """An etcd of the job's own.
 
-    Nodes on Slurm live on when we are killed: whoever goes on with the job finds etcd's data where they were, and the nodes
-    find etcd. When the job ends in order its data go.
+    Nodes at a scheduler live on when we are killed: whoever goes on with the job finds etcd's data where they were, and the
+    nodes find etcd. When the job ends in order its data go.
 
     Raises:
-        EtcdServerError: it cannot be started, or not where the nodes look for it.
+        EtcdServerError: it cannot be started.
+        UsageError: it cannot be started where the nodes look for it.
     """
     from lightning_dlrover.job_view import JOB_FILE, JobNotFoundError, read_job_file
     from lightning_dlrover.rdzv.client import parse_endpoints
@@ -582,6 +618,12 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
     host, port = options.etcd_host or _own_address(), None
     with contextlib.suppress(JobNotFoundError):
         [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
+        if not _is_own_address(host):
+            raise UsageError(
+                f"job {folder.name!r} has had its etcd on {host}, and its nodes look for it there: go on with the job on that "
+                f"host, not on {socket.gethostname()}; if that is gone, end what is left with `dlrover cancel {folder.name}`, "
+                "and name an etcd that outlasts its hosts with --endpoint next time"
+            )
     data = folder / "etcd"
     deadline = time.monotonic() + 10.0
     is_over = False
@@ -598,7 +640,10 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
                 time.sleep(0.5)
         with server:
             if not host.startswith("127."):
-                _say(f"etcd listens on {server.endpoint} for everybody; see docs/security.md for one that asks who one is")
+                _say(
+                    f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
+                    "stays, and docs/security.md says how it asks who one is"
+                )
             yield server
         is_over = True
     finally:
@@ -616,6 +661,16 @@ def _own_address() -> str:
         probe.connect(("10.255.255.255", 1))  # sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _is_own_address(host: str) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _new_run_id(script: Path) -> str:
@@ -651,7 +706,7 @@ def _run_job(
         max_workers=limits.max_workers,
         max_restarts=options.max_restarts,
         access=place.access,
-        environment=_objective(options),
+        environment={**_objective(options), **_pairs(options, "env", "NAME=VALUE")},
     )
     # An agent that may start its worker again needs no worker for as long as that takes.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
@@ -850,7 +905,7 @@ def _run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) ->
             with contextlib.suppress(JobNotFoundError):
                 former = read_job_file(folder / JOB_FILE).place.endpoint
             # A job whose controller was killed goes on where its etcd still is, or its data are.
-            has_data = target == "slurm" and former is not None and (folder / "etcd").is_dir()
+            has_data = target != "local" and former is not None and (folder / "etcd").is_dir()
             if former != endpoint if endpoint is not None else not has_data:
                 raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
         try:

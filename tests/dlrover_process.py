@@ -84,6 +84,10 @@ class Dlrover:
     def start(self, *arguments: object, run_id: str = "job") -> Run:
         """`dlrover run` in the background, with `run_id` as its name."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--rdzv-id", run_id, *map(str, arguments)]
+        return self.follow(command, run_id)
+
+    def follow(self, command: Sequence[str], run_id: str) -> Run:
+        """Run, in the background, what runs a job of this name."""
         output = self.folder / f"output-{len(self.runs)}"
         with output.open("wb") as stream:
             process = subprocess.Popen(
@@ -126,7 +130,7 @@ class Dlrover:
 
 @dataclass
 class Run:
-    """One `dlrover run`."""
+    """One `dlrover run`, or what has started it."""
 
     dlrover: Dlrover
     run_id: str
@@ -151,7 +155,7 @@ class Run:
         def look() -> T | None:
             code = self.process.poll()
             result = found()
-            assert result or code is None, f"dlrover run ended with code {code} before {what}:\n{self.output[-6000:]}"
+            assert result or code is None, f"it ended with code {code} before {what}:\n{self.output[-6000:]}"
             return result
 
         try:
@@ -173,4 +177,4 @@ class Run:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"dlrover run did not end within {timeout_s:.0f} s:\n{self.output[-6000:]}") from None
+            raise AssertionError(f"it did not end within {timeout_s:.0f} s:\n{self.output[-6000:]}") from None

@@ -1,12 +1,23 @@
-"""The component as `torchx run` uses it: by file path, linted by TorchX."""
+"""The components as TorchX finds and lints them: by file path, and by the names that the package registers."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
-COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
+import pytest
+import yaml
+from torchx.runner import Runner, get_runner
+
+from lightning_dlrover.components import elastic
+
+REPOSITORY = Path(__file__).parents[2]
+COMPONENT = REPOSITORY / "components" / "elastic.py"
 
 
 def torchx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -14,23 +25,140 @@ def torchx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_torchx_runs_the_component_by_file_path(tmp_path: Path) -> None:
-    options = ["--script", "train.py", "--rdzv_endpoint", "10.0.0.7:2379", "--rdzv_id", "job", "--workers", "1:4"]
+def dryrun(runner: Runner, component: str, scheduler: str, *arguments: str, **config: Any) -> str:
+    """What would be submitted, as text."""
+    return str(runner.dryrun_component(f"{COMPONENT}:{component}", [*arguments], scheduler, config, workspace=None))
+
+
+def test_a_job_on_this_machine_is_one_process_that_starts_its_nodes(tmp_path: Path) -> None:
+    options = ["--script", "train.py", "--workers", "1:4", "--options=--objective cheapest --notice 5"]
     done = torchx("run", "--dryrun", "-s", "local_cwd", f"{COMPONENT}:train", *options, "--", "--epochs", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for argument in (
-        "--rdzv-backend=etcd-v3",
-        "--rdzv-endpoint=10.0.0.7:2379",
-        "--rdzv-id=job",
-        "--nnodes=1:4",
-        "--nproc-per-node=1",
-        "train.py",
-        "--epochs",
-    ):
-        assert f"'{argument}'" in done.stdout, argument
+    request = done.stdout.partition("SCHEDULER REQUEST")[2]
+    words = ["lightning_dlrover.cli", "run", "--target=auto", "--workers=1:4", "--rdzv-id=train-"]
+    words += ["--objective", "cheapest", "--notice", "5", "train.py", "--epochs", "3"]
+    places = [request.find(f"'{word}") for word in words]
+    assert -1 not in places, request
+    assert places == sorted(places)
+    assert "--endpoint" not in request  # what was not asked for is not handed on
 
 
 def test_torchx_names_an_option_that_is_missing(tmp_path: Path) -> None:
-    done = torchx("run", "--dryrun", "-s", "local_cwd", f"{COMPONENT}:train", "--script", "train.py", cwd=tmp_path)
+    done = torchx("run", "--dryrun", "-s", "local_cwd", f"{COMPONENT}:node", "--script", "train.py", cwd=tmp_path)
     assert done.returncode != 0
     assert "rdzv_endpoint" in done.stderr + done.stdout
+
+
+def test_a_job_on_slurm_is_one_small_slurm_job_called_as_its_number() -> None:
+    with get_runner() as runner:
+        given = (
+            "--script",
+            "train.py",
+            "--partition",
+            "gpu",
+            "--account",
+            "me",
+            "--time",
+            "2:00:00",
+            "--cpu",
+            "8",
+            "--gpu",
+            "1",
+        )
+        script = dryrun(runner, "train", "slurm", *given, "--", "a b", "$HOME", partition="login")
+    assert "--partition=login" in script
+    assert "--cpus-per-task=1" in script
+    assert "--gpus" not in script.partition("srun")[0]
+    assert '--rdzv-id="$SLURM_JOB_ID"' in script
+    for word in ("--partition=gpu", "--account=me", "--time=2:00:00", "--cpus=8", "train.py 'a b' '$HOME'"):
+        assert word in script.partition("srun")[2], word
+
+
+def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> None:
+    given = ["--script", "/work/train.py", "--image", "trainer:1", "--cpu", "4", "--memMB", "8192", "--namespace", "training"]
+    given += ["--service_account", "trainer", "--node_selector", "pool=gpu,zone=a", "--env", "LEVEL=1,LIST=a,b"]
+    given += ["--mounts", "type=volume,src=runs,dst=/runs,type=volume,src=data,dst=/data,readonly", "--run_dir", "/runs"]
+    with get_runner() as runner:
+        options = runner.scheduler_run_opts("kubernetes")
+        config = {"queue": "q", "service_account": "dlrover-controller"}
+        # Newer releases ask the cluster what it thinks of a job, for a dry run, too.
+        config |= {"validate_spec": False} if options.get("validate_spec") else {}
+        manifest = yaml.safe_load(dryrun(runner, "train", "kubernetes", *given, **config))
+    [task] = manifest["spec"]["tasks"]
+    pod = task["template"]["spec"]
+    [container] = pod["containers"]
+    assert (task["replicas"], pod["serviceAccountName"], container["image"]) == (1, "dlrover-controller", "trainer:1")
+    assert "minAvailable" not in task  # one replica: there is nothing less to make do with
+    assert container["command"][0] == "python"  # that of the image
+    assert container["command"][-1] == "/work/train.py"
+    name = manifest["metadata"]["name"]
+    assert {
+        f"--rdzv-id={name}",
+        "--image=trainer:1",
+        "--cpus=4",
+        "--mem=8192M",
+        "--namespace=training",
+        "--service-account=trainer",
+        "--node-selector=pool=gpu",
+        "--node-selector=zone=a",
+        "--env=LEVEL=1",
+        "--env=LIST=a,b",
+        "--mount=runs:/runs",
+        "--mount=data:/data:ro",
+        "--run-dir=/runs",
+    } <= {*container["command"]}
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    assert claims == ["runs", "data"]
+
+
+def test_a_mount_that_nodes_cannot_be_given_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"/data.*only type=volume"):
+        elastic.train(script="train.py", mounts=["type=bind", "src=/data", "dst=/data"])
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """An environment in which this package's entry points are as after an installation, whatever the present one has."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "site" / f"lightning_dlrover-{project['version']}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), str(REPOSITORY)])}
+
+
+LISTING = """
+import json
+import torchx.specs as specs
+from torchx.specs.finder import ModuleComponentsFinder, get_components
+import inspect
+arguments = [None] if "validators" in inspect.signature(ModuleComponentsFinder.find).parameters else []
+builtins = ModuleComponentsFinder("torchx.components", "").find(*arguments)
+print(json.dumps({
+    "components": sorted(get_components()),
+    "builtins": sorted(component.name for component in builtins if not component.validation_errors),
+    "sizes": {name: vars(specs.resource(h=name))["memMB"] for name in ("dlrover_cpu_small", "dlrover_cpu_large", "gpu.small")},
+}))
+"""
+
+
+def test_components_and_resources_are_found_by_name_beside_torchxs_own(installed: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTING], env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert {"dist.ddp", "utils.echo"} <= {*listed["builtins"]}
+    assert listed["components"] == sorted([*listed["builtins"], "dlrover.node", "dlrover.train"])
+    assert listed["sizes"]["dlrover_cpu_small"] < listed["sizes"]["dlrover_cpu_large"]
+    assert listed["sizes"]["gpu.small"] > 0
+
+    command = [sys.executable, "-m", "torchx.cli.main", "run", "--dryrun", "-s", "local_cwd"]
+    command += ["dlrover.train", "--script", "train.py", "-h", "dlrover_gpu_1"]
+    done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"'{word}'" in done.stdout for word in ("--cpus=8", "--gpus=1", "--mem=32768M"))

@@ -93,11 +93,10 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
         node_selector={"pool": "gpu"},
         mounts=(Mount("data", "/data", read_only=True),),
         image_pull_secret="registry",
-        environment={"LEVEL": "5$"},
         work_dir="/work",
         grace_s=300,
     )
-    spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"))
+    spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"), environment={"LEVEL": "5$"})
     manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK)
     assert manifest["metadata"]["name"] == f"run-node3-{MARK}"
     assert manifest["metadata"]["labels"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()

@@ -56,7 +56,7 @@ def make_target(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Mak
     def make(source: str, *arguments: str, **options: object) -> LocalTarget:
         script = tmp_path / "script.py"
         script.write_text(source)
-        spec = NodeSpec(str(script), arguments, etcd.endpoint, run_id, "/dlrover", 1, 2)
+        spec = NodeSpec(str(script), arguments, etcd.endpoint, run_id, "/dlrover", 1, 2, environment={"LEVEL": "5$ ${app_id}"})
         made.append(LocalTarget(spec, tmp_path / "logs", **options))  # type: ignore[arg-type]
         return made[-1]
 
@@ -77,12 +77,14 @@ def pids(target: LocalTarget, handle: str) -> list[int]:
     return [int(word) for word in line.split()[1:]]
 
 
-def test_a_node_runs_the_script_with_its_arguments_untouched(make_target: MakeTarget) -> None:
-    target = make_target("import sys; print(sys.argv[1:])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b")
+def test_a_node_runs_the_script_with_its_arguments_and_variables_untouched(make_target: MakeTarget) -> None:
+    target = make_target(
+        "import os, sys; print(sys.argv[1:], os.environ['LEVEL'])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b"
+    )
     handle = target.start("node1")
     wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
     assert target.status(handle) == "succeeded"
-    assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b']" in output(target, handle)
+    assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b'] 5$ ${app_id}" in output(target, handle)
 
 
 def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:

@@ -132,7 +132,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--target", "slurm", "--image", "i", "script.py"], "--image: only with --target kubernetes"),
         (["run", *KUBERNETES, "/s.py"], "pods cannot reach an etcd that is started here; name one that they reach"),
         (["run", "--target", "kubernetes", "--endpoint", "h:1", "/s.py"], "needs the --image that nodes run"),
-        (["run", *KUBERNETES, "--env", "LEVEL", "/s.py"], "--env 'LEVEL' is not NAME=VALUE"),
+        (["run", "--env", "LEVEL", "script.py"], "--env 'LEVEL' is not NAME=VALUE"),
         (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
         (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
         (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
@@ -180,6 +180,33 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
     assert code == 2
     assert message in errors
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        ({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"}, "nodes run on Slurm, where these mean nothing: --image"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
+            "nodes run on Kubernetes, where these mean nothing: --partition",
+        ),
+        # Without a service account there is nobody as whom nodes could be asked for.
+        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+    ],
+)
+def test_nodes_run_where_their_controller_does_unless_told_otherwise(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightning_dlrover.components.kubernetes_api._NAMESPACE_FILE", tmp_path / "none")
+    options = ("--target", "auto", "--partition", "p", "--image", "i", "--max-restarts", "-1")
+    code, output, errors = dlrover("run", *options, "script.py")
+    assert (code, output.strip()) == (2, said)
+    assert "--max-restarts is -1" in errors  # and went on to what else is wrong
 
 
 def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -499,6 +526,16 @@ def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> Non
     code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
     assert (code, "Traceback" in errors) == (2, False)
     assert not Path("runs/job").exists()
+
+
+def test_a_job_whose_etcd_was_on_another_host_is_not_gone_on_with_here(dlrover: RunCli) -> None:
+    folder = Path("runs/job")
+    (folder / "etcd").mkdir(parents=True)
+    JobPlace("job", "192.0.2.1:2379").write(folder, "slurm", "mark")
+    code, _, errors = dlrover("run", "--target", "slurm", "--rdzv-id", "job", "script.py")
+    assert code == 2
+    assert "its etcd on 192.0.2.1, and its nodes look for it there: go on with the job on that host" in errors
+    assert (folder / "etcd").exists()
 
 
 def test_a_job_may_start_in_the_moment_in_which_somebody_asks_whether_it_runs(dlrover: RunCli) -> None:
