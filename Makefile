@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup run test lint clean
+.PHONY: setup run test test-torchx-nightly lint clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,14 @@ lint: setup
 # Most tests wait for processes rather than compute: two at a time on two cores.
 test: lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# TorchX's newest nightly, in front of the release that is installed, for the tests that use TorchX.
+test-torchx-nightly: setup
+	rm -rf build/torchx-nightly
+	$(BIN)/python -m pip install --quiet --no-deps --target build/torchx-nightly torchx-nightly
+	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -c "import torchx.version as v; print('TorchX', v.__version__, v.__file__)"
+	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -m pytest -q $(ARGS) \
+		tests/components/test_elastic.py tests/components/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

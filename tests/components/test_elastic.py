@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,15 +17,21 @@ import pytest
 import yaml
 from torchx.runner import Runner, get_runner
 
+from lightning_dlrover import cli
 from lightning_dlrover.components import elastic
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"
 
 
-def torchx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchx(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchx.cli.main", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def asks_the_cluster(runner: Runner) -> bool:
+    """Whether this release has Kubernetes check each job first, for a dry run, too, unless it is told not to."""
+    return runner.scheduler_run_opts("kubernetes").get("validate_spec") is not None
 
 
 def dryrun(runner: Runner, component: str, scheduler: str, *arguments: str, **config: Any) -> str:
@@ -79,10 +88,8 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     given += ["--service_account", "trainer", "--node_selector", "pool=gpu,zone=a", "--env", "LEVEL=1,LIST=a,b"]
     given += ["--mounts", "type=volume,src=runs,dst=/runs,type=volume,src=data,dst=/data,readonly", "--run_dir", "/runs"]
     with get_runner() as runner:
-        options = runner.scheduler_run_opts("kubernetes")
         config = {"queue": "q", "service_account": "dlrover-controller"}
-        # Newer releases ask the cluster what it thinks of a job, for a dry run, too.
-        config |= {"validate_spec": False} if options.get("validate_spec") else {}
+        config |= {"validate_spec": False} if asks_the_cluster(runner) else {}
         manifest = yaml.safe_load(dryrun(runner, "train", "kubernetes", *given, **config))
     [task] = manifest["spec"]["tasks"]
     pod = task["template"]["spec"]
@@ -92,6 +99,7 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     assert container["command"][0] == "python"  # that of the image
     assert container["command"][-1] == "/work/train.py"
     name = manifest["metadata"]["name"]
+    cli._parser().parse_args(container["command"][3:])  # every option is one that `dlrover run` takes
     assert {
         f"--rdzv-id={name}",
         "--image=trainer:1",
@@ -128,7 +136,10 @@ def installed(tmp_path: Path) -> dict[str, str]:
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()
     ]
     (folder / "entry_points.txt").write_text("\n".join(lines))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), str(REPOSITORY)])}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 LISTING = """
@@ -157,8 +168,24 @@ def test_components_and_resources_are_found_by_name_beside_torchxs_own(installed
     assert listed["sizes"]["dlrover_cpu_small"] < listed["sizes"]["dlrover_cpu_large"]
     assert listed["sizes"]["gpu.small"] > 0
 
-    command = [sys.executable, "-m", "torchx.cli.main", "run", "--dryrun", "-s", "local_cwd"]
-    command += ["dlrover.train", "--script", "train.py", "-h", "dlrover_gpu_1"]
-    done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    named = ("dlrover.train", "--script", "train.py", "-h", "dlrover_gpu_1")
+    done = torchx("run", "--dryrun", "-s", "local_cwd", *named, cwd=tmp_path, env=installed)
     assert done.returncode == 0, done.stderr
     assert all(f"'{word}'" in done.stdout for word in ("--cpus=8", "--gpus=1", "--mem=32768M"))
+
+
+def test_the_commands_on_the_page_about_torchx_work_as_written(installed: dict[str, str], tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "torchx.md").read_text()
+    found = re.findall(r"^torchx run ((?:.*\\\n)*.*)$|`torchx run (-s [^`]*)`", page, re.MULTILINE)
+    commands = [shlex.split((block or inline).replace("\\\n", " ")) for block, inline in found]
+    assert {words[1] for words in commands if words[0] == "-s"} >= {"local_cwd", "slurm", "kubernetes"}
+    with get_runner() as runner:
+        unasked = ",validate_spec=False" if asks_the_cluster(runner) else ""
+    for words in commands:
+        words = [f"{word}{unasked}" if word.startswith("queue=") else word for word in words]
+        done = torchx("run", "--dryrun", *words, cwd=tmp_path, env=installed)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith(("| `--", "| `-h"))]
+    named = set(re.findall(r"--([a-zA-Z_]+)", " ".join(rows).partition("--options=")[0])) | {"options", "h"}
+    assert named == {*inspect.signature(elastic.train).parameters} - {"script_args"}

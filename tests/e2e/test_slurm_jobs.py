@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from dlrover_process import Dlrover, Run, eventually
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from test_dlrover_run import PROBLEM, SCRIPT, wait_for_first_round, wait_for_workers
+from test_torchx import COMPONENT, torchx
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
@@ -136,6 +137,67 @@ def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, s
     assert "2 nodes were still there" in done.stdout
     assert slurm.jobs() == {}
     eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
+def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, *arguments: object) -> tuple[str, Run]:
+    """A job called `job`, of one to two workers: the number of its controller's Slurm job, and what that prints."""
+    options = ("-s", "slurm", "-cfg", "partition=main,time=30", f"{COMPONENT}:train", "--script", SCRIPT, "--workers", "1:2")
+    ours = ("--rdzv_id", "job", "--partition", "main", "--time", "20", "--options=--etcd-host=127.0.0.1", "--", *arguments)
+    done = dlrover.process(torchx("run", *options, *ours))
+    # Then TorchX asks what has become of it, and may fail: 0.7.0 asks `sacct` alone, and this cluster has no accounting.
+    submitted = re.search(r"^slurm://torchx/(\d+)$", done.stdout, re.MULTILINE)
+    assert submitted is not None, done.stderr
+    output = dlrover.folder / f"slurm-{submitted[1]}-controller-0.out"
+    eventually(output.exists, f"the controller's start: {slurm.jobs()}")
+    return submitted[1], dlrover.follow(["tail", "--lines=+1", "--follow", str(output)], "job")
+
+
+def wait_for_end(slurm: SlurmCluster, job: str) -> str:
+    """The state in which a Slurm job has ended."""
+    eventually(lambda: job not in slurm.jobs(), f"the end of job {job}", 60)
+    state = re.search(r"JobState=(\S+)", slurm("scontrol", "show", "job", job))
+    assert state is not None
+    return state[1]
+
+
+@pytest.mark.timeout(200)
+def test_torchx_submits_a_controller_which_submits_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    app, run = start_with_torchx(dlrover, slurm, "--until", until)
+    wait_for_first_round(run)
+    assert "nodes run on Slurm" in run.output
+    assert dlrover("scale", "job", 2).returncode == 0
+    workers = wait_for_workers(run, 2)
+    assert len({app, *(job_of(run, slurm, worker["pid"]) for worker in workers)}) == 3
+    until.touch()
+    assert wait_for_end(slurm, app) == "COMPLETED", run.output
+    assert slurm.jobs() == {}
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(200)
+def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster) -> None:
+    app, run = start_with_torchx(dlrover, slurm)
+    wait_for_first_round(run)
+    assert dlrover("scale", "job", 2).returncode == 0
+    wait_for_workers(run, 2)
+    slurm("scancel", app)  # all that `torchx cancel` does, after it has asked for the state
+    assert wait_for_end(slurm, app) == "CANCELLED"
+    eventually(lambda: not slurm.jobs(), "the end of all nodes")
+    assert "job job was ended by SIGTERM" in errors_of(dlrover, app)
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(200)
+def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: SlurmCluster) -> None:
+    app, run = start_with_torchx(dlrover, slurm, "--fail-at", 3)
+    assert wait_for_end(slurm, app) == "FAILED", run.output
+    assert PROBLEM in errors_of(dlrover, app)
+    assert slurm.jobs() == {}
+
+
+def errors_of(dlrover: Dlrover, app: str) -> str:
+    return (dlrover.folder / f"slurm-{app}-controller-0.err").read_text()
 
 
 KILLS = {

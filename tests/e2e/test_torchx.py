@@ -1,0 +1,58 @@
+"""`torchx run` with our component on this machine: a controller as TorchX's app, and real training."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from dlrover_process import Dlrover, Run
+from test_dlrover_run import PROBLEM, SCRIPT, wait_for_first_round, wait_for_workers
+
+COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
+
+
+def torchx(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "torchx.cli.main", *map(str, arguments)]
+
+
+def local_job(dlrover: Dlrover, script: Path, *arguments: object, options: Sequence[object] = ()) -> Run:
+    """A job called `job`, of one to two workers."""
+    train = (f"{COMPONENT}:train", "--script", script, "--workers", "1:2", "--rdzv_id", "job", *options)
+    return dlrover.follow(torchx("run", "-s", "local_cwd", *train, "--", *arguments), "job")
+
+
+@pytest.mark.timeout(200)
+def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    # The same command is meant for a cluster, too.
+    run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options", "--max-restarts=1 -v"))
+    wait_for_first_round(run)
+    assert "nodes run on this machine, where these mean nothing: --partition" in run.output
+    assert dlrover("scale", "job", 2).returncode == 0
+    wait_for_workers(run, 2)
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    assert "Job finished: SUCCEEDED" in run.output
+    assert {"round", "scale", "finished"} <= {event.kind for event in run.events}
+    dlrover.assert_all_ended()
+
+
+def test_an_app_has_failed_when_its_job_has(dlrover: Dlrover) -> None:
+    run = local_job(dlrover, SCRIPT, "--fail-at", 3)
+    assert run.wait_for_exit(60) == 1
+    assert "Job finished: FAILED" in run.output
+    assert PROBLEM in run.output
+    dlrover.assert_all_ended()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torchx_ends_all_nodes_of_the_job(dlrover: Dlrover, number: signal.Signals) -> None:
+    run = local_job(dlrover, SCRIPT)
+    wait_for_first_round(run)
+    run.process.send_signal(number)
+    assert run.wait_for_exit(30) != 0
+    assert "job job was ended by SIGTERM; nothing it started is left" in run.output
+    dlrover.assert_all_ended()
