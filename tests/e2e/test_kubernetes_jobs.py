@@ -84,6 +84,19 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     assert len(losses) == 1, [event.text for event in losses]
 
 
+@pytest.mark.timeout(120)
+def test_a_controller_in_a_pod_finds_its_cluster_and_needs_no_etcd(
+    dlrover: Dlrover, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # as in every pod
+    run = dlrover.start("--target", "auto", "--image", "trainer:1", "--partition", "main", SCRIPT, "--steps", 20)
+    assert run.wait_for_exit(60) == 0, run.output
+    assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
+    assert run.events[-1].kind == "finished"
+    assert not (run.folder / "etcd").exists()
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
 def has_nodes(cluster: KubernetesCluster, num_nodes: int) -> bool:
     return len(cluster.nodes()) == num_nodes
 
