@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from dlrover_process import Dlrover, Run, eventually
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import PROBLEM, SCRIPT, wait_for_first_round, wait_for_workers
+from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
@@ -139,9 +139,9 @@ def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, s
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
 
-def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, *arguments: object) -> tuple[str, Run]:
+def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *arguments: object) -> tuple[str, Run]:
     """A job called `job`, of one to two workers: the number of its controller's Slurm job, and what that prints."""
-    options = ("-s", "slurm", "-cfg", "partition=main,time=30", f"{COMPONENT}:train", "--script", SCRIPT, "--workers", "1:2")
+    options = ("-s", "slurm", "-cfg", "partition=main,time=30", f"{COMPONENT}:train", "--script", script, "--workers", "1:2")
     ours = ("--rdzv_id", "job", "--partition", "main", "--time", "20", "--options=--etcd-host=127.0.0.1", "--", *arguments)
     done = dlrover.process(torchx("run", *options, *ours))
     # Then TorchX asks what has become of it, and may fail: 0.7.0 asks `sacct` alone, and this cluster has no accounting.
@@ -163,7 +163,7 @@ def wait_for_end(slurm: SlurmCluster, job: str) -> str:
 @pytest.mark.timeout(200)
 def test_torchx_submits_a_controller_which_submits_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     until = tmp_path / "enough"
-    app, run = start_with_torchx(dlrover, slurm, "--until", until)
+    app, run = start_with_torchx(dlrover, slurm, SCRIPT, "--until", until)
     wait_for_first_round(run)
     assert "nodes run on Slurm" in run.output
     assert dlrover("scale", "job", 2).returncode == 0
@@ -177,7 +177,7 @@ def test_torchx_submits_a_controller_which_submits_its_nodes(dlrover: Dlrover, s
 @pytest.mark.on_demand
 @pytest.mark.timeout(200)
 def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster) -> None:
-    app, run = start_with_torchx(dlrover, slurm)
+    app, run = start_with_torchx(dlrover, slurm, SCRIPT)
     wait_for_first_round(run)
     assert dlrover("scale", "job", 2).returncode == 0
     wait_for_workers(run, 2)
@@ -189,10 +189,12 @@ def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slu
 
 @pytest.mark.on_demand
 @pytest.mark.timeout(200)
-def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: SlurmCluster) -> None:
-    app, run = start_with_torchx(dlrover, slurm, "--fail-at", 3)
+def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('bad')\n")
+    app, run = start_with_torchx(dlrover, slurm, script)
     assert wait_for_end(slurm, app) == "FAILED", run.output
-    assert PROBLEM in errors_of(dlrover, app)
+    assert "ValueError: bad" in errors_of(dlrover, app)
     assert slurm.jobs() == {}
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run
-from test_dlrover_run import PROBLEM, SCRIPT, wait_for_first_round, wait_for_workers
+from dlrover_process import Dlrover, Run, eventually
+from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
 COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
 
@@ -28,7 +28,7 @@ def local_job(dlrover: Dlrover, script: Path, *arguments: object, options: Seque
 def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     # The same command is meant for a cluster, too.
-    run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options", "--max-restarts=1 -v"))
+    run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options=--objective fastest"))
     wait_for_first_round(run)
     assert "nodes run on this machine, where these mean nothing: --partition" in run.output
     assert dlrover("scale", "job", 2).returncode == 0
@@ -40,19 +40,22 @@ def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover,
     dlrover.assert_all_ended()
 
 
-def test_an_app_has_failed_when_its_job_has(dlrover: Dlrover) -> None:
-    run = local_job(dlrover, SCRIPT, "--fail-at", 3)
+def test_an_app_has_failed_when_its_job_has(dlrover: Dlrover, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nraise ValueError(f'bad: {sys.argv[1:]}')\n")
+    run = local_job(dlrover, script, "--lr", "0.1", "a b", "${app_id}", "$$", options=("--env", "LEVEL=1"))
     assert run.wait_for_exit(60) == 1
     assert "Job finished: FAILED" in run.output
-    assert PROBLEM in run.output
+    assert "ValueError: bad: ['--lr', '0.1', 'a b', '${app_id}', '$$']" in run.output
     dlrover.assert_all_ended()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.on_demand)])
 def test_a_signal_to_torchx_ends_all_nodes_of_the_job(dlrover: Dlrover, number: signal.Signals) -> None:
     run = local_job(dlrover, SCRIPT)
     wait_for_first_round(run)
     run.process.send_signal(number)
     assert run.wait_for_exit(30) != 0
-    assert "job job was ended by SIGTERM; nothing it started is left" in run.output
-    dlrover.assert_all_ended()
+    # TorchX kills a controller that has not ended its nodes within 10 s, which then end with it; its etcd's folder stays.
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    assert run.events[-1].kind != "finished"
