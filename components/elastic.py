@@ -16,7 +16,7 @@ import torchx.specs as specs
 __all__ = ["node", "train"]
 
 # What `dlrover run` and an embedded etcd need, with room for the records of thousands of rounds. It computes next to nothing.
-CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=2048)
+CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=1024)
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 """A capability that named resources of clouds have, and a label of Kubernetes' hosts."""

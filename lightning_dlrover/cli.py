@@ -453,13 +453,13 @@ def _run(options: argparse.Namespace) -> int:
                 _run_folder(options.run_dir / run_id, run_id, endpoint, options.target) as folder,
                 contextlib.ExitStack() as stack,
             ):
+                server = None
                 if endpoint is None:
                     server = stack.enter_context(_embedded_etcd(options, folder))
-                    place, is_alive = JobPlace(run_id, server.endpoint, prefix), server.is_running
+                    place = JobPlace(run_id, server.endpoint, prefix)
                 else:
-                    access = _access(options) or access_from(os.environ)
-                    place, is_alive = JobPlace(run_id, endpoint, prefix, access), lambda: True
-                return _run_job(options, script, place, folder, is_alive, hurry)
+                    place = JobPlace(run_id, endpoint, prefix, _access(options) or access_from(os.environ))
+                return _run_job(options, script, place, folder, server, hurry)
         except _Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             print(f"dlrover: job {run_id} was ended by {name}; nothing it started is left", file=sys.stderr)
@@ -683,7 +683,7 @@ def _run_job(
     script: Path,
     place: JobPlace,
     folder: Path,
-    is_alive: Callable[[], bool],
+    server: EmbeddedEtcd | None,
     hurry: threading.Event,
 ) -> int:
     """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
@@ -725,10 +725,16 @@ def _run_job(
         )
         try:
             while (end := controller.step()) is None:
-                if not is_alive():
+                if server is not None and not server.is_running():
                     raise EtcdServerError("the embedded etcd has ended unasked; the job cannot go on without it")
                 announce()
                 controller.wait(0.2)
+        except (_Interrupted, EtcdServerError):
+            # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
+            if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
+                with contextlib.suppress(EtcdServerError):
+                    server.restart()
+            raise
         finally:
             controller.end_nodes()
             announce()

@@ -183,8 +183,7 @@ def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slu
     wait_for_workers(run, 2)
     slurm("scancel", app)  # all that `torchx cancel` does, after it has asked for the state
     assert wait_for_end(slurm, app) == "CANCELLED"
-    eventually(lambda: not slurm.jobs(), "the end of all nodes")
-    assert "job job was ended by SIGTERM" in errors_of(dlrover, app)
+    eventually(lambda: not slurm.jobs(), "the end of all nodes")  # each is a job of its own: nobody else has cancelled it
 
 
 @pytest.mark.on_demand
@@ -194,12 +193,8 @@ def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: S
     script.write_text("raise ValueError('bad')\n")
     app, run = start_with_torchx(dlrover, slurm, script)
     assert wait_for_end(slurm, app) == "FAILED", run.output
-    assert "ValueError: bad" in errors_of(dlrover, app)
+    assert "ValueError: bad" in (dlrover.folder / f"slurm-{app}-controller-0.err").read_text()
     assert slurm.jobs() == {}
-
-
-def errors_of(dlrover: Dlrover, app: str) -> str:
-    return (dlrover.folder / f"slurm-{app}-controller-0.err").read_text()
 
 
 KILLS = {
