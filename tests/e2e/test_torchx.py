@@ -35,7 +35,7 @@ def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover,
     wait_for_workers(run, 2)
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
-    assert "Job finished: SUCCEEDED" in run.output
+    assert "finished: SUCCEEDED" in run.output
     assert {"round", "scale", "finished"} <= {event.kind for event in run.events}
     dlrover.assert_all_ended()
 
@@ -45,7 +45,7 @@ def test_an_app_has_failed_when_its_job_has(dlrover: Dlrover, tmp_path: Path) ->
     script.write_text("import sys\nraise ValueError(f'bad: {sys.argv[1:]}')\n")
     run = local_job(dlrover, script, "--lr", "0.1", "a b", "${app_id}", "$$", options=("--env", "LEVEL=1"))
     assert run.wait_for_exit(60) == 1
-    assert "Job finished: FAILED" in run.output
+    assert "finished: FAILED" in run.output
     assert "ValueError: bad: ['--lr', '0.1', 'a b', '${app_id}', '$$']" in run.output
     dlrover.assert_all_ended()
 
