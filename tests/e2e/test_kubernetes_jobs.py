@@ -84,6 +84,7 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     assert len(losses) == 1, [event.text for event in losses]
 
 
+@pytest.mark.on_demand
 @pytest.mark.timeout(120)
 def test_a_controller_in_a_pod_finds_its_cluster_and_needs_no_etcd(
     dlrover: Dlrover, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,8 @@ def test_an_app_has_failed_when_its_job_has(dlrover: Dlrover, tmp_path: Path) ->
     dlrover.assert_all_ended()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.on_demand)])
+@pytest.mark.on_demand
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchx_ends_all_nodes_of_the_job(dlrover: Dlrover, number: signal.Signals) -> None:
     run = local_job(dlrover, SCRIPT)
     wait_for_first_round(run)
