@@ -659,9 +659,11 @@ class Controller:
                 break
         raise EtcdError(f"{key!r} was not written: it has gone, or another controller acts")
 
-    def _tell(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+    def _tell(self, kind: str, text: str, data: dict[str, Any] | None = None) -> bool:
+        """Add to the job's history, if we still are the one who acts."""
         event = EventRecord(kind, time.time(), text[:2000], data or {})
-        self._client.put(f"{self._keys.events}{time.time_ns():020d}-controller", encode(event))
+        key = f"{self._keys.events}{time.time_ns():020d}-controller"
+        return self._client.txn([self._is_ours], [Put(key, encode(event))]).succeeded
 
     def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
         app.ended_at = now
@@ -741,8 +743,8 @@ class Controller:
             waited_s = time.monotonic() - max(app.ended_at or 0.0 for app in self._apps.values() if app.cancelled)
             if waited_s < self._patience.cancel_s:
                 return None
-        if end is not None and end.exit_code:
-            self._declare_failed(end.reason)
+        if end is not None and end.exit_code and not self._declare_failed(end.reason):
+            return None  # the next step finds out who acts now
         return end
 
     def _add(self, size: NodeSize) -> bool:
@@ -836,20 +838,27 @@ class Controller:
         except EtcdError as error:
             log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
 
-    def _declare_failed(self, reason: str) -> None:
-        """Tell nodes that others have started, and whoever asks later."""
+    def _declare_failed(self, reason: str) -> bool:
+        """Tell nodes that others have started, and whoever asks later.
+
+        Returns:
+            False if another controller may act by now: it is for that one to say whether the job has failed.
+        """
         key = self._keys.job
         try:
-            self._tell("error", f"the job has failed: {reason}")
-            while (entry := self._client.get(key)) is not None:
+            acts = self._tell("error", f"the job has failed: {reason}")
+            while acts and (entry := self._client.get(key)) is not None:
                 job = decode(JobRecord, entry.value, key)
                 if job.phase in ("finished", "failed"):
-                    return
+                    break
                 failed = encode(dataclasses.replace(job, phase="failed", message=reason[:2000]))
-                if self._client.txn([modified(key) == entry.mod_revision], [Put(key, failed)]).succeeded:
-                    return
+                if self._client.txn([self._is_ours, modified(key) == entry.mod_revision], [Put(key, failed)]).succeeded:
+                    break
+                acts = self._still_acts() is not False
+            return acts
         except (EtcdError, RecordError) as error:
             log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)
+            return True
 
     # --- output --------------------------------------------------------------------------------------------------------
 

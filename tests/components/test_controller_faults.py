@@ -1,11 +1,13 @@
 """A controller that is killed anywhere: the next one goes on, no node is leaked and none is started twice.
 
-Controllers are killed before and after every request to etcd and to the scheduler while a job adds, drains, replaces and loses
-nodes. The scheduler here forgets nothing and outlives them; its nodes do what an agent with one worker does.
+Controllers are killed before and after every request to etcd and to the scheduler while a job adds, drains, replaces, loses and
+cancels nodes, and the scheduler fails at each of them. It forgets nothing here and outlives them; its nodes do what an agent
+with one worker does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -37,6 +39,7 @@ from lightning_dlrover.rdzv.server import EmbeddedEtcd
 QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=5.0, surplus_s=5.0, settle_s=0.1, submit_s=0.1, cancel_s=0.5)
 SIZE = NodeSize(1, 1024)
 EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 3
+EVERY_LONG = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 20  # of a life that takes more than a second
 
 
 class Killed(BaseException):
@@ -45,10 +48,11 @@ class Killed(BaseException):
 
 @dataclass
 class Fault:
-    """Kills at the n-th request, before it is carried out or after."""
+    """Kills, or fails, at the n-th request, before it is carried out or after."""
 
     at: int = 0
     num_requests: int = 0
+    error: type[BaseException] = Killed
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -62,7 +66,7 @@ class Fault:
     def _count(self) -> None:
         self.num_requests += 1
         if self.num_requests == self.at:
-            raise Killed
+            raise self.error(f"at request {self.at}")
 
 
 @dataclass
@@ -151,6 +155,9 @@ class Job:
 
     def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
+        self.patience = QUICK
+        self.silent: set[str] = set()  # nodes that no worker of runs
+        self.registers = True  # whoever starts now
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
         self.scheduler = Scheduler()
         self.target = SchedulerTarget(self.scheduler, fault)
@@ -175,10 +182,10 @@ class Job:
         try:
             if self.controller is None:
                 self.client = EtcdClient(EtcdConfig(self.etcd.endpoint))
-                for request in ("txn", "put"):
+                for request in ("txn", "put") if self.fault.error is Killed else ():
                     setattr(self.client, request, self.fault.around(getattr(self.client, request)))
                 limits = Limits(1, 3, SIZE, NodeSize(1, 8 * SIZE.memory_mb))
-                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=QUICK)
+                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=self.patience)
             self.end = self.controller.step()
             self.controller.wait(0.003)
         except Killed:
@@ -208,7 +215,10 @@ class Job:
 
     def live(self) -> None:
         """What workers do: register, form rounds as the plan says, leave."""
-        living = [self.scheduler.nodes[handle] for handle in self.scheduler.living]
+        running = [self.scheduler.nodes[handle] for handle in self.scheduler.living]
+        if not self.registers:
+            self.silent |= set(running) - self.registered
+        living = [node for node in running if node not in self.silent]
         for node in [node for node in living if node not in self.registered]:
             agent = AgentRecord(f"agent-{node}", "h", 1, 1, "running", {"node": node})
             worker = WorkerRecord(f"worker-{node}", agent.agent_id, "h", 1, 0, "127.0.0.1", 1, "active", 1)
@@ -236,18 +246,28 @@ class Job:
             self.hand.put(self.keys.job, encode(JobRecord("training", True, 1, 3, "0")))
             self.members = members
 
-    def leave(self, node: str) -> None:
+    def leave(self, node: str, node_ends: bool = True) -> None:
         self.hand.delete(f"{self.keys.workers}worker-{node}")
         self.hand.delete(f"{self.keys.drains}worker-{node}")
         self.hand.delete(f"{self.keys.agents}agent-{node}")
         self.registered.discard(node)
-        self.scheduler.statuses[self.handle(node)] = "succeeded"
+        if node_ends:
+            self.scheduler.statuses[self.handle(node)] = "succeeded"
+        else:
+            self.silent.add(node)
 
     def handle(self, node: str) -> str:
         return next(handle for handle in self.scheduler.living if self.scheduler.nodes[handle] == node)
 
     def plan(self, num_workers: int) -> None:
         self.hand.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", True)))
+
+    def stop(self, why: str) -> None:
+        """As `dlrover cancel` does it."""
+        entry = self.hand.get(self.keys.nodes)
+        assert entry is not None
+        nodes = decode(NodesRecord, entry.value, entry.key)
+        self.hand.put(self.keys.nodes, encode(dataclasses.replace(nodes, stop=why)))
 
     def drain(self, node: str, once_replaced: bool) -> None:
         self.hand.put(f"{self.keys.drains}worker-{node}", encode(DrainRecord(f"worker-{node}", "", once_replaced)))
@@ -298,10 +318,35 @@ def add_drain_replace_and_lose(job: Job) -> None:
     assert job.scheduler.living == []
 
 
+def cancel_what_is_not_wanted(job: Job) -> None:
+    """A job whose nodes do not end by themselves, and that it ends with nothing left."""
+    job.patience = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4)
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    wanted_back = job.members[0]
+    job.target.wanted_back = {job.handle(wanted_back)}
+    job.run_until("another one in place of the one that is wanted back", job.trains_with(2, without=wanted_back))
+    hung = job.members[1]
+    job.leave(hung, node_ends=False)
+    job.run_until("another one in place of the one that hangs", job.trains_with(2, without=hung))
+    job.registers = False
+    job.plan(3)
+    job.run_until("a third node", lambda: len(job.scheduler.living) == 3)
+    job.registers = True
+    job.plan(2)
+    job.run_until("the end of the one that there is no room for", job.trains_with(2))
+    job.scheduler.submit("node90")
+    job.run_until("the end of the one that nobody has asked for", job.trains_with(2, without="node90"))
+    job.stop("enough")
+    job.run_until("the end", lambda: job.end is not None)
+    assert job.end == Give(1, "enough")
+    assert job.scheduler.living == []
+
+
 @pytest.fixture
 def make_job(etcd: EmbeddedEtcd, run_id: str, request: pytest.FixtureRequest) -> Callable[..., Job]:
-    def make(kill_at: int = 0) -> Job:
-        job = Job(etcd, Keys(f"{run_id}-{kill_at}"), Fault(kill_at))
+    def make(kill_at: int = 0, error: type[BaseException] = Killed) -> Job:
+        job = Job(etcd, Keys(f"{run_id}-{kill_at}"), Fault(kill_at, error=error))
         request.addfinalizer(job.close)
         return job
 
@@ -323,6 +368,34 @@ def test_a_controller_may_be_killed_before_and_after_every_request(make_job: Mak
         add_drain_replace_and_lose(job)
         # One name may be lost between being written down and being asked for.
         assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
+        assert job.num_kills == 1
+
+
+@pytest.mark.timeout(600 if EVERY == 1 else 180)
+def test_a_controller_that_cancels_may_be_killed_before_and_after_every_request(make_job: MakeJob) -> None:
+    whole = make_job()
+    cancel_what_is_not_wanted(whole)
+    num_nodes, num_requests = len(whole.scheduler.nodes), whole.fault.num_requests
+    assert num_nodes == 6
+    assert num_requests > 40
+    for kill_at in range(1, num_requests, EVERY_LONG):
+        job = make_job(kill_at)
+        cancel_what_is_not_wanted(job)
+        assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
+        assert job.num_kills == 1
+
+
+@pytest.mark.timeout(600 if EVERY == 1 else 180)
+@pytest.mark.parametrize("life, every", [(add_drain_replace_and_lose, EVERY), (cancel_what_is_not_wanted, min(EVERY_LONG, 7))])
+def test_a_scheduler_may_give_no_answer_before_and_after_every_request(
+    make_job: MakeJob, life: Callable[[Job], None], every: int
+) -> None:
+    whole = make_job(error=TargetError)
+    life(whole)
+    num_requests = whole.fault.num_requests
+    assert num_requests >= 10
+    for fail_at in range(1, num_requests + 1, every):
+        life(make_job(fail_at, TargetError))
 
 
 def test_the_next_controller_goes_on_with_the_nodes_of_one_that_was_killed(make_job: MakeJob) -> None:
@@ -447,6 +520,27 @@ def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(mak
     assert job.trains_with(2)()
 
 
+def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    former = job.controller
+    assert former is not None
+    former._lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    job.controller = None
+    job.run_until("the next controller's first step", lambda: job.controller is not None)
+    assert former._act([Give(1, "all nodes seemed to have failed")], SIZE) is None
+    entry = job.hand.get(job.keys.job)
+    assert entry is not None
+    assert decode(JobRecord, entry.value, entry.key).phase == "training"
+    assert job.hand.get_prefix(job.keys.events)[1] == []
+    former.close()
+    assert job.controller is not None
+    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")
+    entry = job.hand.get(job.keys.job)
+    assert entry is not None
+    assert decode(JobRecord, entry.value, entry.key).phase == "failed"
+
+
 @pytest.mark.parametrize("lost", [("txn",), ("get",), ("get", "_revoke")])
 def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_back(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
@@ -499,10 +593,7 @@ def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: Make
     job = make_job()
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
-    entry = job.hand.get(job.keys.nodes)
-    assert entry is not None
-    nodes = decode(NodesRecord, entry.value, entry.key)
-    job.hand.put(job.keys.nodes, encode(NodesRecord(nodes.target, nodes.mark, nodes.num_started, stop="enough")))
+    job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
     assert job.end == Give(1, "enough")
     assert job.scheduler.living == []
@@ -513,10 +604,7 @@ def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> 
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.target.ends_at_once = False
-    entry = job.hand.get(job.keys.nodes)
-    assert entry is not None
-    nodes = decode(NodesRecord, entry.value, entry.key)
-    job.hand.put(job.keys.nodes, encode(NodesRecord(nodes.target, nodes.mark, nodes.num_started, stop="enough")))
+    job.stop("enough")
     job.run_until("the node's cancellation", lambda: job.records()["node1"].cancelled)
     for _ in range(10):
         job.step()
