@@ -41,6 +41,9 @@ _STATES: dict[str, AppStatus] = {
     **dict.fromkeys(("DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"), "failed"),
 }
 
+# Who was killed for what it holds has left no word of its own; these come from Slurm, in its output.
+_OUT_OF_MEMORY = re.compile(r"slurmstepd.*?: error: .*?(exceeded (?:job )?memory limit.*|oom[-_]kill.*)", re.I)
+
 # The request has certainly not been carried out; it may be repeated.
 _NOT_SENT = re.compile(r"connect failure|Connection refused|No route to host|Unable to establish configuration source", re.I)
 # It may have been carried out although its answer was lost.
@@ -80,7 +83,9 @@ class SlurmOptions:
         # To the batch script alone, which is `components/node.py`: it tells the worker, and nobody else.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
         # A node that Slurm started again under its old name would be one that no plan has asked for: we start a new one.
-        return ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", *notice, *given, *self.extra]
+        # Where it does so all the same, what it has said before is kept.
+        fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", "--open-mode=append"]
+        return [*fixed, *notice, *given, *self.extra]
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ class SlurmTarget:
         self._submitted_at: dict[str, float] = {}
         self._looked_up_at: dict[str, float] = {}  # when scontrol was asked about a job that squeue does not list
         self._known: dict[str, AppStatus] = {}  # by handle
+        self._cancelled: set[str] = set()  # handles, by us
+        self._starved: set[str] = set()  # handles of those whose output says that they lacked memory
         self._noticed_at: dict[str, float] = {}  # by handle: which list of squeue's a notice was last looked for with
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
@@ -203,7 +210,13 @@ class SlurmTarget:
         else:
             self._looked_up_at[job_id] = time.monotonic()
             status = self._look_up(job_id, node) or known
+        if known == "running" and status == "pending":
+            # Somebody has requeued it: its worker has gone, and it may wait for long, and for what nobody wants any more. For
+            # the controller it has failed; what Slurm still lists in our name is a node that nobody has asked for.
+            status = "failed"
         self._known[handle] = status
+        if status == "failed" and handle not in self._cancelled:
+            self._tell_why(handle, row.state if row is not None else "")
         return status
 
     def _status_of(self, row: _Row, handle: str) -> AppStatus:
@@ -215,8 +228,26 @@ class SlurmTarget:
         # The epilogue may take its time; what the agent has written is final.
         return self._exit_status(row.node) or _STATES[row.state]
 
+    def _tell_why(self, handle: str, state: str) -> None:
+        """Say, here and below what the node has printed, what Slurm knows of its end beyond that it has failed."""
+        job_id, node = handle.split("/")
+        file = self._log_dir / node / "stderr.log"
+        found = None
+        with contextlib.suppress(OSError):
+            found = _OUT_OF_MEMORY.search(file.read_text(errors="replace"))
+        if found:
+            self._starved.add(handle)
+        told = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
+        why = ", ".join(each for each in (told, f"out of memory: {found[1]}" if found else "") if each)
+        if why:
+            log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
+            with contextlib.suppress(OSError), file.open("a") as stream:
+                stream.write(f"Slurm: {why}\n")
+
     def cancel(self, handles: Iterable[str]) -> None:
-        job_ids = [handle.split("/")[0] for handle in handles]
+        doomed = list(handles)
+        self._cancelled.update(doomed)
+        job_ids = [handle.split("/")[0] for handle in doomed]
         for start in range(0, len(job_ids), _JOBS_PER_COMMAND):
             try:
                 done = self._call("scancel", *job_ids[start : start + _JOBS_PER_COMMAND])
@@ -229,7 +260,7 @@ class SlurmTarget:
 
     def ran_out_of_memory(self, handle: str) -> bool:
         row = self._rows.get(handle.split("/")[0])
-        return row is not None and row.state == "OUT_OF_MEMORY"
+        return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def wants_back(self, handle: str) -> bool:
         # Asked for as often as squeue is: a shared file system is not for every step.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dlrover.components.post_mortem import examine
 from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
 
@@ -87,6 +88,7 @@ def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, co
         "--cpus-per-task=3",
     ):
         assert f" {argument} " in call
+    assert "--open-mode=append" in call  # of a node that is started again the first output stays
     assert f"--job-name=run.node1.{MARK} " in call
     assert "--signal=B:USR1@120" in call
     assert "--no-requeue" in call
@@ -181,6 +183,60 @@ def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Co
 def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: Commands, state: str, status: str) -> None:
     commands.list(row(1, state))
     assert make_target().status("1/node1") == status
+
+
+@pytest.mark.parametrize(
+    ("state", "printed", "why"),
+    [
+        ("OUT_OF_MEMORY", "", "OUT_OF_MEMORY"),
+        ("PREEMPTED", "", "PREEMPTED"),
+        (
+            "FAILED",
+            "slurmstepd-h0: error: StepId=1.batch exceeded memory limit (117690368 > 104857600), being killed",
+            "out of memory: exceeded memory limit (117690368 > 104857600), being killed",
+        ),
+        (
+            "OUT_OF_MEMORY",
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.",
+            "OUT_OF_MEMORY, out of memory: oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.",
+        ),
+        ("FAILED", "ValueError: the script's own", ""),
+    ],
+)
+def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
+    make_target: MakeTarget,
+    commands: Commands,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    state: str,
+    printed: str,
+    why: str,
+) -> None:
+    target = make_target()
+    handle = target.start("node1")
+    log = tmp_path / "logs/node1/stderr.log"
+    log.write_text(f"{printed}\n")
+    commands.list(row(17, state))
+    for _ in range(2):
+        assert target.status(handle) == "failed"
+    assert log.read_text() == f"{printed}\n" + (f"Slurm: {why}\n" if why else "")
+    assert [r.getMessage() for r in caplog.records] == ([f"run run: node1, job 17, has failed: {why}"] if why else [])
+    assert not examine(log.read_text()).error.startswith("Slurm")
+    assert target.ran_out_of_memory(handle) == ("MEMORY" in why.upper())
+
+
+def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
+    make_target: MakeTarget, commands: Commands
+) -> None:
+    """So that another one takes its place, and it is ended: it would come back under its old name."""
+    commands.list(row(1, "RUNNING"))
+    target = make_target()
+    assert target.status("1/node1") == "running"
+    commands.list(row(1, "PENDING"))
+    assert target.status("1/node1") == "failed"
+    assert list(target.apps()) == [App("node1", "1/node1", True)]
+    commands.list(row(1, "RUNNING"))
+    assert target.status("1/node1") == "failed"
 
 
 @pytest.mark.parametrize(
