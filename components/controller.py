@@ -221,6 +221,7 @@ class Controller:
         client.share_lifetime(keys.root, HISTORY_TTL_S)
         self._lease, self._fence = self._take_over()
         self._mirror = Mirror(client, keys.live)
+        self._seen_revision = 0
         try:
             self._adopt()
         except BaseException:
@@ -249,6 +250,7 @@ class Controller:
             ControllerBusyError: another controller has taken over.
         """
         may_act = self._holds_key()
+        self._seen_revision = self._mirror.revision
         view = self._view()
         self._compare(may_act)
         self._look(view)
@@ -265,10 +267,9 @@ class Controller:
         return end
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something in etcd has changed, or after `timeout_s`."""
-        revision = self._mirror.revision
+        """Return when something in etcd has changed since the last step looked there, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            self._mirror.wait_for(lambda _: True if self._mirror.revision != revision else None, timeout_s)
+            self._mirror.wait_for(lambda _: True if self._mirror.revision != self._seen_revision else None, timeout_s)
 
     def failure_text(self) -> str:
         """The traceback that the first of the nodes that failed last has printed, else why it was ended; empty: nobody says."""

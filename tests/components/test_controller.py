@@ -13,7 +13,7 @@ import pytest
 from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
 from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError, KeyValue
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     ControllerRecord,
@@ -145,6 +145,15 @@ class Job:
     def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
         self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))  # type: ignore[arg-type]
 
+    def wait_until_mirrored(self, num_workers: int) -> None:
+        """Until the controller could know of this plan."""
+
+        def look(entries: dict[str, KeyValue]) -> bool | None:
+            plan = entries[self.keys.plan]
+            return True if decode(PlanRecord, plan.value, plan.key).num_workers == num_workers else None
+
+        self.controller._mirror.wait_for(look, 5.0)
+
     def register(self, *nodes: str) -> None:
         for node in nodes:
             agent = AgentRecord(f"agent-{node}", "h", 1, 1, "running", {"node": node})
@@ -195,6 +204,28 @@ def test_a_job_starts_with_the_fewest_workers_and_says_so_in_the_plan(
     assert entry is not None
     plan = decode(PlanRecord, entry.value, entry.key)
     assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
+
+
+def test_a_plan_that_comes_while_the_controller_is_busy_is_not_waited_for(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.run_until("calm", lambda: job.controller._apps["node1"].is_member)
+    start = job.target.start
+
+    def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
+        job.plan(3)  # between the step's look and its end
+        job.wait_until_mirrored(3)
+        return start(node, size)
+
+    job.target.start = start_slowly  # type: ignore[method-assign]
+    job.plan(2)
+    job.run_until("a second node", lambda: len(job.target.living) == 2)
+    began = time.monotonic()
+    while len(job.target.living) < 3:
+        job.controller.wait(5.0)
+        assert job.controller.step() is None
+    assert time.monotonic() - began < 4.0
 
 
 def test_a_plan_that_is_there_already_is_kept(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
