@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import theilslopes
 
 from lightning_dlrover.perf.samples import StepProfile
 
@@ -138,6 +137,8 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     used = np.array([w.memory_bytes for w in recent], dtype=np.float64)
     if len(set(steps)) < MIN_WINDOWS:
         return None
+    from scipy.stats import theilslopes  # 0.7 s, which no worker needs to pay before it trains
+
     slope, intercept, low, high = (float(value) for value in theilslopes(used, steps, CONFIDENCE))
     grown = slope * (steps[-1] - steps[0])
     if low <= 0 or grown < MIN_GROWTH * limit or _is_one_jump(steps, used):
