@@ -19,22 +19,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import FrameType, TracebackType
 from typing import TypeVar
 
 import psutil
 from hosts import Host, Hosts
+from slurm_cluster import SlurmCluster, slurm_cluster
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, KeyValue
 from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import DrainRecord, EventRecord, Keys, PlanRecord, RecordError, decode, encode
+from lightning_dlrover.rdzv.records import DrainRecord, EventRecord, Keys, NodeRecord, PlanRecord, RecordError, decode, encode
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 __all__ = [
     "BenchmarkError",
     "Block",
+    "ControlledJob",
     "Job",
     "LiveJob",
     "Step",
@@ -155,6 +159,11 @@ class Workspace:
     def hosts(self) -> Hosts:
         return self._stack.enter_context(Hosts())
 
+    def slurm(self, num_hosts: int) -> SlurmCluster:
+        folder = self.folder / "slurm"
+        folder.mkdir()
+        return self._stack.enter_context(slurm_cluster(folder, num_hosts))
+
     @contextlib.contextmanager
     def job(self, name: str, arguments: Sequence[str], script: Path = TRAINING) -> Iterator[Job]:
         """A job without agents yet; its processes are ended at the end of the `with` block."""
@@ -169,6 +178,15 @@ class Workspace:
         """A job of our strategy, for `torchrun --nnodes=num_workers`, on an etcd or its endpoints."""
         endpoint = etcd if isinstance(etcd, str) else etcd.endpoint
         job = LiveJob(name, self.folder / name, endpoint, num_workers, arguments, script)
+        with contextlib.closing(job), self._registered(job):
+            yield job
+
+    @contextlib.contextmanager
+    def controlled_job(
+        self, name: str, endpoint: str, arguments: Sequence[str], script: Path = TRAINING
+    ) -> Iterator[ControlledJob]:
+        """A job for `dlrover run`, not started yet."""
+        job = ControlledJob(name, self.folder / name, endpoint, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
 
@@ -417,6 +435,59 @@ class LiveJob(Job):
             return True if len(self.view().in_state("ready")) >= num_spares else None
 
         self.wait_for(f"{num_spares} ready spares", look, timeout_s, poll_s=0.05)
+
+
+class ControlledJob(LiveJob):
+    """A job of `dlrover run`, whose workers are seen as those of agents."""
+
+    def __init__(self, name: str, folder: Path, endpoint: str, arguments: Sequence[str], script: Path = TRAINING) -> None:
+        super().__init__(name, folder, endpoint, "1", arguments, script)
+        self._endpoint = endpoint
+
+    def start(self, min_workers: int, max_workers: int, *options: str) -> None:
+        """
+        Args:
+            options: of `dlrover run`, such as those of a target.
+        """
+        command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", self._endpoint, "--rdzv-id", self.name]
+        command += ["--workers", f"{min_workers}:{max_workers}", "--run-dir", str(self.folder / "runs"), *options]
+        with (self.folder / "run.log").open("wb") as log:
+            self.agents.append(
+                subprocess.Popen(
+                    [*command, *self._arguments],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+
+    def close(self) -> None:
+        for run in self.agents:
+            if run.poll() is None:
+                run.terminate()  # it ends all that it has started
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(30.0)
+        super().close()
+
+    def nodes(self) -> dict[str, NodeRecord]:
+        """Every node that was asked for, by name."""
+        _, entries = self._client.get_prefix(self._keys.each_node)
+        return {e.key.removeprefix(self._keys.each_node): decode(NodeRecord, e.value, e.key) for e in entries}
+
+    def newest_step(self) -> int:
+        return max((step.number for step in self.steps()), default=0)
+
+    def wait_for_step(self, number: int, timeout_s: float = 120.0) -> None:
+        self.wait_for(f"step {number}", lambda: True if self.newest_step() >= number else None, timeout_s, poll_s=0.05)
+
+    def rate(self, first: int, num_steps: int) -> float:
+        """Steps per second, by the median step: a burst of something else on the machine is no matter of the job."""
+        ended = sorted({step.number: step.ended_s for step in self.steps()}.items())
+        times = [at for number, at in ended if first <= number <= first + num_steps]
+        return 1 / median(after - before for before, after in pairwise(times))
 
 
 def stock_agent(num_workers: int) -> list[str]:

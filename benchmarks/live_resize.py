@@ -210,7 +210,7 @@ class LiveResize:
             return by_pid if made >= num_steps else None
 
         what = f"{num_steps} steps of {change.workers_after} workers after {change.kind}"
-        return self._job.wait_for(what, look, STEP_TIMEOUT_S)
+        return self._job.wait_for(what, look, START_TIMEOUT_S)  # a new node may have to be started first
 
     def _measure(self, change: Change) -> None:
         by_pid = self._await_steps(change, self._size.steady_steps + SETTLING_STEPS)

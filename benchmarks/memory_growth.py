@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from jobs import Workspace, describe_machine, result_line
-from stragglers import ControlledJob
+from jobs import ControlledJob, Workspace, describe_machine, result_line
 
 SCRIPT = Path(__file__).resolve().parent / "memory_script.py"
 MIB = 2**20
@@ -68,10 +67,9 @@ def _job(workspace: Workspace, endpoint: str, what: str, static: bool) -> Iterat
     arguments = ["--what", what, "--bytes-per-step", str(GROWTH[what]), "--max-steps", str(NUM_STEPS)]
     arguments += ["--finished", str(finished), *(["--static"] if static else [])]
     low, high = (1, 1) if static else WORKERS[what]
-    job = ControlledJob(name, workspace.folder / name, endpoint, str(high), arguments, SCRIPT)
-    job.environment = {"SLURM_MEM_PER_NODE": str(LIMIT_MIB)}
-    with contextlib.closing(job), workspace._registered(job):
-        job.start(endpoint, low, high)
+    with workspace.controlled_job(name, endpoint, arguments, SCRIPT) as job:
+        job.environment = {"SLURM_MEM_PER_NODE": str(LIMIT_MIB)}
+        job.start(low, high)
         yield job, finished
 
 

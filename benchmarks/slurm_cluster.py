@@ -1,6 +1,6 @@
 """A real Slurm on this machine: one slurmctld and several slurmd, in folders of their own and on free ports.
 
-For whoever runs the tests, root or not; nothing is taken from an installed configuration, and nothing is left behind.
+For tests and benchmarks, run by root or not; nothing is taken from an installed configuration, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SBIN = "/usr/sbin:/sbin"  # of daemons; not on everybody's PATH
 
 
 def missing_packages() -> str:
-    """What the tests lack, and how to get it; empty if nothing."""
+    """What is lacking, and how to get it; empty if nothing."""
     path = f"{os.environ.get('PATH', '')}:{_SBIN}"
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "squeue", "scancel") if shutil.which(name, path=path) is None]
     return f"{', '.join(missing)} not found; .ci/install_slurm installs Debian's packages" if missing else ""
@@ -56,6 +56,12 @@ class SlurmCluster:
         """Name and state of every job that has not ended, by its number."""
         lines = (line.split() for line in self("squeue", "--noheader", "--format=%A %j %T").splitlines())
         return {number: (name, state) for number, name, state in lines}
+
+    def preempt(self, job: str) -> str:
+        """Start another job, of higher priority, on a job's host. Its number."""
+        host = self("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
+        wanted = ("--partition=urgent", f"--nodelist={host}", "--output=/dev/null", "--wrap=sleep 3600")
+        return self("sbatch", "--parsable", *wanted).strip()
 
     def start_controller(self) -> None:
         self._start("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
@@ -97,7 +103,7 @@ class SlurmCluster:
 
     def _states(self) -> list[str]:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            return self("sinfo", "--noheader", "--Node", "--format=%t", timeout_s=5.0).split()
+            return self("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", timeout_s=5.0).split()
         return []
 
     def _configure(self) -> None:
@@ -105,10 +111,9 @@ class SlurmCluster:
         ports = _free_ports(1 + self.num_hosts)
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        # Each host has all cores: what runs here only waits most of the time.
-        cores = os.cpu_count() or 1
+        # A host of one core has room for one node, however many there are to a core of this machine.
         hosts = "\n".join(
-            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cores} RealMemory=2000 State=UNKNOWN"
+            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
             for n, port in enumerate(ports[1:])
         )
         (self.folder / "slurm.conf").write_text(
@@ -125,12 +130,17 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
+SelectTypeParameters=CR_Core_Memory
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 KillWait=15
 MinJobAge=20
@@ -144,7 +154,9 @@ SlurmdPidFile={self.folder}/%n.pid
 SlurmctldLogFile={self.folder}/slurmctld.log
 SlurmdLogFile={self.folder}/%n.log
 {hosts}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=15
+PartitionName=requeued Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
         )
 

@@ -16,15 +16,11 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
-from statistics import median
 
-from jobs import BenchmarkError, LiveJob, Workspace, describe_machine, result_line
+from jobs import BenchmarkError, ControlledJob, Workspace, describe_machine, result_line
 
 from lightning_dlrover.rdzv.records import EventRecord
 
@@ -43,46 +39,6 @@ WORK = {
     # stopping it for half of the time costs the job less than half.
     "cpu": ["--width", "1024", "--num-layers", "2", "--batch-size", "256"],
 }
-
-
-class ControlledJob(LiveJob):
-    """A job of `dlrover run`, whose workers are seen as those of agents."""
-
-    def start(self, endpoint: str, min_workers: int, max_workers: int) -> None:
-        command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", endpoint, "--rdzv-id", self.name]
-        command += ["--workers", f"{min_workers}:{max_workers}", "--run-dir", str(self.folder / "runs")]
-        with (self.folder / "run.log").open("wb") as log:
-            self.agents.append(
-                subprocess.Popen(
-                    [*command, *self._arguments],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
-                    cwd=self.folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-
-    def close(self) -> None:
-        for run in self.agents:
-            if run.poll() is None:
-                run.terminate()  # it ends all that it has started
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(30.0)
-        super().close()
-
-    def newest_step(self) -> int:
-        return max((step.number for step in self.steps()), default=0)
-
-    def wait_for_step(self, number: int, timeout_s: float = 120.0) -> None:
-        self.wait_for(f"step {number}", lambda: True if self.newest_step() >= number else None, timeout_s, poll_s=0.05)
-
-    def rate(self, first: int, num_steps: int) -> float:
-        """Steps per second, by the median step: a burst of something else on the machine is no matter of the job."""
-        ended = sorted({step.number: step.ended_s for step in self.steps()}.items())
-        times = [at for number, at in ended if first <= number <= first + num_steps]
-        return 1 / median(after - before for before, after in pairwise(times))
 
 
 class Pulses:
@@ -116,9 +72,8 @@ class Pulses:
 def _job(workspace: Workspace, endpoint: str, name: str, max_steps: int, work: str) -> Iterator[ControlledJob]:
     # A plan for other settings would change the rate, too.
     arguments = [*WORK[work], "--max-steps", str(max_steps), "--profiled", "--plan-every-s", "0"]
-    job = ControlledJob(name, workspace.folder / name, endpoint, str(NUM_WORKERS), arguments)
-    with contextlib.closing(job), workspace._registered(job):
-        job.start(endpoint, NUM_WORKERS, NUM_WORKERS)
+    with workspace.controlled_job(name, endpoint, arguments) as job:
+        job.start(NUM_WORKERS, NUM_WORKERS)
         yield job
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slurm_cluster import missing_packages
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE_S = 240.0  # under 60 s on two idle cores; these may be shared
@@ -95,6 +96,23 @@ def test_nodes_join_faster_than_with_torchs_rendezvous_and_are_quiet_while_idle(
     # Counted, not timed: lease refreshes every 2.5 s, and the convener looks after the folder it watches.
     assert 0.2 < result["idle_rps_per_node"] <= 0.6
     assert result["ratio_16"] > 1
+
+
+@pytest.mark.slow
+@takes_minutes
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_a_new_node_costs_the_others_a_switch_and_nothing_else() -> None:
+    result = quick_result("deploy.py")
+    targets = ("local", "slurm")
+    assert list(result) == [*(f"{t}_stall_s" for t in targets), *(f"{t}_decision_to_training_s" for t in targets)]
+    for target in targets:
+        stall_s, total_s = result[f"{target}_stall_s"], result[f"{target}_decision_to_training_s"]
+        if target == "slurm" and missing_packages():
+            assert math.isnan(stall_s)
+            assert math.isnan(total_s)
+        else:
+            assert 1 < total_s < 120  # no worker imports torch faster
+            assert -0.5 < stall_s < total_s / 3
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from dlrover_process import Dlrover, Run, eventually
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from test_dlrover_run import SCRIPT, members, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
@@ -94,17 +95,18 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert {w["worker_id"] for w in wait_for_workers(run, 3)} == {w["worker_id"] for w in three}
     assert slurm.jobs() == jobs  # it has taken over what was there
 
-    killed, wanted_back = three[1]["worker_id"], three[2]["worker_id"]
-    # What Slurm does at a preemption, or before the time limit.
-    slurm("scancel", "--signal=USR1", "--batch", job_of(run, slurm, three[2]["pid"]))
+    killed, preempted = three[1]["worker_id"], three[2]["worker_id"]
+    urgent = slurm.preempt(job_of(run, slurm, three[2]["pid"]))
     kill_node(dlrover, job_of(run, slurm, three[1]["pid"]))
-    last = wait_for_workers(run, 3, without=(killed, wanted_back))
+    last = wait_for_workers(run, 3, without=(killed, preempted))
+    run.wait_for(lambda: slurm.jobs()[urgent][1] == "RUNNING", "the host for the job of higher priority")
+    slurm("scancel", urgent)
 
     assert dlrover("drain", "job", last[0]["worker_id"]).returncode == 0
     run.wait_for(lambda: left_planned(run, last[0]["worker_id"]), "a planned leave")
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
-    assert slurm.jobs() == {}
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     eventually(lambda: not dlrover.processes(), "the end of all processes")
     left = [path.name for path in dlrover.temporary.iterdir() if not path.name.startswith("pymp-")]  # those are Python's
     assert len(left) <= 1, left  # of the node that was killed
@@ -114,8 +116,7 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert 6 <= len(names) <= 7  # one each in place of the small, the killed and the replaced, and perhaps of the drained
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
-    losses = [event for event in run.events if event.kind == "loss"]
-    assert len(losses) == 1, [event.text for event in losses]
+    assert len(losses(run)) == 1, losses(run)
 
 
 def left_planned(run: Run, worker: str) -> bool:
@@ -197,6 +198,109 @@ def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: S
     assert slurm.jobs() == {}
 
 
+@pytest.mark.timeout(120)
+def test_a_node_that_needs_more_memory_than_it_has_asked_for_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
+    run = dlrover.start("--target", "slurm", "--workers", "1:1", "--mem", "60M", "--etcd-host", "127.0.0.1", SCRIPT)
+    said = run.wait_for_output(r"node1, job \d+, has failed: .*out of memory: exceeded memory limit \((\d+) > 62914560\)")
+    assert int(said[1]) > 62914560
+    assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait_for_exit(60) == 128 + signal.SIGTERM, run.output
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+
+
+def losses(run: Run) -> list[str]:
+    return [event.text for event in run.events if event.kind == "loss"]
+
+
+def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
+    """Let a job come to its end, and see that no node is left and none was refused, or came though nobody wanted it."""
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+    assert not re.search("could not be started|nobody has asked for it", run.output), run.output
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--partition", "main", "--notice", "0"), id="SIGTERM at the end of the grace"),
+        pytest.param(("--partition", "requeued"), id="no grace"),
+    ],
+)
+def test_a_preempted_node_hands_over_and_another_one_comes_when_there_is_room(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    until = tmp_path / "enough"
+    room = ("--target", "slurm", "--workers", "1:2", "--exclude", "h2,h3", "--etcd-host", "127.0.0.1")
+    run = dlrover.start(*room, *options, SCRIPT, "--until", until)
+    wait_for_first_round(run)
+    assert dlrover("scale", "job", 2).returncode == 0
+    two = wait_for_workers(run, 2)
+    preempted = two[1]["worker_id"]
+    urgent = slurm.preempt(job_of(run, slurm, two[1]["pid"]))
+    wait_for_workers(run, 1, without=(preempted,))
+    assert left_planned(run, preempted)
+    run.wait_for(lambda: sorted(s for _, s in slurm.jobs().values()) == ["PENDING", "RUNNING", "RUNNING"], "one that waits")
+    assert slurm.jobs()[urgent][1] == "RUNNING"
+    slurm("scancel", urgent)
+    wait_for_workers(run, 2, without=(preempted,))
+    finish(run, slurm, until)
+    assert losses(run) == []
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(500)
+def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_not_back(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "slurm", "--workers", "2:2", "--partition", "requeued", "--sbatch-arg=--requeue")
+    run = dlrover.start(*options, "--etcd-host", "127.0.0.1", SCRIPT, "--until", until)
+    two = wait_for_workers(run, 2)
+    for cause in ("requeue", "requeuehold", "preemption", "host"):
+        old = job_of(run, slurm, two[1]["pid"])
+        name = slurm.jobs()[old][0]
+        urgent = ""
+        if cause == "preemption":
+            urgent = slurm.preempt(old)
+        elif cause == "host":
+            host = slurm("squeue", "--noheader", f"--jobs={old}", "--format=%N").strip()
+            slurm("scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=test")
+        else:
+            slurm("scontrol", cause, old)
+        two = wait_for_workers(run, 2, without=(two[1]["worker_id"],))
+        eventually(lambda n=name: n not in [each for each, _ in slurm.jobs().values()], f"the end of {name} after {cause}", 60)
+        if urgent:
+            slurm("scancel", urgent)
+        eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
+    assert run.output.count(", has failed: requeued") == 4, run.output
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+    assert sorted(path.name for path in (run.folder / "logs").iterdir()) == [f"node{n}" for n in range(1, 7)]
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(600)
+def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "slurm", "--workers", "1:1", "--time", "2", "--notice", "60", "--etcd-host", "127.0.0.1")
+    run = dlrover.start(*options, SCRIPT, "--until", until)
+    began = time.monotonic()
+    former: tuple[str, ...] = ()
+    for _ in range(3):
+        [worker] = run.wait_for(lambda f=former: members(1, f)(run.status()), f"a worker after {former}", 200)
+        former = (*former, worker["worker_id"])
+    assert time.monotonic() - began > 60  # the third one came when the second one's time was near its end
+    finish(run, slurm, until)
+    assert losses(run) == []
+    kinds = [event.data["kind"] for event in run.events if event.kind == "round"]
+    assert kinds == ["start", "replace", "replace"]
+
+
 KILLS = {
     "before it is submitted": 'kill -9 "$PPID"',
     "while it is submitted": 'kill -9 "$PPID"; sleep 1; exec {real} "$@"',
@@ -245,3 +349,79 @@ def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_n
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert slurm.jobs() == {}
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("when", KILLS)
+def test_a_controller_that_is_killed_while_it_cancels_leaves_nothing_behind(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, etcd: EmbeddedEtcd, when: str
+) -> None:
+    real, script = shutil.which("scancel"), tmp_path / "script.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    scancel = tmp_path / "bin/scancel"
+    scancel.parent.mkdir()
+    scancel.write_text(f"#!/bin/bash\nrm {scancel}\n{KILLS[when].format(real=real)}\n")
+    scancel.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scancel.parent}:{os.environ['PATH']}")
+    run_id = f"job-{tmp_path.name[-6:]}-{os.getpid()}"
+    run = dlrover.start("--target", "slurm", "--workers", "2:2", "--endpoint", etcd.endpoint, script, run_id=run_id)
+    run.wait_for(lambda: [s for _, s in slurm.jobs().values()] == ["RUNNING"] * 2, "two nodes")
+    done = dlrover("cancel", run_id, "--endpoint", etcd.endpoint, timeout_s=150)
+    assert run.wait_for_exit() == -signal.SIGKILL
+    assert done.returncode == 0, done.stderr
+    assert slurm.jobs() == {}
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+
+
+FAULTS = """#!/bin/bash
+n=$(cat {count} 2>/dev/null || echo 0)
+echo $((n + 1)) > {count}
+case $n in
+2) sleep 600 ;;
+5) echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1 ;;
+esac
+case $((n % 4)) in
+1) echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1 ;;
+3) {real} "$@" > /dev/null 2>&1; echo '@#!% \\001'; exit 0 ;;
+esac
+exec {real} "$@"
+"""
+"""What Slurm's commands do: hang, fail, carry out what they are asked for and talk nonsense, or all is well."""
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(900)
+def test_commands_that_fail_hang_or_talk_nonsense_cost_no_node_and_start_none_twice(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until, folder = tmp_path / "enough", tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        (folder / name).write_text(FAULTS.format(count=tmp_path / f"{name}.count", real=shutil.which(name)))
+        (folder / name).chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{folder}:{path}")
+    run = dlrover.start("--target", "slurm", "--workers", "1:3", "--etcd-host", "127.0.0.1", SCRIPT, "--until", until)
+    monkeypatch.setenv("PATH", path)
+    wait_for_first_round(run)
+    wanted, gone = 1, ""
+    for step in ("add", "drain", "replace", "add"):
+        if step == "add":
+            wanted += 1
+            assert dlrover("scale", "job", wanted).returncode == 0
+        else:
+            more = ["--replace"] if step == "replace" else []
+            assert dlrover("drain", "job", gone, *more).returncode == 0
+        look = members(wanted, (gone,))
+        workers = run.wait_for(lambda look=look: look(run.status()), f"{wanted} workers without {gone} ({step})", 200)
+        names = [name for name, _ in slurm.jobs().values()]
+        assert len(set(names)) == len(names), names
+        gone = workers[-1]["worker_id"]
+    until.touch()
+    assert run.wait_for_exit(120) == 0, run.output
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs", 60)
+    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    assert losses(run) == []
+    calls = {name: int((tmp_path / f"{name}.count").read_text()) for name in ("sbatch", "squeue")}
+    assert min(calls.values()) > 5, calls

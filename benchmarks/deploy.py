@@ -1,0 +1,205 @@
+"""How long it takes from the decision to train with one more worker until that one trains, and what the others notice of it.
+
+    python benchmarks/deploy.py [--rounds N] [--workers N] [--quick]
+
+A job of `dlrover run`, in turn on this machine and on a real Slurm that is started for it (one slurmctld, a slurmd per host,
+all here), trains the model of `live_resize.py` with one worker. Then its plan says two, as `dlrover scale` writes it: the
+controller asks for another node, whose agent and worker have to be started, while the first one trains on. With more than one
+worker before (`--workers`) they and the new one's imports share this machine's cores, which those of a cluster would not.
+
+    plan seen        from the plan in etcd to the controller's request for a node, written down
+    scheduler        from there to the node's first process: TorchX's local scheduler, or sbatch and Slurm
+    agent            to the start of the worker's process: the imports of an elastic agent, and its rendezvous
+    imports          to the worker's registration as a standby: torch, lightning, the script
+    model and data   to its `ready`
+    round            until the round with it is written
+    switch           until the end of the first step in it, which that step is a part of
+
+Decision to training is the sum of them all. Stall is as in `live_resize.py`: from the end of a survivor's last step before the
+change to that of its first one after it, less one usual step. Beside it what the job itself says of it (its event `stall`), and
+the others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import psutil
+from jobs import ControlledJob, Workspace, describe_machine, result_line
+from live_resize import FULL, QUICK, LiveResize, Size, Stall
+from slurm_cluster import missing_packages
+
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, Mirror
+from lightning_dlrover.rdzv.membership import read_view
+from lightning_dlrover.rdzv.records import Keys
+
+PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
+TARGETS = ("local", "slurm")
+BEFORE_S = 4.0
+"""That steps are counted in before the decision, beside the wait for the first ones."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One worker more; times in seconds."""
+
+    target: str
+    parts: dict[str, float]
+    stall: Stall
+    told_stall_s: float
+    throughput: float  # of the others meanwhile, as a share of that before
+
+    @property
+    def decision_to_training_s(self) -> float:
+        return sum(self.parts.values())
+
+
+class StandbyTimes:
+    """When each worker of a job has registered as a standby, seconds since the epoch: etcd holds its newest state alone."""
+
+    def __init__(self, endpoint: str, run_id: str) -> None:
+        self.at: dict[str, float] = {}
+        self._keys = Keys(run_id)
+        self._client = EtcdClient(EtcdConfig(endpoint))
+        self._mirror: Mirror | None = None
+        self._mirror = Mirror(self._client, self._keys.live, on_change=self._look)
+
+    def __enter__(self) -> StandbyTimes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+        self._client.close()
+
+    def _look(self) -> None:
+        if self._mirror is None:
+            return
+        for worker_id, record in read_view(self._mirror.snapshot(), self._keys, {}, lambda *_: None).workers.items():
+            if record.state == "standby":
+                self.at[worker_id] = record.since
+
+
+def grow(job: ControlledJob, endpoint: str, target: str, size: Size, dice: random.Random) -> Growth:
+    """Let a job that trains have one worker more."""
+    num_before = len(job.member_pids())
+    known = set(job.nodes())
+    job.wait_for_steps(size.steady_steps, num_before, since_s=time.monotonic() + BEFORE_S)
+    live = LiveResize(job, size, dice)
+    with StandbyTimes(endpoint, job.name) as standby:
+        live.grow()
+    to_monotonic = time.monotonic() - time.time()
+    view = job.view()
+    assert view.round is not None
+    assert view.plan is not None
+    [joiner] = [view.workers[worker] for worker in view.survivors if worker in standby.at]
+    [node] = [record for name, record in job.nodes().items() if name not in known]
+    written = next(e for e in job.events("round") if e.data["number"] == view.round.number)
+    told = next(e for e in job.events("stall") if e.data["round"] == view.round.number)
+    first, worker = _first_process(joiner.pid, job.agents[0].pid), psutil.Process(joiner.pid)
+    steps = job.steps()
+    trained_s = min(s.ended_s for s in steps if s.round_number == view.round.number)
+    times = [
+        view.plan.created_at,
+        node.asked_at,
+        _started_at(first),
+        _started_at(worker),
+        standby.at[joiner.worker_id],
+        written.at - written.data["decided_s"],
+        written.at,
+        trained_s - to_monotonic,
+    ]
+    parts = dict(zip(PARTS, (after - before for before, after in pairwise(times)), strict=True))
+    survivor = next(s.pid for s in steps if s.pid != joiner.pid)
+    ended_s = [s.ended_s for s in steps if s.pid == survivor and s.round_number < view.round.number]
+    decided_s = view.plan.created_at + to_monotonic
+    before = [at for at in ended_s if decided_s - BEFORE_S < at <= decided_s]
+    after = [at for at in ended_s if at > decided_s]
+    throughput = len(after) / (after[-1] - decided_s) / (len(before) / BEFORE_S)
+    return Growth(target, parts, live.stalls[0], float(told.data["seconds"]), throughput)
+
+
+def _first_process(pid: int, controller_pid: int) -> psutil.Process:
+    """Of the node that a worker runs on: the one that its scheduler has started."""
+    process = psutil.Process(pid)
+    while (parent := process.parent()) and parent.pid != controller_pid and not parent.name().startswith("slurmstepd"):
+        process = parent
+    return process
+
+
+def _started_at(process: psutil.Process) -> float:
+    """Seconds since the epoch, to 0.01 s; psutil adds the time of the boot, which the kernel says in whole seconds."""
+    ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def table(growths: Sequence[Growth], targets: Sequence[str]) -> str:
+    def row(name: str, values: list[list[float]]) -> str:
+        shown = "".join(f"{median(v):10.3f}  ({min(v):.3f} to {max(v):.3f})".ljust(34) for v in values)
+        return f"{name:24}{shown}".rstrip()
+
+    of_target = [[g for g in growths if g.target == target] for target in targets]
+    return "\n".join(
+        [
+            f"{'median (least to most)':24}{''.join(f'{target:>10}'.ljust(34) for target in targets)}".rstrip(),
+            *(row(f"{part}, s", [[g.parts[part] for g in each] for each in of_target]) for part in PARTS),
+            row("decision to training, s", [[g.decision_to_training_s for g in each] for each in of_target]),
+            row("stall, s", [[g.stall.seconds for g in each] for each in of_target]),
+            row("stall, as told, s", [[g.told_stall_s for g in each] for each in of_target]),
+            row("usual step, s", [[g.stall.usual_step_s for g in each] for each in of_target]),
+            row("others' throughput", [[g.throughput for g in each] for each in of_target]),
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="jobs on each target")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="before the growth (default 1)")
+    parser.add_argument("--quick", action="store_true", help="one job on each target, with a small model, under 60 s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep logs and records")
+    options = parser.parse_args()
+    size = QUICK if options.quick else FULL
+    dice = random.Random(options.seed)
+    print(describe_machine(), flush=True)
+    targets = list(TARGETS)
+    if missing := missing_packages():
+        print(f"Slurm is left out: {missing}", flush=True)
+        targets.remove("slurm")
+    growths = []
+    with Workspace("deploy", options.keep) as space:
+        endpoint = space.etcd().endpoint
+        environment = space.slurm(options.workers + 1).environment if "slurm" in targets else {}
+        for number in range(1 if options.quick else options.rounds):
+            for target in targets:
+                with space.controlled_job(f"{target}-{number}", endpoint, size.arguments) as job:
+                    job.environment |= environment
+                    job.start(options.workers, options.workers + 1, "--target", target)
+                    job.wait_for_steps(size.steady_steps, options.workers)
+                    growth = grow(job, endpoint, target, size, dice)
+                    growths.append(growth)
+                    print(f"{target}: {growth.decision_to_training_s:.2f} s from decision to training", flush=True)
+    print(table(growths, targets))
+    of_target = {target: [g for g in growths if g.target == target] for target in TARGETS}
+    stalls = {f"{t}_stall_s": median(g.stall.seconds for g in each) if each else math.nan for t, each in of_target.items()}
+    times = {
+        f"{t}_decision_to_training_s": median(g.decision_to_training_s for g in each) if each else math.nan
+        for t, each in of_target.items()
+    }
+    print(result_line({**stalls, **times}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
