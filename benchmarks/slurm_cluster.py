@@ -37,6 +37,7 @@ class SlurmCluster:
 
     folder: Path
     num_hosts: int
+    limits_memory: bool = False  # jobs that use more than they have asked for are killed
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -57,10 +58,18 @@ class SlurmCluster:
         lines = (line.split() for line in self("squeue", "--noheader", "--format=%A %j %T").splitlines())
         return {number: (name, state) for number, name, state in lines}
 
+    def host(self, job: str) -> str:
+        return self("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
+
     def preempt(self, job: str) -> str:
-        """Start another job, of higher priority, on a job's host. Its number."""
-        host = self("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
-        wanted = ("--partition=urgent", f"--nodelist={host}", "--output=/dev/null", "--wrap=sleep 3600")
+        """Have another job, of higher priority, want the whole host of a job. Its number."""
+        wanted = (
+            "--partition=urgent",
+            "--exclusive",
+            f"--nodelist={self.host(job)}",
+            "--output=/dev/null",
+            "--wrap=sleep 3600",
+        )
         return self("sbatch", "--parsable", *wanted).strip()
 
     def start_controller(self) -> None:
@@ -111,11 +120,15 @@ class SlurmCluster:
         ports = _free_ports(1 + self.num_hosts)
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        # A host of one core has room for one node, however many there are to a core of this machine.
+        # However many cores this machine has: what runs here only waits most of the time.
         hosts = "\n".join(
-            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
+            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
             for n, port in enumerate(ports[1:])
         )
+        memory = "SelectTypeParameters=CR_Core\nJobAcctGatherType=jobacct_gather/none"
+        if self.limits_memory:
+            memory = "SelectTypeParameters=CR_Core_Memory\nJobAcctGatherType=jobacct_gather/linux\n"
+            memory += "JobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill"
         (self.folder / "slurm.conf").write_text(
             f"""\
 ClusterName=test
@@ -130,10 +143,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=1
-JobAcctGatherParams=OverMemoryKill
+{memory}
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
@@ -200,9 +210,9 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, num_hosts: int) -> Iterator[SlurmCluster]:
+def slurm_cluster(folder: Path, num_hosts: int, limits_memory: bool = False) -> Iterator[SlurmCluster]:
     """A cluster of so many hosts, all of them this machine."""
-    cluster = SlurmCluster(folder, num_hosts)
+    cluster = SlurmCluster(folder, num_hosts, limits_memory)
     try:
         cluster.start()
         yield cluster
