@@ -597,7 +597,7 @@ class Controller:
                 log.info("run %s: %s is wanted back by %s", self._keys.run_id, name, self._target.name)
                 request = DrainRecord(worker, f"{self._target.name} wants {name} back", once_replaced=True)
                 with contextlib.suppress(EtcdError):  # it leaves by itself before its time is over
-                    self._client.put(self._keys.drains + worker, encode(request))
+                    self._client.txn([self._is_ours], [Put(self._keys.drains + worker, encode(request))])
 
     def _replace_what_is_too_small(self, view: View) -> None:
         """Ask for the replacement of one node that is smaller than planned; the next one's turn is when that is done."""
@@ -613,7 +613,7 @@ class Controller:
                 request = DrainRecord(worker, f"a node of {wanted} instead of {app.size}", once_replaced=True)
                 log.info("run %s: %s is replaced: %s", self._keys.run_id, worker, request.reason)
                 with contextlib.suppress(EtcdError):  # the next step tries it again
-                    self._client.put(self._keys.drains + worker, encode(request))
+                    self._client.txn([self._is_ours], [Put(self._keys.drains + worker, encode(request))])
                 return
 
     def _give_more_memory(self) -> None:

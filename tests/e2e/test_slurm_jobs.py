@@ -277,9 +277,10 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     until = tmp_path / "enough"
-    options = ("--target", "slurm", "--workers", "2:2", "--cpus", "2", "--partition", "requeued", "--sbatch-arg=--requeue")
+    options = ("--target", "slurm", "--workers", "1:2", "--cpus", "2", "--partition", "requeued", "--sbatch-arg=--requeue")
     run = dlrover.start(*options, "--etcd-host", "127.0.0.1", SCRIPT, "--until", until)
-    run.wait_for_output(r"\[round\] round 1: 2 workers", timeout_s=90)
+    wait_for_first_round(run)
+    assert dlrover("scale", "job", 2).returncode == 0
     two = wait_for_workers(run, 2)
     for cause in ("requeue", "requeuehold", "preemption", "host"):
         old = job_of(run, slurm, two[1]["pid"])
@@ -288,6 +289,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         if cause == "preemption":
             urgent = slurm.preempt(old)
         elif cause == "host":
+            assert losses(run) == []  # all before could hand over
             slurm("scontrol", "update", f"NodeName={slurm.host(old)}", "State=DOWN", "Reason=test")
         else:
             slurm("scontrol", cause, old)
@@ -309,6 +311,7 @@ def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, s
     until = tmp_path / "enough"
     options = ("--target", "slurm", "--workers", "1:1", "--time", "2", "--notice", "60", "--etcd-host", "127.0.0.1")
     run = dlrover.start(*options, SCRIPT, "--until", until)
+    wait_for_first_round(run)
     began = time.monotonic()
     former: tuple[str, ...] = ()
     for _ in range(3):
