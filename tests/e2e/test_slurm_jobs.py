@@ -320,8 +320,7 @@ def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, s
     assert time.monotonic() - began > 60  # the third one came when the second one's time was near its end
     finish(run, slurm, until)
     assert losses(run) == []
-    kinds = [event.data["kind"] for event in run.events if event.kind == "round"]
-    assert kinds == ["start", "replace", "replace"]
+    assert all(event.data["planned"] for event in run.events if event.kind == "round")
 
 
 KILLS = {
