@@ -159,7 +159,7 @@ def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *argu
     submitted = re.search(r"^slurm://torchx/(\d+)$", done.stdout, re.MULTILINE)
     assert submitted is not None, done.stderr
     output = dlrover.folder / f"slurm-{submitted[1]}-controller-0.out"
-    eventually(output.exists, f"the controller's start: {slurm.jobs()}")
+    eventually(output.exists, f"the controller's start: {slurm.jobs()}", 60)
     return submitted[1], dlrover.follow(["tail", "--lines=+1", "--follow", str(output)], "job")
 
 
@@ -171,7 +171,7 @@ def wait_for_end(slurm: SlurmCluster, job: str) -> str:
     return state[1]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_torchx_submits_a_controller_which_submits_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     app, run = start_with_torchx(dlrover, slurm, SCRIPT, "--until", until)
@@ -186,7 +186,7 @@ def test_torchx_submits_a_controller_which_submits_its_nodes(dlrover: Dlrover, s
 
 
 @pytest.mark.on_demand
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     app, run = start_with_torchx(dlrover, slurm, SCRIPT)
     wait_for_first_round(run)
