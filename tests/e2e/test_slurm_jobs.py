@@ -309,7 +309,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
 @pytest.mark.timeout(600)
 def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     until = tmp_path / "enough"
-    options = ("--target", "slurm", "--workers", "1:1", "--time", "2", "--notice", "60", "--etcd-host", "127.0.0.1")
+    options = ("--target", "slurm", "--workers", "1:1", "--time", "3", "--notice", "120", "--etcd-host", "127.0.0.1")
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
     began = time.monotonic()
@@ -317,7 +317,7 @@ def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, s
     for _ in range(3):
         [worker] = run.wait_for(lambda f=former: members(1, f)(run.status()), f"a worker after {former}", 200)
         former = (*former, worker["worker_id"])
-    assert time.monotonic() - began > 60  # the third one came when the second one's time was near its end
+    assert time.monotonic() - began > 30  # the third one came when the second one's time was near its end
     finish(run, slurm, until)
     assert losses(run) == []
     assert all(event.data["planned"] for event in run.events if event.kind == "round")
