@@ -122,7 +122,7 @@ class SlurmCluster:
             (self.folder / name).mkdir()
         # However many cores this machine has: what runs here only waits most of the time.
         hosts = "\n".join(
-            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
+            f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
             for n, port in enumerate(ports[1:])
         )
         memory = "SelectTypeParameters=CR_Core\nJobAcctGatherType=jobacct_gather/none"

