@@ -39,9 +39,11 @@ def members(num_workers: int, without: tuple[str, ...] = ()) -> Callable[[dict[s
     return look
 
 
-def wait_for_workers(run: Run, num_workers: int, without: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def wait_for_workers(
+    run: Run, num_workers: int, without: tuple[str, ...] = (), timeout_s: float = 90.0
+) -> list[dict[str, Any]]:
     look = members(num_workers, without)
-    return run.wait_for(lambda: look(run.status()), f"{num_workers} workers without {without}", timeout_s=90)
+    return run.wait_for(lambda: look(run.status()), f"{num_workers} workers without {without}", timeout_s)
 
 
 def wait_for_first_round(run: Run) -> None:

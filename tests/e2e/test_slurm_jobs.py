@@ -272,7 +272,7 @@ def test_a_preempted_node_hands_over_and_another_one_comes_when_there_is_room(
 
 
 @pytest.mark.on_demand
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_not_back(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -293,7 +293,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
             slurm("scontrol", "update", f"NodeName={slurm.host(old)}", "State=DOWN", "Reason=test")
         else:
             slurm("scontrol", cause, old)
-        two = wait_for_workers(run, 2, without=(two[1]["worker_id"],))
+        two = wait_for_workers(run, 2, without=(two[1]["worker_id"],), timeout_s=200)
         eventually(lambda n=name: n not in [each for each, _ in slurm.jobs().values()], f"the end of {name} after {cause}", 60)
         if urgent:
             slurm("scancel", urgent)
