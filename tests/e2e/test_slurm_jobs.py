@@ -115,7 +115,8 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
 
     names = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert names == [f"node{n}" for n in range(1, len(names) + 1)]
-    assert 6 <= len(names) <= 8  # one each in place of the small (or two), the killed and the preempted, perhaps of the drained
+    # One each in place of the small (or two), the killed and the preempted, perhaps of the drained, and of stragglers.
+    assert 6 <= len(names) <= 10
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     assert len(losses(run)) == 1, losses(run)
