@@ -983,13 +983,12 @@ def test_a_node_with_every_option_has_no_field_that_kubernetes_does_not_know(api
         node_selector={"pool": "gpu"},
         mounts=(Mount("data", "/data", read_only=True),),
         image_pull_secret="registry",
-        environment={"LEVEL": "5$"},
         work_dir="/work",
         secret="etcd-access",
         queue="ads",
         template={"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "priorityClassName": "low"}},
     )
-    spec = dataclasses.replace(SPEC, access={"ca_cert": str(tmp_path / "ca")})
+    spec = dataclasses.replace(SPEC, access={"ca_cert": str(tmp_path / "ca")}, environment={"LEVEL": "5$"})
     manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK, api_version)
     assert problems(manifest) == []
     manifest["spec"]["backOffLimit"] = 0
