@@ -644,6 +644,11 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
                     f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
                     "stays, and docs/security.md says how it asks who one is"
                 )
+            if "VC_TASK_INDEX" in os.environ:
+                # TorchX asks for its plugin `svc`, whose network policy lets in pods of the same Job only.
+                _say(
+                    "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
+                )
             yield server
         is_over = True
     finally:

@@ -17,6 +17,7 @@ import pytest
 from dlrover_process import Dlrover, Run, eventually
 from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from test_torchx import COMPONENT, torchx
 
 from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
@@ -82,6 +83,28 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     # Only the one that was killed had no time to hand over.
     losses = [event for event in run.events if event.kind == "loss"]
     assert len(losses) == 1, [event.text for event in losses]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
+def test_a_job_that_torchx_starts_has_a_controller_and_nodes_that_are_apps_of_volcano(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    cluster.environment |= {"KUBECONFIG": str(cluster.kubeconfig), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}  # of pods
+    place = ("--rdzv_id", run_id, "--rdzv_endpoint", etcd.endpoint, "--run_dir", tmp_path / "runs")
+    train = (f"{COMPONENT}:train", "--script", SCRIPT, "--workers", "1:2", "--image", "trainer:1", *place, "--", "--steps", 20)
+    scheduler = ("-s", "kubernetes", "--workspace", "", "-cfg", f"queue=default,namespace={cluster.namespace}")
+    done = dlrover.process(torchx("run", *scheduler, *train))
+    assert done.returncode == 0, done.stderr
+    [handle] = re.findall(r"^kubernetes://\S+", done.stdout, re.MULTILINE)
+
+    def phases() -> list[str]:
+        with cluster.lock:
+            return [job["status"]["state"]["phase"] for job in cluster.objects["jobs"].values()]
+
+    eventually(lambda: phases() == ["Completed", "Completed"], "the end of controller and node", 90)
+    assert "SUCCEEDED" in dlrover.process(torchx("status", handle)).stdout
+    assert "trained for 20 steps" in dlrover.process(torchx("log", f"{handle}/controller/0")).stdout
 
 
 @pytest.mark.on_demand
