@@ -41,6 +41,9 @@ NUM_SETTLING = 2
 
 MIN_WINDOWS = 5
 
+MIN_SPAN_S = 8.0
+"""Of training, that the windows cover: what a process loads and caches as it warms up comes within seconds, and ends."""
+
 MAX_WINDOWS = 60
 
 CONFIDENCE = 0.9
@@ -131,6 +134,8 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     alike = list(itertools.takewhile(lambda w: _ways(w) == _ways(windows[-1]), reversed(windows)))[::-1]
     recent = alike[NUM_SETTLING:][-MAX_WINDOWS:]
     if len(recent) < MIN_WINDOWS or recent[-1].memory_limit_bytes <= 0:
+        return None
+    if sum(w.num_steps * w.step_time_s for w in recent) < MIN_SPAN_S:
         return None
     limit = recent[-1].memory_limit_bytes
     steps = np.array([w.first_step + w.num_steps for w in recent], dtype=np.float64)

@@ -124,6 +124,12 @@ def test_a_peak_inside_of_a_window_counts() -> None:
     assert low.steps_left - high.steps_left == pytest.approx(400, rel=0.1)  # 200 MiB at half a MiB a step
 
 
+def test_what_a_process_takes_in_its_first_seconds_is_no_growth() -> None:
+    windows = growing(0.5)
+    assert forecast_memory(windows) is not None
+    assert forecast_memory([replace(w, step_time_s=0.02) for w in windows]) is None
+
+
 def test_nothing_is_predicted_without_a_limit_or_from_few_windows() -> None:
     assert forecast_memory([replace(w, memory_limit_bytes=0) for w in growing(0.5)]) is None
     assert forecast_memory(growing(0.5)[:6]) is None
