@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from lightning_dlrover.components.node import MARK_VARIABLE
+
 __all__ = ["CGROUPS", "PROC", "MemoryGroups", "NoMemoryGroupsError", "cgroup_folders", "enable", "is_of_one_node"]
 
 log = logging.getLogger(__name__)
@@ -58,8 +60,9 @@ def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) 
 
 def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
     """Whether a control group holds processes of one of the job's nodes alone: ours, or that of a node's own Slurm job."""
-    # Only what our controller has submitted is sure to be a job of one node.
-    slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if "DLROVER_NODE" in environ else ""
+    # Only what our controller has submitted is sure to be a job of one node: several may share one, as on this machine.
+    is_slurms = "DLROVER_NODE" in environ and MARK_VARIABLE not in environ
+    slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if is_slurms else ""
     names = ((name, _GROUP.fullmatch(name)) for name in folder.parts)
     return any(name == slurm_job or (ours is not None and ours[2] != _CONTROLLER) for name, ours in names)
 

@@ -50,6 +50,7 @@ from lightning_dlrover.rdzv.client import (
     Put,
     absent,
     created,
+    exists,
     modified,
 )
 from lightning_dlrover.rdzv.membership import read_view
@@ -209,6 +210,7 @@ class Controller:
         self._nodes: NodesRecord | None = None
         self._failures_in_a_row = 0
         self._failed_at = 0.0
+        self._had_member = False
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
@@ -315,6 +317,11 @@ class Controller:
             )
         self._save()
         self._show_output()
+
+    def tell_scheduler_to_end_nodes(self) -> None:
+        """Have all nodes cancelled, without a word in etcd and without waiting for their end."""
+        with contextlib.suppress(TargetError):
+            self._target.cancel([app.handle for app in self._apps.values() if app.handle and not app.has_ended])
 
     def _awaited(self) -> list[str]:
         """Nodes whose end is waited for. One of unknown fate that does not outlive us ends with its target."""
@@ -439,16 +446,17 @@ class Controller:
             nodes = NodesRecord(self._target.name, mark, newest, nodes.stop if nodes else "")
             self._write(self._keys.nodes, nodes, revision)
         if nodes.target != self._target.name:
+            there = nodes.target.partition("/")[0] + _kind_of_jobs(nodes.target, self._target.name)
             raise ValueError(
                 f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
-                f"(--target {nodes.target.partition('/')[0]}, and what else it was started with), or end it with "
-                f"`dlrover cancel {self._keys.run_id}`"
+                f"(--target {there}, and what else it was started with), or end it with `dlrover cancel {self._keys.run_id}`"
             )
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
-        if (limited := dataclasses.replace(nodes, **limits)) != nodes:  # type: ignore[arg-type]
-            nodes = limited
-            self._write(self._keys.nodes, nodes, self._read_nodes()[0])
+        if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
+            revision, newest_nodes = self._read_nodes()  # `dlrover cancel` may have written meanwhile
+            nodes = dataclasses.replace(newest_nodes or nodes, **limits)  # type: ignore[arg-type]
+            self._write(self._keys.nodes, nodes, revision)
         self._nodes = nodes
         self._target.open(nodes.mark)
         now = time.monotonic()
@@ -569,6 +577,10 @@ class Controller:
         with_agent = set(names.values())
         with_worker = {names.get(worker.agent_id, "") for worker in view.workers.values()}
         with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
+        if self._had_member and not with_member:
+            # While others trained, failures said nothing about a start without them: they may have held what a new node needs.
+            self._failures_in_a_row = 0
+        self._had_member = bool(with_member)
         for name, app in self._apps.items():
             app.agent_seen = app.agent_seen or name in with_agent
             app.has_worker, app.is_member = name in with_worker, name in with_member
@@ -594,26 +606,38 @@ class Controller:
                 continue
             worker = workers[name]
             if worker not in view.drains | view.replacements:
-                log.info("run %s: %s is wanted back by %s", self._keys.run_id, name, self._target.name)
-                request = DrainRecord(worker, f"{self._target.name} wants {name} back", once_replaced=True)
-                with contextlib.suppress(EtcdError):  # it leaves by itself before its time is over
-                    self._client.txn([self._is_ours], [Put(self._keys.drains + worker, encode(request))])
+                self._ask_for_replacement(worker, f"{self._target.name} wants {name} back")
+
+    def _ask_for_replacement(self, worker: str, reason: str) -> None:
+        """Let a worker leave once another one can take its place, unless it has gone or was asked to leave already."""
+        log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
+        drain, request = self._keys.drains + worker, DrainRecord(worker, reason, once_replaced=True)
+        guard = [self._is_ours, exists(self._keys.workers + worker), absent(drain)]
+        with contextlib.suppress(EtcdError):  # the next step tries it again
+            self._client.txn(guard, [Put(drain, encode(request))])
 
     def _replace_what_is_too_small(self, view: View) -> None:
         """Ask for the replacement of one node that is smaller than planned; the next one's turn is when that is done."""
         wanted = self._limits.size(view.plan)
+        # One larger than anybody wants any more, such as than any host: nothing would come before it.
+        too_large = [
+            name
+            for name, app in self._apps.items()
+            if app.is_living and app.status == "pending" and app.handle and not wanted.is_at_least(app.size)
+        ]
+        if too_large and self._still_acts():
+            log.info("run %s: ending %s, which wait for more than is planned now", self._keys.run_id, ", ".join(too_large))
+            self._cancel(too_large)
         living = [app for app in self._apps.values() if app.is_living]
         small = {name: app for name, app in self._apps.items() if app.is_living and not app.size.is_at_least(wanted)}
         trains = view.job is not None and view.job.phase == "training"
-        if not small or not trains or view.replacements or view.drains or not all(app.is_member for app in living):
+        is_changing = view.replacements or view.drains & view.workers.keys() or not all(app.is_member for app in living)
+        if not small or not trains or is_changing:
             return
         nodes = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
         for worker in view.survivors:
             if (app := small.get(nodes.get(view.workers[worker].agent_id, ""))) is not None:
-                request = DrainRecord(worker, f"a node of {wanted} instead of {app.size}", once_replaced=True)
-                log.info("run %s: %s is replaced: %s", self._keys.run_id, worker, request.reason)
-                with contextlib.suppress(EtcdError):  # the next step tries it again
-                    self._client.txn([self._is_ours], [Put(self._keys.drains + worker, encode(request))])
+                self._ask_for_replacement(worker, f"a node of {wanted} instead of {app.size}")
                 return
 
     def _give_more_memory(self) -> None:
@@ -629,7 +653,8 @@ class Controller:
                 given = self._plan_memory(asked)
                 text = f"{name} was killed for want of memory ({app.size}); "
                 text += f"nodes have {given} MiB from now on" if given > app.size.memory_mb else self._why_no_more_memory(app)
-                self._tell("memory", text, {"act": "enlarge", "node": name, "node_memory_mb": given})
+                act = "enlarge" if given > app.size.memory_mb else "none"
+                self._tell("memory", text, {"act": act, "node": name, "node_memory_mb": given})
             except (EtcdError, RecordError) as error:
                 app.lacked_memory = False
                 log.warning("run %s: that nodes need more memory is planned later: %s", self._keys.run_id, error)
@@ -672,6 +697,10 @@ class Controller:
         if app.status != "failed":
             return
         app.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(app.handle)))
+        if self._target.ran_out_of_memory(app.handle):
+            # Not the script's fault as long as the next node may have more.
+            can_grow = app.size.memory_mb < self._limits.max_size.memory_mb
+            app.post_mortem = dataclasses.replace(app.post_mortem, error="" if can_grow else "out of memory")
         app.stopped_job = is_last
         round_number = view.round.number if view.round else 0
         # A round formed since the last failure is progress: the two have nothing to do with each other.
@@ -902,6 +931,11 @@ def _restored(record: NodeRecord, now: float) -> _App:
         app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
         app.stopped_job, app.all_shown = record.stopped_job, True
     return app
+
+
+def _kind_of_jobs(then: str, now: str) -> str:
+    """The option for a cluster of Kubernetes that has got Volcano since."""
+    return " --plain-jobs" if now == f"{then}/volcano" else ""
 
 
 def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:

@@ -10,13 +10,17 @@ import shlex
 import sys
 from pathlib import PurePath
 from typing import Dict, List, Optional  # noqa: UP035
+from urllib.parse import quote
 
 import torchx.specs as specs
+
+from lightning_dlrover.components.target import ESCAPED
 
 __all__ = ["node", "train"]
 
 # What `dlrover run` and an embedded etcd need, with room for the records of thousands of rounds. It computes next to nothing.
-CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=1024)
+# On Kubernetes TorchX asks for 1 GiB less than it is given.
+CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=2048)
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 """A capability that named resources of clouds have, and a label of Kubernetes' hosts."""
@@ -125,8 +129,10 @@ def train(
         *script_args,
     ]
     name = PurePath(script).stem if rdzv_id == specs.macros.app_id else rdzv_id
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
     return specs.AppDef(
-        name=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job",
+        # As Volcano's names have to be: it calls a service like the app, and its pod like that and some more.
+        name=(slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-"),
         roles=[
             specs.Role(
                 name="controller",
@@ -136,11 +142,12 @@ def train(
                     "-m",
                     "lightning_dlrover.cli",
                     "run",
+                    ESCAPED,
                     "--target=auto",
                     f"--workers={workers}",
                     f"--rdzv-id={rdzv_id}",
-                    # TorchX puts its macros in place of ${...}.
-                    *(argument.replace("$", "$$") for argument in arguments),
+                    # TorchX puts its macros in place of ${...}, Kubernetes its variables of $(...), and not all undo a $$.
+                    *(quote(argument, safe="/:=,@+") for argument in arguments),
                 ],
                 num_replicas=1,
                 resource=CONTROLLER,

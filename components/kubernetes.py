@@ -481,7 +481,7 @@ class _PodLogs:
             return
         folder = self._folder / node
         folder.mkdir(parents=True, exist_ok=True)
-        entry = _PodLog(pod, folder, self._since)
+        entry = _PodLog(pod, folder)
         if (folder / ".read").exists():
             entry.newest, _, count = (folder / ".read").read_text().partition(" ")
             entry.num_newest = int(count or 0)
@@ -531,7 +531,7 @@ class _PodLogs:
             self._has_news.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:
-        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, entry.newest)
+        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, entry.newest or self._since)
         if not whole:
             text = text[: text.rfind("\n") + 1]
         # Only to the second: what was read already comes again.

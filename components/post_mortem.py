@@ -16,7 +16,7 @@ _CHAINED = (
 _AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
 _AGENT_FILE = "torch/distributed/run.py"
 _RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
-_CAUSE = re.compile(r"(?:this machine|Kubernetes): (.+)$")
+_CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 # SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them: somebody ended the process, it did not end itself.

@@ -154,6 +154,8 @@ class SlurmTarget:
         for former in (self._exit_file(node), notice_file(self._exit_file(node))):
             former.unlink(missing_ok=True)
         script = folder / "batch.sh"
+        script.touch(mode=0o600)
+        script.chmod(0o600)  # variables of the job are in it, and what `--env` says is nobody else's business
         script.write_text(self._script(node, size))
         arguments = [
             "--parsable",
@@ -210,7 +212,9 @@ class SlurmTarget:
         else:
             self._looked_up_at[job_id] = time.monotonic()
             status = self._look_up(job_id, node) or known
-        if known == "running" and status == "pending":
+        # `start` has removed the file of a former node of this name.
+        has_run = known == "running" or (status == "pending" and os.path.exists(self._exit_file(node)))
+        if has_run and status == "pending" and handle not in self._cancelled:
             # Somebody has requeued it: its worker has gone, and it may wait for long, and for what nobody wants any more. For
             # the controller it has failed; what Slurm still lists in our name is a node that nobody has asked for.
             status = "failed"

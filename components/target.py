@@ -12,7 +12,11 @@ from typing import Protocol
 
 from lightning_dlrover.components.reconcile import AppStatus
 
-__all__ = ["ANY_SIZE", "App", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+__all__ = ["ANY_SIZE", "ESCAPED", "App", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+
+
+ESCAPED = "--escaped"
+"""What follows this first argument of `dlrover run` is percent-encoded: others would take a part of it for theirs."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import psutil
 from torchx.specs import AppDef
 
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.node import PARENT_VARIABLE
+from lightning_dlrover.components.node import MARK_VARIABLE, PARENT_VARIABLE
 from lightning_dlrover.components.reconcile import AppStatus
 from lightning_dlrover.components.shares import MachineShares
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec
@@ -27,9 +27,6 @@ PR_SET_CHILD_SUBREAPER = 36
 
 _LOOKS = 10
 """At the processes of a node that moves to other cores."""
-
-MARK_VARIABLE = "DLROVER_STARTED_BY"
-"""In the environment of every process of a node."""
 
 
 def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:

@@ -166,6 +166,8 @@ class Analyst:
             self._memory = self._recalled()
         if membership is not None:
             membership.event("profile", "", dataclasses.asdict(profile))
+            if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
+                return  # nodes may be of two sizes now: what is measured is neither's
         self._memory.add(profile)
         place = profile.round_number, settings_of(profile)
         self._num_in_place = self._num_in_place + 1 if place == self._place else 1

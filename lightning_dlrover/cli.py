@@ -24,8 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.components.target import ESCAPED
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.kubernetes_pod import KubernetesOptions
@@ -68,7 +70,10 @@ class _Interrupted(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the process's exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:2] == ["run", ESCAPED]:
+        given[1:] = map(unquote, given[2:])
+    options = _parser().parse_args(given)
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
@@ -484,7 +489,8 @@ def _surrounding_target(options: argparse.Namespace) -> str:
     for name in ignored:
         setattr(options, name, None)
     place = {"local": "on this machine", "slurm": "on Slurm", "kubernetes": "on Kubernetes"}[target]
-    _say(f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(_flag, ignored))}" if ignored else ""))
+    said = f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(_flag, ignored))}" if ignored else "")
+    _say(said + ("; `--target local` keeps them on this host" if target != "local" else ""))
     return target
 
 
@@ -590,8 +596,8 @@ def _pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
     Raises:
         UsageError: one of them is not of that form.
     """
-    wrong = [text for text in getattr(options, name) if not text.partition("=")[0] or "=" not in text]
-    if wrong:
+    before = r"[A-Za-z_]\w*" if name == "env" else "[^=]+"  # a shell knows no other variables
+    if wrong := [text for text in getattr(options, name) if not re.match(f"{before}=", text)]:
         raise UsageError(f"{_flag(name)} {wrong[0]!r} is not {form}")
     return dict(text.split("=", 1) for text in getattr(options, name))
 
@@ -737,6 +743,7 @@ def _run_job(
         except (_Interrupted, EtcdServerError):
             # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
             if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
+                controller.tell_scheduler_to_end_nodes()  # first: there may be little time
                 with contextlib.suppress(EtcdServerError):
                     server.restart()
             raise
@@ -1159,7 +1166,7 @@ def _cancel(options: argparse.Namespace) -> int:
         view = read_job(client, place.keys).view  # says so if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
-        has_etcd = _wait_for_controller(client, place, options, deadline)
+        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
         _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
             _let_workers_leave(client, place, deadline)
@@ -1169,7 +1176,9 @@ def _cancel(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _wait_for_controller(client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float) -> bool:
+def _wait_for_controller(
+    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str
+) -> bool:
     """Return once the job has no controller; False if its etcd has ended with that.
 
     Raises:
@@ -1190,7 +1199,8 @@ def _wait_for_controller(client: EtcdClient, place: JobPlace, options: argparse.
                 )
             time.sleep(0.2)
     except EtcdUnavailableError:
-        if not was_locked or is_locked(folder):
+        # A scheduler is asked for what is left; of nodes on another machine nobody can tell.
+        if is_locked(folder) or not (was_locked or target != "local"):
             raise
         return False
     return True
@@ -1371,9 +1381,15 @@ def _follow(options: argparse.Namespace, output: _Output) -> None:
                     place = find_job(options.job, options.endpoint, options.key_prefix, options.run_dir, _access(options))
                     client = stack.enter_context(connect(place, timeout_s=2.0))
             ranks, found_over = _ranks(client, place) if client and place else ({}, None)
-            # An etcd that does not answer does not end a job; that nobody looks after it any more does.
-            is_over = found_over if found_over is not None else not is_locked(options.run_dir / options.job)
+            # An etcd that does not answer does not end a job; that nobody looks after it any more does, where that can be seen.
+            folder = options.run_dir / options.job
             problem: Exception | None = None
+            if found_over is not None:
+                is_over = found_over
+            elif folder.exists():
+                is_over = not is_locked(folder)
+            else:
+                is_over, problem = False, UsageError(f"no etcd says whether job {options.job!r} is over")
             found: dict[str, list[Path]] = {}
             try:
                 (output.fetch_all if is_over else output.fetch)()
@@ -1507,7 +1523,7 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
             + (f"; waits for {nodes} to come" if nodes else "")
         )
-    elif status["target"] not in (None, "local") and status["phase"] not in ("finished", "failed"):
+    elif status["target"] not in (None, "local") and status["phase"] in ("starting", "training"):
         lines.append(
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
             f"`dlrover cancel {status['run_id']}` ends them"

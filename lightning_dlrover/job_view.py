@@ -237,7 +237,10 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
     job, round_, nodes = record(keys.job, JobRecord), record(keys.round, RoundRecord), record(keys.nodes, NodesRecord)
     controller = record(keys.controller, ControllerRecord)
     each = [record(key, NodeRecord) for key in entries if key.startswith(keys.each_node)]
-    state = "unreadable" if problems else job.phase if job else "not started"
+    state: str = "unreadable" if problems else job.phase if job else "not started"
+    is_there = controller is not None or any(key.startswith((keys.workers, keys.agents)) for key in entries)
+    if state in ("starting", "training") and not is_there:
+        state = "stopped"
     is_over = state in ("finished", "failed")
     return JobSummary(
         keys.run_id,

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from lightning_dlrover.components.control_groups import CGROUPS, PROC, cgroup_folders, is_of_one_node
+from lightning_dlrover.perf.samples import AGENT_BYTES
 
 __all__ = [
     "CpuUse",
@@ -81,14 +82,15 @@ def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: P
 def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """What this worker must stay below on its own; 0 if nothing is known.
 
-    Slurm enforces a limit on each of a job's nodes, and so do we on this machine, in the node's control group.
+    Slurm enforces a limit on each of a job's nodes, and so do we on this machine, in the node's control group. The node's agent
+    takes its part of that.
     """
     of_node = _limits_bytes(f for f in cgroup_folders("memory", proc, cgroups) if is_of_one_node(f, environ))
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
         with suppress(KeyError, ValueError):
             of_node.append(math.prod(int(environ[n]) for n in names) * 2**20)
             break
-    return min(of_node, default=0) // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(0, min(of_node, default=0) - AGENT_BYTES) // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _limits_bytes(folders: Iterable[Path]) -> list[int]:

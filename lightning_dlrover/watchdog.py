@@ -396,7 +396,8 @@ class _Memory:
         """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not."""
         acts = ("replace", "enlarge")
         asked = [e for e in past if e.kind == "memory" and e.data.get("act") in acts and e.at < self._since]
-        gone = [e for e in asked if e.data.get("worker_id") not in self._membership.view.workers]
+        workers = self._membership.view.workers
+        gone = [e for e in asked if isinstance(who := e.data.get("worker_id"), str) and who not in workers]
         if not gone or not gone[-1].at > self._since - LEADS * _lead_s(past):
             return None
         names = [f.name for f in fields(MemoryForecast)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["STEP_PARTS", "StepProfile", "impossible_figure"]
+__all__ = ["AGENT_BYTES", "STEP_PARTS", "StepProfile", "impossible_figure"]
+
+AGENT_BYTES = 160 * 2**20
+"""Of a node's memory, that its elastic agent takes: less is left to the worker, its loader workers included."""
 
 STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Parts of a step; `StepProfile.<part>_s` of all of them add up to `step_time_s`."""

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf import Configuration, MemoryModel, Prediction
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
+from lightning_dlrover.planner.memory_growth import node_memory_bytes
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
 from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
@@ -144,7 +145,7 @@ def plan(
         left_s=None if situation.remaining_samples is None else field.left_s,
         change_cost_s=field.change_cost_s(field.now, index),
         spent=situation.spent,
-        node_cores=float(field.node_cores[index]) if limits.max_cores else 0.0,
+        node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
         node_memory_bytes=field.node_memory_bytes[index],
     )
 
@@ -219,7 +220,7 @@ class _Field:
         used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
         notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
         limit = current.memory_limit_bytes
-        most = max(limit, limits.max_memory_bytes)
+        most = max(limit, limits.max_memory_bytes - AGENT_BYTES)
         for index, peak in enumerate(peaks):
             if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
                 notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
@@ -252,8 +253,10 @@ class _Field:
             notes=notes,
             node_cores=np.array([c.cores for c in where]),
             node_memory_bytes=[
-                min(most, math.ceil(p.high_bytes)) if limit and limits.max_memory_bytes and p.high_bytes > limit else 0
-                for p in peaks
+                node_memory_bytes(p.high_bytes, limits.max_memory_bytes)
+                if limit and limits.max_memory_bytes and p.high_bytes > limit and s not in measured
+                else 0
+                for s, p in zip(settings, peaks, strict=False)
             ]
             or [0] * len(settings),
             cores=np.array([u.cores for u in used]),

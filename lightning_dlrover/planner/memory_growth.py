@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
 
 Floats = NDArray[np.float64]
 
@@ -34,6 +34,7 @@ __all__ = [
     "forecast_memory",
     "inherited_forecast",
     "least_workers",
+    "node_memory_bytes",
 ]
 
 NUM_SETTLING = 2
@@ -59,6 +60,9 @@ LEADS = 3.0
 
 MARGIN = 1.2
 """How much more than is foreseen a larger node has: it is foreseen from the slope so far."""
+
+NODE_MEMORY_STEP = 256 * 2**20
+"""Nodes differ by so many bytes, or by a multiple: for less none is worth being replaced."""
 
 UNKNOWN_END_FACTOR = 2.0
 """How much more memory a larger node has where nobody knows how many steps are left."""
@@ -216,7 +220,7 @@ def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
     larger = _enough_memory(forecast, situation)
     possible = {
         "replace": situation.can_replace,
-        "enlarge": situation.can_replace and larger > forecast.limit_bytes,
+        "enlarge": situation.can_replace and larger > forecast.limit_bytes + AGENT_BYTES,
         "add_workers": situation.can_add and situation.num_workers < situation.max_workers,
     }
     failed = f"; {' and '.join(_NAMES[act] for act in situation.tried)} did not help" if situation.tried else ""
@@ -252,12 +256,18 @@ def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
     return max((n for n in numbers if isinstance(n, int)), default=0)
 
 
+def node_memory_bytes(worker_bytes: float, max_bytes: int) -> int:
+    """What a node needs for one worker of that size and its agent, with a reserve, in bytes; at most `max_bytes`."""
+    needed = worker_bytes / (1 - RESERVE) + AGENT_BYTES
+    return min(max_bytes, NODE_MEMORY_STEP * math.ceil(needed / NODE_MEMORY_STEP))
+
+
 def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
     """What one worker's node needs until the job's end, in bytes, as far as it may have that."""
-    needed = UNKNOWN_END_FACTOR * forecast.limit_bytes
+    needed = UNKNOWN_END_FACTOR * (1 - RESERVE) * forecast.limit_bytes
     if situation.remaining_steps is not None:
-        needed = MARGIN * (forecast.level_bytes + forecast.bytes_per_step * situation.remaining_steps) / (1 - RESERVE)
-    return min(situation.max_memory_bytes, math.ceil(needed))
+        needed = MARGIN * (forecast.level_bytes + forecast.bytes_per_step * situation.remaining_steps)
+    return node_memory_bytes(needed, situation.max_memory_bytes)
 
 
 def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:

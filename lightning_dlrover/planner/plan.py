@@ -82,7 +82,7 @@ class Decision:
     left_s: float | None = None  # work that was left, at the step time observed; None: nobody knew
     change_cost_s: float = 0.0  # the job stands still for so long, as measured by earlier changes
     spent: float | None = None  # money until now; None: unknown
-    node_cores: float = 0.0  # that each worker's node needs for the chosen settings; 0: nobody can change what it has
+    node_cores: float = 0.0  # that each worker's node needs for the chosen settings; 0: what it has is enough
     node_memory_bytes: int = 0  # likewise; 0: what it has is enough
 
     @property

@@ -290,6 +290,54 @@ def test_nodes_smaller_than_planned_are_replaced_one_at_a_time_and_larger_ones_s
     job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
 
 
+def test_a_node_that_waits_for_more_than_is_planned_any_more_is_withdrawn(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536))
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    start = job.target.start
+
+    def queue(node: str, size: NodeSize = ANY_SIZE) -> str:
+        handle = start(node, size)
+        job.target.nodes[node] = "pending"
+        return handle
+
+    job.target.start = queue  # type: ignore[method-assign]
+    job.plan(1, node_memory_mb=65536)  # more than any host has
+    job.run_until("a node that waits", lambda: job.target.nodes.get("node2") == "pending")
+    job.stays(lambda: not job.target.cancelled)
+    job.plan(1, node_memory_mb=2048)
+    job.run_until("a smaller one in its place", lambda: "node3" in job.target.nodes)
+    assert job.target.cancelled == ["node2"]
+    assert job.target.sizes["node3"] == NodeSize(1, 2048)
+
+
+def test_a_request_to_leave_that_a_lost_worker_has_left_behind_holds_up_nobody(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 4096))
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    client.put(f"{keys.drains}worker-node0", encode(DrainRecord("worker-node0", "of a worker whose host is gone")))
+    job.plan(1, node_memory_mb=2048)
+    job.run_until("a larger node", lambda: "node2" in job.target.living)
+
+
+def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.target.refuses = "no device is free"
+    job.fail("node2")
+    job.round(2, "node1")
+    job.run_until("many refusals", lambda: job.controller._failures_in_a_row >= QUICK.max_failures)
+    job.target.refuses = ""
+    job.fail("node1")
+    job.run_until("a new start", lambda: job.target.living)
+
+
 @pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
 def test_once_a_node_was_killed_for_want_of_memory_nodes_have_more_as_far_as_the_limits_allow(
     make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int

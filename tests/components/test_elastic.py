@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from torchx.runner import Runner, get_runner
 
 from lightning_dlrover import cli
 from lightning_dlrover.components import elastic
+from lightning_dlrover.components.target import ESCAPED
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"
@@ -79,7 +81,7 @@ def test_a_job_on_slurm_is_one_small_slurm_job_called_as_its_number() -> None:
     assert "--cpus-per-task=1" in script
     assert "--gpus" not in script.partition("srun")[0]
     assert '--rdzv-id="$SLURM_JOB_ID"' in script
-    for word in ("--partition=gpu", "--account=me", "--time=2:00:00", "--cpus=8", "train.py 'a b' '$HOME'"):
+    for word in ("--partition=gpu", "--account=me", "--time=2:00:00", "--cpus=8", "train.py a%20b %24HOME"):
         assert word in script.partition("srun")[2], word
 
 
@@ -99,7 +101,8 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     assert container["command"][0] == "python"  # that of the image
     assert container["command"][-1] == "/work/train.py"
     name = manifest["metadata"]["name"]
-    cli._parser().parse_args(container["command"][3:])  # every option is one that `dlrover run` takes
+    assert container["command"][3:5] == ["run", ESCAPED]
+    cli._parser().parse_args(["run", *map(unquote, container["command"][5:])])  # each option is one that `dlrover run` takes
     assert {
         f"--rdzv-id={name}",
         "--image=trainer:1",

@@ -55,7 +55,7 @@ RendezvousConnectionError: no etcd answers
 """
 
 
-@pytest.mark.parametrize("by", ["this machine", "Kubernetes"])
+@pytest.mark.parametrize("by", ["this machine", "Kubernetes", "Slurm"])
 @pytest.mark.parametrize(
     "output", ["", "Kubernetes: as the script says\n", AGENT.format(code=-9), SCRIPT + AGENT.format(code=1), SIGNALLED]
 )

@@ -239,6 +239,27 @@ def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
     assert target.status("1/node1") == "failed"
 
 
+def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path
+) -> None:
+    commands.list(row(1, "PENDING"), row(2, "PENDING"))
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("143\n")
+    target = make_target()
+    assert [target.status(f"{number}/node{number}") for number in (1, 2)] == ["failed", "pending"]
+
+
+def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_again(
+    make_target: MakeTarget, commands: Commands
+) -> None:
+    commands.list(row(1, "RUNNING"))
+    target = make_target()
+    assert target.status("1/node1") == "running"
+    target.cancel(["1/node1"])
+    commands.list(row(1, "PENDING"))
+    assert target.status("1/node1") == "pending"  # what has ended is not cancelled any more
+
+
 @pytest.mark.parametrize(
     "shell",
     [

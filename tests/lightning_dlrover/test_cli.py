@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover import cli, job_view
+from lightning_dlrover.components import elastic
 from lightning_dlrover.components.logs import LogFile
 from lightning_dlrover.components.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.target import NodeSpec
@@ -160,6 +161,16 @@ def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: lis
     assert "Traceback" not in errors
 
 
+def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda options: seen.append([options.script, *options.script_args]) or 0)
+    words = ["${app_id}", "a$$b", "$(HOME)", "100%25", 'it\'s "so"', "two\nlines", "--escaped", ""]
+    [role] = elastic.train(*words, script="train.py").roles
+    assert "$" not in "".join(role.args).replace("${app_id}", "", 1)  # that of the job's name is TorchX's to replace
+    assert dlrover(*role.args[2:])[0] == 0
+    assert seen == [["train.py", *words]]
+
+
 @pytest.mark.parametrize(
     ("visible", "gpus", "message"),
     [
@@ -186,10 +197,13 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
     ("variables", "said"),
     [
         ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),
-        ({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"}, "nodes run on Slurm, where these mean nothing: --image"),
+        (
+            {"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"},
+            "nodes run on Slurm, where these mean nothing: --image; `--target local` keeps them on this host",
+        ),
         (
             {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
-            "nodes run on Kubernetes, where these mean nothing: --partition",
+            "nodes run on Kubernetes, where these mean nothing: --partition; `--target local` keeps them on this host",
         ),
         # Without a service account there is nobody as whom nodes could be asked for.
         ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
@@ -727,6 +741,10 @@ def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
         "gone": "ended slurm - - none",
         "silent": "unknown: its etcd at 127.0.0.1:1 does not answer slurm - - none",
     }
+    workers = client.get_prefix(job.workers)[1]
+    for entry in workers:
+        client.delete(entry.key)
+    assert f"{job.run_id} " in dlrover("list")[1].partition("stopped")[0]
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
     assert "process 123 on host-7" in dlrover("list", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix)[1]
     client.put(job.round, b"nonsense")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lightning_dlrover import resources
+from lightning_dlrover.perf.samples import AGENT_BYTES
 from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes, own_memory_limit_bytes
 
 MIB = 1 << 20
@@ -53,30 +54,33 @@ def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], 
 @pytest.mark.parametrize(
     "environ, mib",
     [
-        ({"SLURM_MEM_PER_NODE": "4096"}, 4096),
-        ({"SLURM_MEM_PER_NODE": "4096", "LOCAL_WORLD_SIZE": "4"}, 1024),
-        ({"SLURM_MEM_PER_CPU": "1000", "SLURM_CPUS_ON_NODE": "8", "LOCAL_WORLD_SIZE": "2"}, 4000),
+        ({"SLURM_MEM_PER_NODE": "4096"}, 3936),
+        ({"SLURM_MEM_PER_NODE": "4096", "LOCAL_WORLD_SIZE": "4"}, 984),
+        ({"SLURM_MEM_PER_CPU": "1000", "SLURM_CPUS_ON_NODE": "8", "LOCAL_WORLD_SIZE": "2"}, 3920),
         ({"SLURM_MEM_PER_CPU": "1000"}, 0),
         ({"SLURM_MEM_PER_NODE": "all"}, 0),
+        ({"SLURM_MEM_PER_NODE": "100"}, 0),  # less than an agent alone takes
         ({}, 0),
     ],
 )
-def test_what_slurm_grants_a_node_is_shared_by_its_workers(environ: dict[str, str], mib: int, tmp_path: Path) -> None:
+def test_what_slurm_grants_a_node_is_shared_by_its_workers_less_what_its_agent_takes(
+    environ: dict[str, str], mib: int, tmp_path: Path
+) -> None:
     assert own_memory_limit_bytes(environ, *group(tmp_path, "0::/\n", {})) == mib * MIB
 
 
 @pytest.mark.parametrize(
     ("own", "files"),
     [
-        ("0::/jobs/dlrover-7-node3-0123abcd\n", {"jobs/dlrover-7-node3-0123abcd/memory.max": f"{64 * MIB}\n"}),
+        ("0::/jobs/dlrover-7-node3-0123abcd\n", {"jobs/dlrover-7-node3-0123abcd/memory.max": f"{512 * MIB}\n"}),
         (
             "4:memory:/dlrover-7-node3-0123abcd/by-the-script\n0::/\n",
             {
                 "memory/dlrover-7-node3-0123abcd/by-the-script/memory.limit_in_bytes": f"{2**63 - 4096}\n",
-                "memory/dlrover-7-node3-0123abcd/memory.limit_in_bytes": f"{64 * MIB}\n",
+                "memory/dlrover-7-node3-0123abcd/memory.limit_in_bytes": f"{512 * MIB}\n",
             },
         ),
-        ("0::/scope/job_12/step_batch/task_0\n", {"scope/job_12/memory.max": f"{64 * MIB}\n"}),
+        ("0::/scope/job_12/step_batch/task_0\n", {"scope/job_12/memory.max": f"{512 * MIB}\n"}),
     ],
 )
 @pytest.mark.parametrize("local_workers", [1, 2])
@@ -86,14 +90,16 @@ def test_the_limit_of_a_group_of_one_node_is_shared_by_nobody_else(
     shared = "memory/memory.limit_in_bytes" if "memory:" in own else "memory.max"
     place = group(tmp_path, own, {**files, shared: f"{1024 * MIB}\n"})
     environ = {"DLROVER_NODE": "node3", "SLURM_JOB_ID": "12", "LOCAL_WORLD_SIZE": str(local_workers)}
-    assert own_memory_limit_bytes(environ, *place) == 64 * MIB // local_workers
+    assert own_memory_limit_bytes(environ, *place) == (512 * MIB - AGENT_BYTES) // local_workers
     assert memory_limit_bytes(environ, *place) == 1024 * MIB
 
 
+@pytest.mark.parametrize("ours", [{}, {"DLROVER_NODE": "node3", "DLROVER_STARTED_BY": "a dlrover run in that job"}])
 @pytest.mark.parametrize("folder", ["dlrover-7-controller", "job_13", "job_12"])
-def test_a_group_that_may_hold_other_nodes_is_shared_with_them(folder: str, tmp_path: Path) -> None:
+def test_a_group_that_may_hold_other_nodes_is_shared_with_them(folder: str, ours: dict[str, str], tmp_path: Path) -> None:
     place = group(tmp_path, f"0::/{folder}\n", {f"{folder}/memory.max": f"{64 * MIB}\n"})
-    environ = {"SLURM_JOB_ID": "12"}  # of a torchrun that the user has started: there may be several in the job
+    # Of a torchrun that the user has started, of which there may be several in the job; or of `dlrover run` there.
+    environ = {"SLURM_JOB_ID": "12", **ours}
     assert own_memory_limit_bytes(environ, *place) == 0
     assert memory_limit_bytes(environ, *place) == 64 * MIB
 

@@ -185,7 +185,7 @@ def test_what_did_not_help_is_not_done_again() -> None:
     assert last.act == "checkpoint"
 
 
-@pytest.mark.parametrize(("remaining", "expected_mib"), [(4000, 2842), (None, 2000), (40_000, 4000)])
+@pytest.mark.parametrize(("remaining", "expected_mib"), [(4000, 3072), (None, 2304), (40_000, 4000)])
 def test_a_larger_node_has_what_is_foreseen_until_the_end_as_far_as_it_may(remaining: int | None, expected_mib: int) -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.3875 * MIB, 600, 500, 0.1)
     situation = Situation(remaining, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
