@@ -1523,7 +1523,7 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
             + (f"; waits for {nodes} to come" if nodes else "")
         )
-    elif status["target"] not in (None, "local") and status["phase"] in ("starting", "training"):
+    elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
             f"`dlrover cancel {status['run_id']}` ends them"

@@ -15,6 +15,8 @@ import pytest
 from dlrover_process import Dlrover, Run
 from secure_etcd import PASSWORD, secure_etcd
 
+from lightning_dlrover.perf.samples import AGENT_BYTES
+
 SCRIPT = Path(__file__).with_name("tiny_script.py")
 PROBLEM = "the script's own error at step 3"
 
@@ -126,7 +128,7 @@ def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced
     assert {profile["cores"] for profile in profiles} == {1.0}
     if not is_limited:
         pytest.skip(f"memory cannot be limited here: {run.output}")
-    assert {profile["memory_limit_bytes"] for profile in profiles} == {1 << 30}
+    assert {profile["memory_limit_bytes"] for profile in profiles} == {(1 << 30) - AGENT_BYTES}
     assert [event.data for event in run.events if event.kind == "loss"]
 
 
