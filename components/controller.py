@@ -153,6 +153,7 @@ class _App:
             self.handle,
             self.asked_at,
             cancelled=self.cancelled,
+            had_worker=self.worker_seen_at is not None,
             cpus=self.size.cpus,
             memory_mb=self.size.memory_mb,
         )
@@ -925,6 +926,7 @@ def _restored(record: NodeRecord, now: float) -> _App:
     size = NodeSize(record.cpus, record.memory_mb)
     app = _App(record.handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     app.ended_at = now if record.cancelled else None
+    app.worker_seen_at = now if record.had_worker else None
     if record.state == "ended":
         app.status = record.outcome or "gone"
         app.ended_at = now - max(0.0, time.time() - record.ended_at)

@@ -30,6 +30,7 @@ class Patience:
     exit_s: float = 30.0  # from a worker's last sign to the end of its node
     surplus_s: float = 60.0  # a node that the plan has no room for
     register_s: float = 60.0  # a started node has registered in etcd
+    come_s: float = 900.0  # a started node that has not registered by then is replaced
     settle_s: float = 2.0  # what etcd and the scheduler say may be so far apart
     etcd_s: float = 120.0  # etcd does not answer, and no node is left
 
@@ -189,13 +190,16 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
 
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
-    others = [n for n in living if n not in hung and not n.is_member and n.idle_s > patience.surplus_s]
+    # Cut off, or hung in the absence of any controller that could have seen it.
+    silent = [n for n in living if not n.agent_seen and n.age_s > patience.come_s]
+    others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
     # A node whose worker has left is about to end: none that is on its way must go for it.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
     excess = max(0, len(living) - len(leaving) - view.wanted)
     surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]
     return [
         *(CancelNode(n.name, f"its worker has left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),
+        *(CancelNode(n.name, f"it was started {n.age_s:.0f} s ago and has not reached etcd") for n in silent),
         *(CancelNode(n.name, f"the plan has no room for it since {n.idle_s:.0f} s") for n in surplus),
     ]
 

@@ -68,6 +68,12 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("the plan has shrunk: the convener chooses who leaves", training(1, member("a"), member("b")), []),
         ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
         ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
+        ("a joiner takes its time", training(2, member("a"), joining("b", LATE_S)), []),
+        (
+            "but has not even reached etcd",
+            training(2, member("a"), Node("b", "running", idle_s=LATE_S, age_s=LATE_S, warned=True)),
+            [CancelNode],
+        ),
         (
             "a worker has left but its node does not end",
             training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
