@@ -50,14 +50,12 @@ from lightning_dlrover.rdzv.client import (
     Put,
     absent,
     created,
-    exists,
     modified,
 )
-from lightning_dlrover.rdzv.membership import read_view
+from lightning_dlrover.rdzv.membership import ask_for_replacement, read_view
 from lightning_dlrover.rdzv.records import (
     HISTORY_TTL_S,
     ControllerRecord,
-    DrainRecord,
     EventRecord,
     JobRecord,
     Keys,
@@ -259,8 +257,9 @@ class Controller:
         self._look(view)
         if may_act:
             self._replace_what_is_wanted_back(view)
-            self._give_more_memory()
-            view = self._view()
+            if self._give_more_memory():
+                view = self._view()
+            self._withdraw_what_is_too_large(view)
             self._replace_what_is_too_small(view)
         end = self._act(reconcile(self._job_view(view, may_act), self._patience), self._limits.size(view.plan))
         self._show_output()
@@ -440,7 +439,7 @@ class Controller:
         outlived = nodes is not None and nodes.target != "local"
         if nodes is None or (nodes.target != self._target.name and not (living and outlived)):
             # A node that has registered without a record is older than such records, and its name is taken.
-            names = [agent.labels.get("node", "") for agent in self._view().agents.values()]
+            names = _nodes_of_agents(self._view()).values()
             newest = max((int(m[1]) for name in [*names, *records] if (m := re.fullmatch(r"node(\d+)", name))), default=0)
             newest = max(newest, nodes.num_started if nodes else 0)
             mark = self._nodes.mark if self._nodes else uuid.uuid4().hex[:10]
@@ -574,7 +573,7 @@ class Controller:
     def _look(self, view: View) -> None:
         """Bring what we remember of the nodes up to date."""
         now = time.monotonic()
-        names = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        names = _nodes_of_agents(view)
         with_agent = set(names.values())
         with_worker = {names.get(worker.agent_id, "") for worker in view.workers.values()}
         with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
@@ -600,7 +599,7 @@ class Controller:
 
     def _replace_what_is_wanted_back(self, view: View) -> None:
         """Start another node for each that the scheduler is going to end; its worker leaves once that one is ready."""
-        nodes = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        nodes = _nodes_of_agents(view)
         workers = {nodes.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
         for name, app in self._apps.items():
             if not app.is_member or app.cancelled or app.has_ended or not self._target.wants_back(app.handle):
@@ -612,15 +611,12 @@ class Controller:
     def _ask_for_replacement(self, worker: str, reason: str) -> None:
         """Let a worker leave once another one can take its place, unless it has gone or was asked to leave already."""
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
-        drain, request = self._keys.drains + worker, DrainRecord(worker, reason, once_replaced=True)
-        guard = [self._is_ours, exists(self._keys.workers + worker), absent(drain)]
         with contextlib.suppress(EtcdError):  # the next step tries it again
-            self._client.txn(guard, [Put(drain, encode(request))])
+            ask_for_replacement(self._client, self._keys, worker, reason, self._is_ours)
 
-    def _replace_what_is_too_small(self, view: View) -> None:
-        """Ask for the replacement of one node that is smaller than planned; the next one's turn is when that is done."""
+    def _withdraw_what_is_too_large(self, view: View) -> None:
+        """End nodes that wait for more than is planned any more, such as than any host has: nothing comes before them."""
         wanted = self._limits.size(view.plan)
-        # One larger than anybody wants any more, such as than any host: nothing would come before it.
         too_large = [
             name
             for name, app in self._apps.items()
@@ -629,26 +625,34 @@ class Controller:
         if too_large and self._still_acts():
             log.info("run %s: ending %s, which wait for more than is planned now", self._keys.run_id, ", ".join(too_large))
             self._cancel(too_large)
+
+    def _replace_what_is_too_small(self, view: View) -> None:
+        """Ask for the replacement of one node that is smaller than planned; the next one's turn is when that is done."""
+        wanted = self._limits.size(view.plan)
         living = [app for app in self._apps.values() if app.is_living]
         small = {name: app for name, app in self._apps.items() if app.is_living and not app.size.is_at_least(wanted)}
         trains = view.job is not None and view.job.phase == "training"
         is_changing = view.replacements or view.drains & view.workers.keys() or not all(app.is_member for app in living)
         if not small or not trains or is_changing:
             return
-        nodes = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
+        nodes = _nodes_of_agents(view)
         for worker in view.survivors:
             if (app := small.get(nodes.get(view.workers[worker].agent_id, ""))) is not None:
                 self._ask_for_replacement(worker, f"a node of {wanted} instead of {app.size}")
                 return
 
-    def _give_more_memory(self) -> None:
-        """Plan larger nodes once one was killed for want of memory; as the plan says that, whoever comes next knows."""
+    def _give_more_memory(self) -> bool:
+        """Plan larger nodes once one was killed for want of memory; as the plan says that, whoever comes next knows.
+
+        Returns whether the plan may have changed.
+        """
+        may_have_changed = False
         now = time.monotonic()
         for name, app in self._apps.items():
             recent = app.status == "failed" and now - (app.ended_at or now) < SAME_FAILURE_S
             if not recent or app.lacked_memory or not self._target.ran_out_of_memory(app.handle):
                 continue
-            app.lacked_memory = True
+            app.lacked_memory = may_have_changed = True
             asked = OUT_OF_MEMORY_FACTOR * app.size.memory_mb
             try:
                 given = self._plan_memory(asked)
@@ -659,8 +663,9 @@ class Controller:
             except (EtcdError, RecordError) as error:
                 app.lacked_memory = False
                 log.warning("run %s: that nodes need more memory is planned later: %s", self._keys.run_id, error)
-                return
+                break
             log.warning("run %s: %s", self._keys.run_id, text)
+        return may_have_changed
 
     def _why_no_more_memory(self, app: _App) -> str:
         if not app.size.memory_mb:
@@ -933,6 +938,11 @@ def _restored(record: NodeRecord, now: float) -> _App:
         app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
         app.stopped_job, app.all_shown = record.stopped_job, True
     return app
+
+
+def _nodes_of_agents(view: View) -> dict[str, str]:
+    """The name of each agent's node, by agent; empty for one that no controller has started."""
+    return {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
 
 
 def _kind_of_jobs(then: str, now: str) -> str:

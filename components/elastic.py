@@ -91,7 +91,7 @@ def train(
         options: further options of `dlrover run`, as a shell would take them
     """
     # Without all of them: what is not asked for stays as the cluster has it.
-    size = specs.resource(h=h) if h else specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB)
+    size = _size(h, cpu, gpu, memMB)
     labels = {name: str(value) for name, value in size.capabilities.items() if name == INSTANCE_TYPE}
     volumes = specs.parse_mounts(mounts or [])
     for volume in volumes:
@@ -137,7 +137,7 @@ def train(
             specs.Role(
                 name="controller",
                 image=image,
-                entrypoint="python" if image else sys.executable,
+                entrypoint=_python(image),
                 args=[
                     "-m",
                     "lightning_dlrover.cli",
@@ -214,7 +214,7 @@ def node(
             specs.Role(
                 name="worker",
                 image=image,
-                entrypoint="python" if image else sys.executable,
+                entrypoint=_python(image),
                 args=[
                     "-m",
                     "lightning_dlrover.components.node",
@@ -230,7 +230,17 @@ def node(
                 ],
                 env={"DLROVER_NODE": node},
                 num_replicas=1,
-                resource=specs.resource(h=h) if h else specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB),
+                resource=_size(h, cpu, gpu, memMB),
             )
         ],
     )
+
+
+def _size(h: str, cpu: int, gpu: int, memMB: int) -> specs.Resource:
+    """By name or by number; `specs.resource` would put numbers of its own in place of 0."""
+    return specs.resource(h=h) if h else specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB)
+
+
+def _python(image: str) -> str:
+    """That of the image, else the one that runs here."""
+    return "python" if image else sys.executable

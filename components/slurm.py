@@ -135,7 +135,7 @@ class SlurmTarget:
         self._known: dict[str, AppStatus] = {}  # by handle
         self._cancelled: set[str] = set()  # handles, by us
         self._starved: set[str] = set()  # handles of those whose output says that they lacked memory
-        self._noticed_at: dict[str, float] = {}  # by handle: which list of squeue's a notice was last looked for with
+        self._looked_for_at: dict[str, float] = {}  # by handle: which list of squeue's its files were last looked for with
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
             raise TargetError(
@@ -213,7 +213,8 @@ class SlurmTarget:
             self._looked_up_at[job_id] = time.monotonic()
             status = self._look_up(job_id, node) or known
         # `start` has removed the file of a former node of this name.
-        has_run = known == "running" or (status == "pending" and os.path.exists(self._exit_file(node)))
+        waits = status == "pending"
+        has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
         if has_run and status == "pending" and handle not in self._cancelled:
             # Somebody has requeued it: its worker has gone, and it may wait for long, and for what nobody wants any more. For
             # the controller it has failed; what Slurm still lists in our name is a node that nobody has asked for.
@@ -267,12 +268,14 @@ class SlurmTarget:
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def wants_back(self, handle: str) -> bool:
-        # Asked for as often as squeue is: a shared file system is not for every step.
-        if self._noticed_at.get(handle) != self._asked_at:
-            self._noticed_at[handle] = self._asked_at
-            # Path.exists() would raise for a shared file system that fails for a moment.
-            return os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
-        return False
+        # Path.exists() would raise for a shared file system that fails for a moment.
+        return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
+
+    def _is_new_list_for(self, handle: str) -> bool:
+        """Whether squeue was asked since this was for a node: a shared file system is not for every step."""
+        is_new = self._looked_for_at.get(handle) != self._asked_at
+        self._looked_for_at[handle] = self._asked_at
+        return is_new
 
     def logs(self, handle: str) -> list[Path]:
         folder = self._log_dir / handle.split("/")[1]

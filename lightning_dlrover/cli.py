@@ -975,7 +975,7 @@ def _scale(options: argparse.Namespace) -> int:
         if options.num_workers is None and not settings:
             asked = ", ".join(f"--{_option(name)}" for name in _COUNTED)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
-        _check_node_size(client, place, settings)
+        _check_node_size(place, found.nodes, settings)
         wanted = _wanted_text(options.num_workers, settings)
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     print(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
@@ -987,24 +987,23 @@ def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
     return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
 
 
-def _check_node_size(client: EtcdClient, place: JobPlace, asked: Mapping[str, int]) -> None:
+def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[str, int]) -> None:
     """
     Raises:
         UsageError: nodes of the job may not be of that size.
     """
-    from lightning_dlrover.rdzv.records import NodesRecord, decode
-
-    entry = client.get(place.keys.nodes)
-    nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
-    limits = {
-        "node_cpus": ("--cpus", "cores", nodes.min_cpus, nodes.max_cpus),
-        "node_memory_mb": ("--mem", "MiB of memory", nodes.min_memory_mb, nodes.max_memory_mb),
-    }
-    for name, (flag, unit, low, high) in limits.items():
+    limits = {"node_cpus": (0, 0), "node_memory_mb": (0, 0)}
+    if nodes is not None:
+        limits = {
+            "node_cpus": (nodes.min_cpus, nodes.max_cpus),
+            "node_memory_mb": (nodes.min_memory_mb, nodes.max_memory_mb),
+        }
+    for name, (low, high) in limits.items():
         if name in asked and not 0 < low <= asked[name] <= high:
-            has = f"for nodes of {low} to {high} {unit}" if high else "without limits for it"
+            has = f"for nodes of {low} to {high} {_COUNTED[name]}" if high else "without limits for it"
             raise UsageError(
-                f"job {place.run_id!r} was started {has} ({flag} of `dlrover run`); {asked[name]} {unit} are outside of that"
+                f"job {place.run_id!r} was started {has} (--{_option(name)} of `dlrover run`); "
+                f"{asked[name]} {_COUNTED[name]} are outside of that"
             )
 
 

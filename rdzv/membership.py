@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.client import (
+    Compare,
     Delete,
     EtcdClient,
     EtcdError,
@@ -212,6 +213,15 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def ask_for_replacement(client: EtcdClient, keys: Keys, worker_id: str, reason: str, *guard: Compare) -> bool:
+    """Ask for another worker in the place of one; False if that is gone already, or was asked to leave, or a guard fails."""
+    request = DrainRecord(worker_id, reason, once_replaced=True)
+    drain = keys.drains + worker_id
+    # Who has to go at once, as its host is taken away, cannot wait for another one.
+    guard = (*guard, exists(keys.workers + worker_id), absent(drain))
+    return client.txn(guard, [Put(drain, encode(request))]).succeeded
 
 
 def ask_for_stacks(
@@ -627,10 +637,7 @@ class Membership:
 
     def replace(self, worker_id: str, reason: str) -> bool:
         """Ask for another worker in the place of one; False if that is gone already, or was asked to leave."""
-        request = DrainRecord(worker_id, reason, once_replaced=True)
-        drain = self.keys.drains + worker_id
-        # Who has to go at once, as its host is taken away, cannot wait for another one.
-        return self._client.txn([exists(self.keys.workers + worker_id), absent(drain)], [Put(drain, encode(request))]).succeeded
+        return ask_for_replacement(self._client, self.keys, worker_id, reason)
 
     def stacks_request(self) -> StacksRequest | None:
         """The newest request that every worker says where it stands."""

@@ -357,30 +357,21 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.mark.timeout(600 if EVERY == 1 else 180)
-def test_a_controller_may_be_killed_before_and_after_every_request(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    "life, num_nodes, every", [(add_drain_replace_and_lose, 7, EVERY), (cancel_what_is_not_wanted, 6, EVERY_LONG)]
+)
+def test_a_controller_may_be_killed_before_and_after_every_request(
+    make_job: MakeJob, life: Callable[[Job], None], num_nodes: int, every: int
+) -> None:
     whole = make_job()
-    add_drain_replace_and_lose(whole)
-    num_nodes, num_requests = len(whole.scheduler.nodes), whole.fault.num_requests
-    assert num_nodes == 7
+    life(whole)
+    num_requests = whole.fault.num_requests
+    assert len(whole.scheduler.nodes) == num_nodes
     assert num_requests > 40
-    for kill_at in range(1, num_requests, EVERY):
+    for kill_at in range(1, num_requests, every):
         job = make_job(kill_at)
-        add_drain_replace_and_lose(job)
+        life(job)
         # One name may be lost between being written down and being asked for.
-        assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
-        assert job.num_kills == 1
-
-
-@pytest.mark.timeout(600 if EVERY == 1 else 180)
-def test_a_controller_that_cancels_may_be_killed_before_and_after_every_request(make_job: MakeJob) -> None:
-    whole = make_job()
-    cancel_what_is_not_wanted(whole)
-    num_nodes, num_requests = len(whole.scheduler.nodes), whole.fault.num_requests
-    assert num_nodes == 6
-    assert num_requests > 40
-    for kill_at in range(1, num_requests, EVERY_LONG):
-        job = make_job(kill_at)
-        cancel_what_is_not_wanted(job)
         assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
         assert job.num_kills == 1
 

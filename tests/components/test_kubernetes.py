@@ -85,17 +85,19 @@ def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
+MUCH = KubernetesOptions(
+    image="trainer:1",
+    service_account="trainer",
+    gpus="2",
+    node_selector={"pool": "gpu"},
+    mounts=(Mount("data", "/data", read_only=True),),
+    image_pull_secret="registry",
+    work_dir="/work",
+)
+
+
 def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
-    options = KubernetesOptions(
-        image="trainer:1",
-        service_account="trainer",
-        gpus="2",
-        node_selector={"pool": "gpu"},
-        mounts=(Mount("data", "/data", read_only=True),),
-        image_pull_secret="registry",
-        work_dir="/work",
-        grace_s=300,
-    )
+    options = dataclasses.replace(MUCH, grace_s=300)
     spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"), environment={"LEVEL": "5$"})
     manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK)
     assert manifest["metadata"]["name"] == f"run-node3-{MARK}"
@@ -976,14 +978,8 @@ def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str
 
 @pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
 def test_a_node_with_every_option_has_no_field_that_kubernetes_does_not_know(api_version: str, tmp_path: Path) -> None:
-    options = KubernetesOptions(
-        image="trainer:1",
-        service_account="trainer",
-        gpus="2",
-        node_selector={"pool": "gpu"},
-        mounts=(Mount("data", "/data", read_only=True),),
-        image_pull_secret="registry",
-        work_dir="/work",
+    options = dataclasses.replace(
+        MUCH,
         secret="etcd-access",
         queue="ads",
         template={"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "priorityClassName": "low"}},
