@@ -710,7 +710,9 @@ class Controller:
         app.stopped_job = is_last
         round_number = view.round.number if view.round else 0
         # A round formed since the last failure is progress: the two have nothing to do with each other.
-        self._failures_in_a_row = self._failures_in_a_row + 1 if round_number == self._round_at_failure else 1
+        # Nor has that of the last member, of which the scheduler may know before etcd does, with starts that failed beside it.
+        is_news = round_number != self._round_at_failure or (is_last and app.is_member)
+        self._failures_in_a_row = 1 if is_news else self._failures_in_a_row + 1
         self._failed_at, self._round_at_failure = now, round_number
 
     def _job_view(self, view: View, may_act: bool) -> JobView:
