@@ -14,12 +14,11 @@ optimizer update and a few small collectives of each other, so after a loss the 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 import math
 import os
-import random
+import pickle
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
@@ -44,9 +41,10 @@ from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
-from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
+from lightning_dlrover.sampler import ElasticLoader, share
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
+from lightning_dlrover.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore, resume
 
 if TYPE_CHECKING:
     import lightning as L
@@ -98,34 +96,6 @@ class Progress:
     steps_in_round: int
     batch: int  # global batches handed out over all epochs
     counts: tuple[int, ...]  # of updates, collectives and validation batches
-
-
-@dataclass
-class _Logged:
-    """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
-
-    key: str
-    meta: dict[str, Any]  # Lightning's, without its link to the strategy
-    has_reset: bool
-    is_synced: bool
-    rank_zero_only: bool
-
-
-@dataclass
-class _State:
-    """All that a joiner needs: Lightning's own checkpoint and what Lightning does not keep in it."""
-
-    checkpoint: dict[str, Any]
-    loaders: list[LoaderState]
-    updates: int
-    validations: int
-    torch_seed: int
-    python_random: object
-    numpy_random: object
-    logged: list[_Logged]
-    logger_versions: list[Any]
-    checkpoint_folders: dict[str, Any]
-    saved_request: int
 
 
 @dataclass
@@ -216,6 +186,8 @@ class LiveTraining:
         self._window_is_stale = False  # a worker was lost with its share of the open accumulation window's gradients
         self._at_boundary = False
         self._undo: _Update | None = None
+        self._outgoing: transfer.Packed | None = None  # the state for those who join in the round that is being formed
+        self._names_in_state: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
         self._was_rolled_back = False
         self._snapshots_are_readable = False  # not known
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
@@ -273,12 +245,14 @@ class LiveTraining:
             if self.formation.rank == 0:
                 self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
+            self._names_in_state = self._names_in_own_state()
             if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
                 while self._attempt(self._resume_newest_checkpoint) is None:
                     self._recover()
         else:
             if self._tables is not None:
                 self._tables.make_ready()
+            self._names_in_state = self._names_in_own_state()
             self._admit(fingerprint)
         self._pace.went_on(self._batch_number + 1)
 
@@ -313,11 +287,11 @@ class LiveTraining:
 
     def _save_checkpoint(self) -> None:
         """All workers, between two steps. Where the user has checkpoints kept, else in the Trainer's folder."""
-        kept = (c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-        folder = Path(next(kept, self._trainer.default_root_dir))
+        kept = (str(c.dirpath) for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        folder = next(kept, str(self._trainer.default_root_dir)).rstrip("/")  # may be a URL
         self._at_boundary = False  # as far as a worker that is lost meanwhile is concerned
         try:
-            self._trainer.save_checkpoint(folder / f"dlrover-{self.world.config.run_id}.ckpt")
+            self._trainer.save_checkpoint(f"{folder}/dlrover-{self.world.config.run_id}.ckpt")
         finally:
             self._at_boundary = True
 
@@ -328,6 +302,9 @@ class LiveTraining:
             self._save_checkpoint()  # nobody goes on with what is in memory
         self._pace.held_up()
         position = self._position
+        # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
+        is_joined = round_ is not None and not {*round_.members} <= {*self.formation.round.members}
+        self._outgoing = self._packed_message() if is_joined and self._tables is None else None
         # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
         sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
         if self.formation.size > 1:
@@ -554,6 +531,7 @@ class LiveTraining:
             _RolledBack: the model has sharded tables, which no step in flight leaves whole.
         """
         self._window_is_stale = True
+        self._outgoing = None
         if self._tables is not None and not self._at_boundary:
             self._tables.broken()
         position = self._position
@@ -660,11 +638,10 @@ class LiveTraining:
         if restored is None:
             return False
         undone = max(0, self._batch - restored.batch)
-        snapshot = transfer.loads(restored.state, classes=(LoaderState, _Logged))
-        state = self._with_hparams(_State(**snapshot["state"]))
+        snapshot = transfer.loads(restored.state, STATE_CLASSES, self._names_in_state)
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
-        self._restore(state)
+        self._restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self.world.worker_id))
         sums = snapshot["sums"] if restored.is_own else {}
         for key, metric in self._epoch_loop._results.items():
             if metric.is_tensor and key in sums:
@@ -674,7 +651,7 @@ class LiveTraining:
             elif metric.is_tensor:
                 metric.reset()
         for other in restored.of_lost:
-            self._add_epoch_sums([transfer.loads(other, classes=(LoaderState, _Logged))["sums"]])
+            self._add_epoch_sums([transfer.loads(other, STATE_CLASSES, self._names_in_state)["sums"]])
         # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
@@ -708,7 +685,7 @@ class LiveTraining:
         packed = transfer.dumps(self._snapshot())
         if not self._snapshots_are_readable:
             try:
-                transfer.loads(packed, classes=(LoaderState, _Logged))
+                transfer.loads(packed, STATE_CLASSES, self._names_in_state)
             except transfer.TransferError as error:
                 raise SnapshotError(f"it could not be read again: {error}") from error
             self._snapshots_are_readable = True
@@ -748,12 +725,14 @@ class LiveTraining:
     def _give_state(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
         """Let joiners have the state, each from the worker it is paired with."""
         me = self.world.worker_id
-        state = self._message() if any(me == sender for sender, _ in joining) else None
+        state, self._outgoing = self._outgoing, None
+        if state is None and any(me == sender for sender, _ in joining):
+            state = self._packed_message()
         for sender, worker in joining:
             if me == sender:
                 transfer.send(state, formation.rank_of(worker))
             elif me == worker:
-                self._restore(self._received(formation.rank_of(sender)))
+                self._restore(self._received(formation.rank_of(sender)), enters_epoch=True, joins=True)
 
     def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
         """Give results of collectives outside of steps to those who lack them."""
@@ -790,116 +769,77 @@ class LiveTraining:
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
 
-    def _dump(self) -> _State:
-        return _State(
-            checkpoint=self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False),
-            loaders=[loader.state() for loader in self._loaders],
-            updates=self._updates,
-            validations=self._num_validations,
-            torch_seed=torch.initial_seed(),
-            python_random=random.getstate(),
-            numpy_random=np.random.get_state(),
-            logged=self._logged(),
-            logger_versions=[logger.version for logger in self._trainer.loggers],
-            checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
-            saved_request=self._saved_request,
-        )
-
     def _message(self) -> dict[str, Any]:
-        """What a joiner is sent; it has the hyperparameters, which may be of any class, from its own script."""
-        state = self._dump()
-        for part in self._parts_with_hparams():
-            for key in (
-                part.CHECKPOINT_HYPER_PARAMS_KEY,
-                part.CHECKPOINT_HYPER_PARAMS_NAME,
-                part.CHECKPOINT_HYPER_PARAMS_TYPE,
-            ):
-                state.checkpoint.pop(key, None)
-        return vars(state)
+        """What a joiner is sent."""
+        dumped = dump(self._trainer, self._loaders)
+        dumped.counters = {
+            "updates": self._updates,
+            "validations": self._num_validations,
+            "saved_request": self._saved_request,
+        }
+        return vars(dumped)
 
-    def _received(self, from_rank: int) -> _State:
-        """What `_message` of another worker has said."""
-        return self._with_hparams(_State(**transfer.receive(from_rank, classes=(LoaderState, _Logged))))
+    def _names_in_own_state(self) -> frozenset[str]:
+        """Classes and functions that this script's checkpoints refer to; finds out early whether anybody can join at all."""
+        if self.world.config.max_workers == 1:
+            return frozenset()
+        try:
+            message = self._message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer)]
+        except Exception as error:  # of the user's hooks, which may need what training brings
+            if self.world.is_failure(error):
+                raise
+            log.debug("no state to look at before training: %s", error)
+            return frozenset()
+        found: set[str] = set()
+        for i, part in enumerate(message):
+            try:
+                found |= transfer.names_in(transfer.pack(part))
+            except transfer.TransferError as error:
+                if i == 0 and self.formation is not None and self._tables is None:
+                    log.warning("run %s: nobody can join: %s", self.world.config.run_id, error)
+                    self.world.close_to_joiners(str(error))
+                    return frozenset(found)
+        if self.formation is not None and self.formation.rank == 0:
+            self.world.close_to_joiners("")
+        return frozenset(found)
 
-    def _with_hparams(self, state: _State) -> _State:
-        for part in self._parts_with_hparams():
-            if part.hparams:
-                state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
-        return state
+    def _packed_message(self) -> transfer.Packed:
+        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train."""
+        try:
+            return transfer.pack(self._message())
+        except Exception as error:
+            if self.world.is_failure(error):
+                raise
+            log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
+            self.world.close_to_joiners(f"{type(error).__name__}: {error}")
+            return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
-    def _parts_with_hparams(self) -> list[Any]:
-        return [
-            part for part in (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None)) if part is not None
-        ]
+    def _received(self, from_rank: int) -> TrainerState:
+        """What `_packed_message` of another worker has made."""
+        message = transfer.receive(from_rank, STATE_CLASSES, self._names_in_state)
+        if "refused" in message:
+            raise StateError(
+                f"the other workers cannot hand over the job's state: {message['refused']}. The job goes on without this one"
+            )
+        return TrainerState(**message)
 
-    def _restore(self, state: _State) -> None:
+    def _restore(self, received: TrainerState, *, enters_epoch: bool = False, joins: bool = False) -> None:
         trainer = self._trainer
-        for loader, loader_state in zip(self._loaders, state.loaders, strict=True):
-            loader.load_state(loader_state)
-        for callback in self._callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.state_key in state.checkpoint_folders:
-                # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
-                callback.dirpath = state.checkpoint_folders[callback.state_key]
-        self._restore_checkpoint(state.checkpoint)
+        place = received.loaders[0].epoch * len(self._loaders[0]) + received.loaders[0].cursor, self._rank
+        restore(trainer, self._strategy, self._loaders, received, place, enters_epoch=enters_epoch, joins=joins)
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
         fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
-        self._updates = state.updates
-        self._saved_request = state.saved_request
-        self._num_validations = state.validations
+        self._updates = received.counters["updates"]
+        self._saved_request = received.counters["saved_request"]
+        self._num_validations = received.counters["validations"]
         self._batch = self._batch_number
-        random.setstate(state.python_random)  # type: ignore[arg-type]
-        np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
-        # Not the sender's own torch state: two workers must not draw the same dropout masks.
-        digest = hashlib.sha256(f"{state.torch_seed}/{self._batch}/{self._rank}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:7], "big"))
-        for logger, version in zip(trainer.loggers, state.logger_versions, strict=True):
-            if hasattr(logger, "_version"):
-                logger._version = version
-        for logged in state.logged:
-            self._adopt(logged)
-
-    def _logged(self) -> list[_Logged]:
-        return [
-            _Logged(
-                key=key,
-                meta={**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None},
-                has_reset=metric.has_reset,
-                is_synced=metric.meta.sync.should,
-                rank_zero_only=metric.meta.sync.rank_zero_only,
-            )
-            for key, metric in self._epoch_loop._results.items()
-            if metric.is_tensor and metric.meta.sync.group is None
-        ]
-
-    def _adopt(self, logged: _Logged) -> None:
-        """Have an entry, still without a value, for what the others have logged before this worker came."""
-        meta = _Metadata(**logged.meta)
-        meta.sync = _Sync(fn=self._strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
-        metric = _ResultMetric(meta, is_tensor=True).to(self._strategy.root_device)
-        metric.has_reset = logged.has_reset
-        self._epoch_loop._results[logged.key] = metric
-
-    def _restore_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        connector = self._trainer._checkpoint_connector
-        connector._loaded_checkpoint = checkpoint
-        connector.restore_datamodule()
-        connector.restore_model()
-        connector.restore_callbacks()
-        connector.restore_training_state()
-        connector._loaded_checkpoint = {}
-        fit_loop, epoch_loop = self._trainer.fit_loop, self._epoch_loop
-        for loop in (
-            fit_loop,
-            epoch_loop,
-            epoch_loop.val_loop,
-            epoch_loop.automatic_optimization,
-            epoch_loop.manual_optimization,
-        ):
-            # The loop goes on where the others are; Lightning's own restart would run hooks and validation again.
-            loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
     def _resume_newest_checkpoint(self) -> None:
-        """First round: go on from the job's newest checkpoint if an earlier life of the job has left one."""
+        """First round: go on from the job's newest checkpoint if an earlier life of the job has left one.
+
+        Raises:
+            WorldError: there is one, and no worker can read it.
+        """
         assert self.formation is not None
         formation = self.formation
         if self._tables is not None:
@@ -907,47 +847,78 @@ class LiveTraining:
             self._was_rolled_back = False
             self._resume_tables_from_disk(formation, self._trainer.global_step)
             return
-        found = torch.tensor(formation.rank == 0 and self._load_newest_checkpoint())
-        if formation.size > 1:
-            dist.broadcast(found, src=0)
-        if not found:
+        record = self._unread_checkpoint()
+        newest = self._gathered((record.global_step, record.path) if record is not None else None)[0]
+        if newest is None:
             return
-        for rank in range(1, formation.size):
-            if formation.rank == 0:
-                transfer.send(self._message(), rank)
+        record = CheckpointRecord(path=newest[1], global_step=newest[0])
+        problems = self._gathered(self._strategy.unreadable(record.path))
+        if all(problems):
+            raise WorldError(self._cannot_read(record.path, problems[0]))
+        source = problems.index("")
+        if formation.rank == source:
+            self._load_checkpoint(record)
+        for rank in (rank for rank in range(formation.size) if rank != source):
+            if formation.rank == source:
+                transfer.send(self._packed_message(), rank)
             elif formation.rank == rank:
-                self._restore(self._received(0))
+                self._restore(self._received(source), enters_epoch=True)
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Small objects of all members, by rank."""
+        return transfer.all_gather(mine) if self._size > 1 else [mine]
 
     def _resume_tables_from_disk(self, formation: Formation, step: int) -> None:
         """Go on from a checkpoint, of the job's or the user's, if it is newer; tables are read by all, each its own part."""
         record = self.world.membership.newest_checkpoint() if formation.rank == 0 else None
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
         found += [self._strategy.unread_checkpoint] if self._strategy.unread_checkpoint is not None else []
-        mine = max(found, default=(0, ""))
-        newest, path = transfer.all_gather(mine)[0] if formation.size > 1 else mine
-        if newest > step and not self._load_checkpoint(CheckpointRecord(path=path, global_step=newest)):
-            raise WorldError(f"checkpoint {path}, of step {newest}, cannot be read on this host though rank 0 can")
+        newest, path = self._gathered(max(found, default=(0, "")))[0]
+        if newest > step:
+            self._load_checkpoint(CheckpointRecord(path=path, global_step=newest))
 
-    def _load_newest_checkpoint(self) -> bool:
+    def _unread_checkpoint(self) -> CheckpointRecord | None:
+        """The job's newest checkpoint, if it is ahead of this worker."""
         record = self.world.membership.newest_checkpoint()
-        return record is not None and record.global_step > self._trainer.global_step and self._load_checkpoint(record)
-
-    def _load_checkpoint(self, record: CheckpointRecord) -> bool:
-        if not os.path.isabs(record.path):  # a URL, say; this job writes none
+        if record is None or record.global_step <= self._trainer.global_step:
+            return None
+        if not os.path.isabs(record.path) and "://" not in record.path:  # this job writes no such path
             log.error("run %s: ignored a record of a checkpoint at %r", self.world.config.run_id, record.path)
-            return False
+            return None
+        return record
+
+    def _cannot_read(self, path: str, problem: str) -> str:
+        return (
+            f"run {self.world.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training from the "
+            "beginning would overwrite the job's results: let checkpoints be written where all hosts can read them "
+            "(ModelCheckpoint(dirpath=...), a shared folder or a URL), or start a new job under another name"
+        )
+
+    def _load_newest_checkpoint(self) -> None:
+        """All that held the state are gone: the first of those who were about to join reads the newest checkpoint.
+
+        Raises:
+            WorldError: it cannot be read here. The next worker tries.
+        """
+        record = self._unread_checkpoint()
+        if record is not None:
+            if problem := self._strategy.unreadable(record.path):
+                raise WorldError(self._cannot_read(record.path, problem))
+            self._load_checkpoint(record)
+
+    def _load_checkpoint(self, record: CheckpointRecord) -> None:
         try:
-            checkpoint = self._strategy.load_checkpoint(record.path, weights_only=True)
-        except FileNotFoundError:
-            log.warning("run %s: checkpoint %s is not on this host", self.world.config.run_id, record.path)
-            return False
+            checkpoint = self._strategy.load_own_checkpoint(record.path, self._names_in_state)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise WorldError(self._cannot_read(record.path, str(error))) from error
         log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
-        self._restore_checkpoint(checkpoint)
+        resume(self._trainer, checkpoint)
         progress = self._epoch_loop.batch_progress.current.ready
         for loader in self._loaders:
             loader.set_epoch(self._trainer.current_epoch)
             loader.cursor = progress
-        self._epoch_loop_fetcher().fetched = progress
+        fetcher = self._epoch_loop_fetcher()
+        fetcher.fetched, fetcher.done = progress, progress >= len(self._loaders[0])
         self._updates = self._trainer.global_step
         self._batch = self._batch_number
         self.world.membership.event(
@@ -955,14 +926,13 @@ class LiveTraining:
             f"went on from {record.path} at step {record.global_step}",
             {"global_step": record.global_step},
         )
-        return True
 
-    def saved_checkpoint(self, path: str) -> None:
+    def saved_checkpoint(self, path: str, global_step: int) -> None:
         """Rank 0: remember a checkpoint for the case that no living worker is left."""
         if self._rank != 0 or not self._entered:
             return
         try:
-            self.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=self._trainer.global_step))
+            self.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
         except EtcdError as error:
             log.warning("run %s: checkpoint %s is not on record: %s", self.world.config.run_id, path, error)
 

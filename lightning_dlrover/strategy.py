@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import lightning as L
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -36,6 +38,7 @@ from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
 from lightning_dlrover.pulse import OwnClock
+from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
@@ -538,10 +541,49 @@ class DLRoverStrategy(DDPStrategy):
             checkpoint["dlrover"] = {"start_workers": self._start_workers}
         if self._tables is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif "://" in str(filepath):
+            raise ValueError(
+                f"checkpoint {filepath}: all workers save a model with sharded tables into one folder, which cannot be a URL: "
+                "set ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...) to a folder that all hosts share"
+            )
         else:
             self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
         if self._live is not None and "optimizer_states" in checkpoint:
-            self._live.saved_checkpoint(os.path.abspath(filepath))
+            path = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
+            self._when_written(functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
+
+    def _when_written(self, record: Callable[[], None]) -> None:
+        """Put a checkpoint on record once it is there, which may be later: a plugin may write it in a thread of its own."""
+        executor = getattr(self.checkpoint_io, "_executor", None)
+        if executor is None:
+            record()
+        else:
+            executor.submit(record)  # one thread, which carries out what it is given in that order
+
+    def unreadable(self, path: str) -> str:
+        """Why this worker cannot read a checkpoint of the job; empty if it can."""
+        try:
+            filesystem, local_path = url_to_fs(path)
+            if not filesystem.exists(local_path):
+                return "it does not exist on this host"
+            if not filesystem.isdir(local_path):
+                with filesystem.open(local_path, "rb") as file:
+                    file.read(1)
+        except Exception as error:  # file systems of other libraries raise what they like
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def load_own_checkpoint(self, path: str, names: Collection[str]) -> dict[str, Any]:
+        """Load a checkpoint that this job has written, whose path comes from the job's records.
+
+        Args:
+            names: classes and functions that this script's own checkpoints refer to; no others are loaded.
+
+        Raises:
+            UnpicklingError: it holds others.
+        """
+        with torch.serialization.safe_globals(transfer.resolved(names)):
+            return self.load_checkpoint(path, weights_only=True)
 
     def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
         """A folder that is there when it is complete."""

@@ -296,6 +296,7 @@ class JobRecord:
     start_workers: int = 0  # what a DataLoader's batch_size is multiplied by to give its global batch
     created_at: float = 0.0
     message: str = ""  # why it failed
+    unjoinable: str = ""  # why the state of those who train cannot be handed over; empty: it can
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,34 @@
 """Send Python objects with large tensors between workers without copying the tensors, and take nothing but data from them.
 
 What arrives is read by `torch.load(weights_only=True)`: tensors, plain Python values, a few harmless classes of the standard
-library and of numpy, and what the script itself has allowed with `torch.serialization.add_safe_globals`. Whoever gets hold of
-a connection between two workers can make a worker fail, but not run code in it.
+library and of numpy, enums and dataclasses of modules that this process has imported, and what the script itself has allowed
+with `torch.serialization.add_safe_globals`. All workers run one script, so a receiver also accepts the classes and functions
+that its own state consists of (`names_in`). Whoever gets hold of a connection between two workers can make a worker fail or
+hand it wrong data, but cannot make it run code that its own state does not name.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import datetime
+import enum
 import fractions
 import io
 import pathlib
 import re
+import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["TransferError", "all_gather", "dumps", "loads", "receive", "send"]
+__all__ = ["Packed", "TransferError", "all_gather", "dumps", "loads", "names_in", "pack", "receive", "resolved", "send"]
 
 INLINE_BYTES = 4096
 """Smaller tensors travel inside the message: one of their own would cost more than the copy."""
@@ -42,26 +48,44 @@ class TransferError(RuntimeError):
     """Another worker has sent something that is not taken from others."""
 
 
+@dataclass(frozen=True)
+class Packed:
+    """An object ready to be sent: a message with empty places for its large tensors, and these tensors."""
+
+    body: bytes
+    tensors: list[torch.Tensor]
+
+
+def pack(obj: Any) -> Packed:
+    """Prepare an object for `send`, to find out whether it can be sent before anybody waits for it.
+
+    Raises:
+        TransferError: a part of it cannot be written down, such as a lambda, a lock or an open file.
+    """
+    return Packed(*_packed(obj))
+
+
 def send(obj: Any, to_rank: int) -> None:
-    """Send `obj` to one worker of the default group, which must call `receive` meanwhile.
+    """Send an object, or what `pack` has made of one, to one worker of the default group, which must call `receive` meanwhile.
 
     Tensors arrive on the CPU. The caller must not change them until this returns.
     """
-    body, large = _packed(obj)
-    tensors = [t.cpu().contiguous() for t in large]
-    dist.send(torch.tensor([len(body)], dtype=torch.int64), to_rank)
-    dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), to_rank)
+    packed = obj if isinstance(obj, Packed) else pack(obj)
+    tensors = [t.cpu().contiguous() for t in packed.tensors]
+    dist.send(torch.tensor([len(packed.body)], dtype=torch.int64), to_rank)
+    dist.send(torch.frombuffer(bytearray(packed.body), dtype=torch.uint8), to_rank)
     pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
     for work in pending:
         assert work is not None
         work.wait()
 
 
-def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
+def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
     """The object that `from_rank` passes to `send`.
 
     Args:
-        classes: that may be in it, beside plain data.
+        classes: accepted beside plain data.
+        names: classes and functions accepted by name, see `names_in`.
 
     Raises:
         TransferError: it holds a class that is not allowed.
@@ -70,7 +94,7 @@ def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
     dist.recv(size, from_rank)
     body = torch.empty(int(size.item()), dtype=torch.uint8)
     dist.recv(body, from_rank)
-    outline = _unpacked(body.numpy().tobytes(), classes)
+    outline = _unpacked(body.numpy().tobytes(), classes, names)
     tensors: list[torch.Tensor] = []
 
     def fill(place: torch.Tensor) -> torch.Tensor:
@@ -111,16 +135,29 @@ def dumps(obj: Any) -> bytes:
     return _packed(obj, inline_bytes=None)[0]
 
 
-def loads(data: bytes, classes: Sequence[type] = ()) -> Any:
+def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
     """What `dumps` was given.
 
     Args:
-        classes: that may be in it, beside plain data.
+        classes: accepted beside plain data.
+        names: classes and functions accepted by name, see `names_in`.
 
     Raises:
         TransferError: it holds a class that is not allowed.
     """
-    return _unpacked(data, classes)
+    return _unpacked(data, classes, names)
+
+
+def names_in(packed: Packed) -> frozenset[str]:
+    """Names of the classes and functions that a message refers to and that are not accepted from everybody."""
+    with torch.serialization.safe_globals(_HARMLESS):
+        return frozenset(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body)))
+
+
+def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """The objects of these names, as `torch.serialization.safe_globals` takes them; names not loaded here are left out."""
+    found = ((_loaded(name), name) for name in names)
+    return [(obj, name) for obj, name in found if obj is not None]
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
@@ -136,14 +173,24 @@ def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, l
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     file = io.BytesIO()
-    torch.save(_replaced(obj, outline, {}), file)
+    body = _replaced(obj, outline, {})
+    try:
+        torch.save(body, file)
+    except Exception as error:  # pickle raises whatever an object's own methods raise
+        raise TransferError(
+            f"the state holds an object that cannot be written down: {error}; "
+            "keep it as tensors, numbers, strings, lists and dicts, or leave it out of state_dict and on_save_checkpoint"
+        ) from error
     return file.getvalue(), large
 
 
-def _unpacked(body: bytes, classes: Sequence[type]) -> Any:
+def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
     try:
         with torch.serialization.safe_globals([*_HARMLESS, *classes]):
-            return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
+            accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
+            with torch.serialization.safe_globals(resolved(accepted)):
+                return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever garbage leads to
         if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             name = refused[1]
@@ -153,6 +200,30 @@ def _unpacked(body: bytes, classes: Sequence[type]) -> Any:
             name = found[1] if found is not None else "what is not data"
             advice = "keep it as dicts, lists and tensors"
         raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
+
+
+def _loaded(name: str) -> Any:
+    """The class or function of that name, if its module was imported; nothing is imported for another worker."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is not None:
+            for part in parts[length:]:
+                found = getattr(found, part, None)
+            return found
+    return None
+
+
+def _is_plain_class(found: object) -> bool:
+    """Whether making an instance runs no code of the class's own: an enum, or a dataclass without `__post_init__`."""
+    if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
+    if issubclass(found, enum.Enum):
+        return found._missing_.__func__ is enum.Enum._missing_.__func__  # type: ignore[attr-defined]
+    init = found.__init__ if dataclasses.is_dataclass(found) else None
+    is_generated = getattr(getattr(init, "__code__", None), "co_filename", "") == "<string>"
+    hooks = ("__post_init__", "__setstate__", "__del__", "__new__")
+    return is_generated and all(getattr(found, hook, None) is getattr(object, hook, None) for hook in hooks)
 
 
 def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known: dict[int, torch.Tensor]) -> Any:

@@ -349,7 +349,24 @@ class World:
                 f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
                 "The job goes on without it"
             )
+        if job is not None and job.unjoinable:
+            raise MembershipError(
+                f"run {self.config.run_id!r}: no worker can join this job, as its state cannot be handed over: "
+                f"{job.unjoinable}. The job goes on without this worker"
+            )
         return run_blocking(self._member.admit(hello, fingerprint))
+
+    def close_to_joiners(self, reason: str) -> None:
+        """Put on record why nobody can join; an empty reason opens the job again. Those who train go on in any case."""
+        job = self.membership.view.job
+        if job is None or job.unjoinable == reason[:1000]:
+            return
+        try:
+            self.membership.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not put on record that nobody can join: %s", self.config.run_id, error)
+        if reason:
+            self.event("unjoinable", f"no worker can join: {reason}"[:500], {"reason": reason[:1000]})
 
     def switch(self, number: int, hello: bytes) -> Formation:
         """Leave the current group and form round `number` (or a newer one that replaced it).
