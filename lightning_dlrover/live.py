@@ -211,6 +211,7 @@ class LiveTraining:
                 with suppress(_RolledBack):  # to another boundary: this one, as far as the loops are concerned
                     self._recover()
                     self._redo_window()
+        self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < len(loader):
@@ -682,7 +683,10 @@ class LiveTraining:
         Raises:
             SnapshotError: it could not be read. Found now, and not when a worker is lost and nothing else is left.
         """
-        packed = transfer.dumps(self._snapshot())
+        try:
+            packed = transfer.dumps(self._snapshot())
+        except transfer.TransferError as error:
+            raise SnapshotError(str(error)) from error
         if not self._snapshots_are_readable:
             try:
                 transfer.loads(packed, STATE_CLASSES, self._names_in_state)

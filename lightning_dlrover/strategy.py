@@ -147,6 +147,9 @@ class DLRoverStrategy(DDPStrategy):
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
+        self._wrapped: list[
+            tuple[torch.nn.Parameter, bool]
+        ] = []  # parameters of the model in DDP; whether each was trainable then
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
         self._world: World | None = None
@@ -338,6 +341,7 @@ class DLRoverStrategy(DDPStrategy):
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         wrapped = super()._setup_model(model)
+        self._wrapped = [(p, p.requires_grad) for p in model.parameters()]
         self.clock.stop_in_forward(wrapped)
         if self._world is not None and self._ddp_comm_hook is None:
             self._world.guard(wrapped)
@@ -452,6 +456,19 @@ class DLRoverStrategy(DDPStrategy):
                 self.configure_ddp()
             finally:
                 self._ddp_kwargs = kwargs
+
+    def wrap_what_was_unfrozen(self) -> None:
+        """Wrap the model anew if parameters were unfrozen since.
+
+        DDP reduces only the gradients of parameters that were trainable when it was made: a callback that unfreezes layers
+        while training would let the workers' weights drift apart. Manual optimization switches parameters on and off in each
+        step, as in Lightning's `toggle_optimizer`, and is left alone.
+        """
+        assert self.lightning_module is not None
+        if self._tables is not None or self.world_size == 1 or not self.lightning_module.automatic_optimization:
+            return
+        if any(p.requires_grad and not was_trainable for p, was_trainable in self._wrapped):
+            self.wrap_model()
 
     def process_dataloader(self, dataloader: object) -> object:
         live = self._live
@@ -703,6 +720,11 @@ class DLRoverStrategy(DDPStrategy):
             epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
             epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
             trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
+        epoch_loop.__dict__.pop("_should_check_val_fx", None)
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            # Every worker asks a clock of its own, and those that validate wait for those that do not.
+            is_due = epoch_loop._should_check_val_fx
+            epoch_loop._should_check_val_fx = lambda fetcher: self.broadcast(is_due(fetcher), 0)
         trainer.__dict__.pop("save_checkpoint", None)
         save_checkpoint = trainer.save_checkpoint
         trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)

@@ -58,6 +58,7 @@ class Own:
 def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(value: object, is_readable: bool) -> None:
     live = LiveTraining.__new__(LiveTraining)
     live._snapshots_are_readable = False
+    live._names_in_state = frozenset()
     live._snapshot = lambda: {"callbacks": value}  # type: ignore[assignment, method-assign, return-value]
     if is_readable:
         assert transfer.loads(live._packed_snapshot()) == {"callbacks": value}

@@ -1,0 +1,121 @@
+"""What Lightning offers gives the same result whether or not the job's workers change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+from harness import Job, Record
+from table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_table
+
+MakeJob = Callable[..., Job]
+
+STEP_S = 0.03
+
+
+def grow(job: Job) -> None:
+    """Two workers join inside the second epoch."""
+    job.wait_until(lambda: any(r["epoch"] == 1 and r["batch"] >= 1 for r in job.records("done")), "the second epoch")
+    for size in (2, 3):
+        job.start()
+        job.wait_for_world(size)
+
+
+def lose_in_step(job: Job) -> None:
+    job.workers[-1].arm("forward")
+    job.wait_for_world(2)
+
+
+def lose_in_validation(job: Job) -> None:
+    """The next validation loses a worker, if there is another validation."""
+    job.workers[-1].arm("validation")
+
+
+def let_rank_0_leave(job: Job) -> None:
+    job.workers[0].terminate()
+
+
+FAULTS: dict[str, list[Callable[[Job], None]]] = {
+    "grow": [grow],
+    "loss_in_step": [grow, lose_in_step],
+    "loss_in_validation": [grow, lose_in_validation],
+    "rank_0_leaves": [grow, let_rank_0_leave],
+    "all": [grow, lose_in_step, let_rank_0_leave],
+}
+
+
+def undisturbed(make_job: MakeJob, name: str) -> tuple[Record, set[str]]:
+    job = make_job(Run(name), script=run_feature_of_table)
+    job.start()
+    assert job.finish() == [0], job.report()
+    return job.records("result")[0], checkpoints(job)
+
+
+def checkpoints(job: Job) -> set[str]:
+    return {str(path.relative_to(job.folder)) for path in job.folder.rglob("*.ckpt")}
+
+
+def assert_same(job: Job, expected: Record) -> None:
+    """Every worker that reached the end has the undisturbed run's weights, rates, metrics and callbacks' states."""
+    results = job.records("result")
+    assert results, job.report()
+    for result in results:
+        for name in ("step", "epoch", "training", "kept"):
+            assert result[name] == expected[name], (name, job.report())
+        assert result["lr"] == pytest.approx(expected["lr"]), "learning rates"
+        assert result["callbacks"] == approx(expected["callbacks"]), "callbacks"
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-4), "metrics"
+        assert result["weights"].keys() == expected["weights"].keys()
+        for name, values in expected["weights"].items():
+            assert result["weights"][name] == pytest.approx(values, rel=1e-3, abs=1e-4), name
+
+
+def approx(value: object) -> object:
+    """Numbers anywhere inside compared within rounding."""
+    if isinstance(value, dict):
+        return {key: approx(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [approx(each) for each in value]
+    return pytest.approx(value, rel=1e-3, abs=2e-4) if isinstance(value, float) else value
+
+
+def assert_workers_agree(job: Job) -> None:
+    steps: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in job.records("done"):
+        steps[record["epoch"], record["batch"]].append(record)
+    for place, records in steps.items():
+        assert len({record["parameters"] for record in records}) == 1, (place, records)
+
+
+def disturbed(make_job: MakeJob, name: str, faults: str) -> Job:
+    job = make_job(Run(name, STEP_S), script=run_feature_of_table)
+    job.start()
+    for fault in FAULTS[faults]:
+        fault(job)
+    codes = job.finish()
+    assert all(code == (-9 if w.killed and w.records("killed") else 0) for code, w in zip(codes, job.workers, strict=True)), (
+        job.report()
+    )
+    return job
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_resized_run_ends_as_the_undisturbed_one(name: str, make_job: MakeJob) -> None:
+    check(name, "all", make_job)
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("faults", [faults for faults in FAULTS if faults != "all"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_survives_each_fault(name: str, faults: str, make_job: MakeJob) -> None:
+    check(name, faults, make_job)
+
+
+def check(name: str, faults: str, make_job: MakeJob) -> None:
+    expected, files = undisturbed(make_job, name)
+    job = disturbed(make_job, name, faults)
+    assert_workers_agree(job)
+    assert_same(job, expected)
+    assert checkpoints(job) == files
+    assert STEPS_PER_EPOCH * FEATURES[name].epochs >= job.step
