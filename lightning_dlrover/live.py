@@ -797,7 +797,10 @@ class LiveTraining:
         found: set[str] = set()
         for i, part in enumerate(message):
             try:
-                found |= transfer.names_in(transfer.pack(part))
+                packed = transfer.pack(part)
+                names = transfer.names_in(packed)
+                transfer.outline(packed, STATE_CLASSES, names)
+                found |= names
             except transfer.TransferError as error:
                 if i == 0 and self.formation is not None and self._tables is None:
                     log.warning("run %s: nobody can join: %s", self.world.config.run_id, error)

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state when averaging begins, and not later
     "WeightAveraging": ("_latest_update_epoch",),
 }
 """Fields of Lightning's callbacks that decide what all workers do together, and that `state_dict` leaves out."""

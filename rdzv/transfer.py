@@ -28,7 +28,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["Packed", "TransferError", "all_gather", "dumps", "loads", "names_in", "pack", "receive", "resolved", "send"]
+__all__ = [
+    "Packed",
+    "TransferError",
+    "all_gather",
+    "dumps",
+    "loads",
+    "names_in",
+    "outline",
+    "pack",
+    "receive",
+    "resolved",
+    "send",
+]
 
 INLINE_BYTES = 4096
 """Smaller tensors travel inside the message: one of their own would cost more than the copy."""
@@ -151,7 +163,18 @@ def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()
 def names_in(packed: Packed) -> frozenset[str]:
     """Names of the classes and functions that a message refers to and that are not accepted from everybody."""
     with torch.serialization.safe_globals(_HARMLESS):
-        return frozenset(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body)))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body))
+    # A class inside of another one is written as an attribute of it. Whoever may look up attributes can reach anything.
+    return frozenset(names) - {"builtins.getattr"}
+
+
+def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """What a receiver makes of a message before the large tensors arrive, whose places are empty.
+
+    Raises:
+        TransferError: a receiver would refuse it.
+    """
+    return _unpacked(packed.body, classes, names)
 
 
 def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
@@ -199,6 +222,11 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
             found = re.search(r"but got <class '([^']+)'", str(error))
             name = found[1] if found is not None else "what is not data"
             advice = "keep it as dicts, lists and tensors"
+        if name == "builtins.getattr":
+            name, advice = (
+                "an object whose class is defined inside another class",
+                "move that class to the top level of its module",
+            )
         raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
 
 

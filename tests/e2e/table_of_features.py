@@ -85,25 +85,27 @@ class Metrics(Plain):
         return loss
 
 
+class Mode(enum.Enum):
+    COLD = "cold"
+    WARM = "warm"
+
+
+@dataclasses.dataclass
+class Vocabulary:
+    words: dict[str, int]
+
+
 class Objects(Plain):
     """Keeps objects of many kinds in its checkpoints."""
 
-    class Mode(enum.Enum):
-        COLD = "cold"
-        WARM = "warm"
-
-    @dataclasses.dataclass
-    class Vocabulary:
-        words: dict[str, int]
-
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
-        self.kept: dict[str, Any] = {"scaler": StandardScaler(), "mode": self.Mode.COLD, "words": self.Vocabulary({})}
+        self.kept: dict[str, Any] = {"scaler": StandardScaler(), "mode": Mode.COLD, "words": Vocabulary({})}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
             self.kept["scaler"].fit([[1.0], [3.0]])
-            self.kept |= {"mode": self.Mode.WARM, "words": self.Vocabulary({"a": 1}), "maker": functools.partial(nn.Linear, 2)}
+            self.kept |= {"mode": Mode.WARM, "words": Vocabulary({"a": 1}), "maker": functools.partial(nn.Linear, 2)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["kept"] = {"maker": functools.partial(nn.Linear, 1), **self.kept}
@@ -152,6 +154,7 @@ class Setup:
     callbacks: Callable[[Path], list[Any]] = lambda folder: []
     options: dict[str, Any] = field(default_factory=dict)
     epochs: int = 4
+    follows_clock: bool = False  # how often it validates differs from run to run
 
 
 def _monitors(folder: Path) -> list[Any]:
@@ -181,7 +184,11 @@ FEATURES: dict[str, Setup] = {
     "epoch_hooks": Setup(Curriculum),
     "torchmetrics": Setup(Metrics),
     "objects": Setup(Objects),
-    "clock": Setup(callbacks=lambda folder: [Timer(duration="00:01:00:00")], options={"val_check_interval": "00:00:00:01"}),
+    "clock": Setup(
+        callbacks=lambda folder: [Timer(duration="00:01:00:00")],
+        options={"val_check_interval": "00:00:00:01"},
+        follows_clock=True,
+    ),
 }
 
 
@@ -213,7 +220,7 @@ def run_feature_of_table(recorder: Recorder, run: Run) -> None:
         lr=[group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         callbacks=[_plain(callback.state_dict()) for callback in trainer.callbacks],  # type: ignore[attr-defined]
-        kept=repr(getattr(model, "kept", "")),
+        kept=repr(sorted(getattr(model, "kept", {}).items())),
     )
 
 

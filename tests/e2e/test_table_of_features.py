@@ -46,7 +46,7 @@ FAULTS: dict[str, list[Callable[[Job], None]]] = {
 
 
 def undisturbed(make_job: MakeJob, name: str) -> tuple[Record, set[str]]:
-    job = make_job(Run(name), script=run_feature_of_table)
+    job = make_job(Run(name, STEP_S if FEATURES[name].follows_clock else 0.0), script=run_feature_of_table)
     job.start()
     assert job.finish() == [0], job.report()
     return job.records("result")[0], checkpoints(job)
@@ -56,7 +56,7 @@ def checkpoints(job: Job) -> set[str]:
     return {str(path.relative_to(job.folder)) for path in job.folder.rglob("*.ckpt")}
 
 
-def assert_same(job: Job, expected: Record) -> None:
+def assert_same(job: Job, expected: Record, metrics: bool) -> None:
     """Every worker that reached the end has the undisturbed run's weights, rates, metrics and callbacks' states."""
     results = job.records("result")
     assert results, job.report()
@@ -65,7 +65,8 @@ def assert_same(job: Job, expected: Record) -> None:
             assert result[name] == expected[name], (name, job.report())
         assert result["lr"] == pytest.approx(expected["lr"]), "learning rates"
         assert result["callbacks"] == approx(expected["callbacks"]), "callbacks"
-        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-4), "metrics"
+        if metrics:
+            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-4), "metrics"
         assert result["weights"].keys() == expected["weights"].keys()
         for name, values in expected["weights"].items():
             assert result["weights"][name] == pytest.approx(values, rel=1e-3, abs=1e-4), name
@@ -116,6 +117,6 @@ def check(name: str, faults: str, make_job: MakeJob) -> None:
     expected, files = undisturbed(make_job, name)
     job = disturbed(make_job, name, faults)
     assert_workers_agree(job)
-    assert_same(job, expected)
+    assert_same(job, expected, metrics=not FEATURES[name].follows_clock)
     assert checkpoints(job) == files
     assert STEPS_PER_EPOCH * FEATURES[name].epochs >= job.step
