@@ -826,7 +826,7 @@ class LiveTraining:
         message = transfer.receive(from_rank, STATE_CLASSES, self._names_in_state)
         if "refused" in message:
             raise StateError(
-                f"the other workers cannot hand over the job's state: {message['refused']}. The job goes on without this one"
+                f"the others cannot hand over the job's state: {message['refused']}. The job goes on without this worker"
             )
         return TrainerState(**message)
 

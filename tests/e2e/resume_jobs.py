@@ -1,0 +1,84 @@
+"""Scripts whose jobs are killed as a whole and started again, and scripts that nobody can join."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+from toy_job import Recorder, Rows, ToyModel, make_trainer
+
+from lightning_dlrover import DLRoverStrategy
+
+NUM_ROWS, BATCH_SIZE = 160, 8
+STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """What the script saves, and where to."""
+
+    name: str = ""
+    as_url: bool = False
+    at_epoch_end: bool = False
+    step_s: float = 0.02
+    epochs: int = 3
+
+
+class Size(enum.Enum):
+    SMALL = 16
+
+
+class WithObjects(ToyModel):
+    """Has hyperparameters of any kind, as `save_hyperparameters` finds them in `__init__`."""
+
+    def __init__(self, recorder: Recorder, step_s: float, activation: nn.Module, size: Size, layer: Any) -> None:
+        super().__init__(recorder, step_s)
+        self.save_hyperparameters(ignore=["recorder"])
+        self.net = nn.Sequential(layer(8, size.value), activation, nn.Linear(size.value, 1))
+
+
+class Unsendable(ToyModel):
+    """Keeps in its checkpoints what cannot be written down; from the start, or from the fifth step on."""
+
+    since = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.global_step >= self.since:
+            checkpoint["kept"] = lambda: 1
+
+
+class UnsendableLater(Unsendable):
+    since = 5
+
+
+MODELS: dict[str, type[ToyModel]] = {"unsendable": Unsendable, "unsendable_later": UnsendableLater}
+
+
+def run_resumable(recorder: Recorder, settings: Resumable) -> None:
+    """The script."""
+    L.seed_everything(1, verbose=False)
+    folder = Path(recorder.place.folder) / "checkpoints"
+    if settings.name == "objects":
+        model: ToyModel = WithObjects(recorder, settings.step_s, nn.ReLU(), Size.SMALL, partial(nn.Linear, bias=False))
+    else:
+        model = MODELS.get(settings.name, ToyModel)(recorder, settings.step_s)
+    every = {"save_on_train_epoch_end": True} if settings.at_epoch_end else {"every_n_train_steps": 5}
+    checkpoints = ModelCheckpoint(f"file://{folder}" if settings.as_url else folder, "{step}", save_top_k=-1, **every)
+    saves = not settings.name.startswith("unsendable")
+    trainer = make_trainer(
+        recorder.place.folder,
+        strategy=DLRoverStrategy(check_interval_s=0.03),
+        max_epochs=settings.epochs,
+        limit_val_batches=0,
+        callbacks=[checkpoints] if saves else [],
+        enable_checkpointing=saves,
+    )
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True))
+    recorder.write("after_fit", step=trainer.global_step, epoch=trainer.current_epoch)

@@ -1,0 +1,68 @@
+"""Jobs that go on from a checkpoint when all workers are gone, and jobs whose state cannot be handed to anybody."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+from harness import Job
+from resume_jobs import STEPS_PER_EPOCH, Resumable, run_resumable
+
+MakeJob = Callable[..., Job]
+
+
+def killed_at(make_job: MakeJob, settings: Resumable, step: int) -> Job:
+    job = make_job(settings, script=run_resumable)
+    worker = job.start()
+    job.wait_for_step(step)
+    worker.kill()
+    worker.wait()
+    return job
+
+
+@pytest.mark.parametrize("settings", [Resumable(as_url=True), Resumable("objects")], ids=["url", "objects"])
+def test_checkpoint_is_found_again_at_a_url_and_with_objects(settings: Resumable, make_job: MakeJob) -> None:
+    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7)
+    again = job.start()
+    assert again.wait() == 0, job.report()
+    steps = [record["step"] for record in again.records("done")]
+    assert steps[0] > STEPS_PER_EPOCH + 5, "training began anew"
+    assert steps[-1] == settings.epochs * STEPS_PER_EPOCH
+
+
+def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJob) -> None:
+    settings = Resumable(at_epoch_end=True)
+    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 4)
+    workers = [job.start(), job.start()]
+    assert [worker.wait() for worker in workers] == [0, 0], job.report()
+    for worker in workers:
+        done = [(record["epoch"], record["batch"]) for record in worker.records("done")]
+        expected = [(epoch, batch) for epoch in range(1, settings.epochs) for batch in range(STEPS_PER_EPOCH)]
+        assert done == expected[len(expected) - len(done) :]
+        assert worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH
+
+
+def test_job_does_not_begin_anew_when_its_checkpoint_is_gone(make_job: MakeJob) -> None:
+    job = killed_at(make_job, Resumable(), STEPS_PER_EPOCH)
+    shutil.rmtree(job.folder / "checkpoints")
+    again = job.start()
+    assert again.wait() == 1
+    assert "does not exist on this host" in again.output
+    assert "start a new job under another name" in again.output
+    assert again.records("done") == []
+
+
+@pytest.mark.parametrize("name, is_known_early", [("unsendable", True), ("unsendable_later", False)])
+def test_state_that_cannot_be_sent_refuses_joiners_alone(name: str, is_known_early: bool, make_job: MakeJob) -> None:
+    job = make_job(Resumable(name, step_s=0.05, epochs=4), script=run_resumable)
+    first = job.start()
+    job.wait_for_step(6)
+    assert bool(job.events("unjoinable")) == is_known_early
+    for worker in (job.start(), job.start()):
+        assert worker.wait() == 1, job.report()
+        assert "lambda" in worker.output
+        assert "The job goes on without this worker" in worker.output
+    assert first.wait() == 0, job.report()
+    assert first.step == 4 * STEPS_PER_EPOCH
+    assert job.round_number == (1 if is_known_early else 3)  # the second one was refused before a round took it in
