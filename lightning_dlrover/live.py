@@ -259,8 +259,12 @@ class LiveTraining:
 
     def _admit(self, fingerprint: str) -> None:
         formation = self._admission(fingerprint)
-        while self._attempt(self._settle, formation, None) is None:
-            formation = self._recover_formation(b"")
+        try:
+            while self._attempt(self._settle, formation, None) is None:
+                formation = self._recover_formation(b"")
+        except Exception:
+            self.world.resign()  # the others need not wait for the end of this process
+            raise
         self._entered = True
         self.is_standby = False
 

@@ -67,8 +67,11 @@ CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_c
 """Readings of `time.monotonic`, which differ between hosts: their age is sent."""
 
 
-class StateError(RuntimeError):
-    """This worker cannot be given the state of the others."""
+class StateError(Exception):
+    """This worker cannot be given the state of the others.
+
+    Not a RuntimeError: those may be collectives that failed with their round, and are tried again.
+    """
 
 
 @dataclass

@@ -439,6 +439,12 @@ class World:
         self.membership.close()
         self._client.close()
 
+    def resign(self) -> None:
+        """Be no member any more, at once: this worker is about to end with an error."""
+        with contextlib.suppress(EtcdError):
+            self.membership.leave()
+        self._sever(self._member.number, quietly=True)
+
     def listen_for_sigterm(self) -> None:
         """Let SIGTERM mean that this worker hands over and leaves; in any thread but the main one this does nothing."""
         if threading.current_thread() is not threading.main_thread():
