@@ -31,11 +31,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
+from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, package_of, submodule
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
@@ -873,9 +871,10 @@ class LiveTraining:
 
     def _adopt(self, logged: _Logged) -> None:
         """Have an entry, still without a value, for what the others have logged before this worker came."""
-        meta = _Metadata(**logged.meta)
-        meta.sync = _Sync(fn=self._strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
-        metric = _ResultMetric(meta, is_tensor=True).to(self._strategy.root_device)
+        result = submodule(package_of(self._trainer), "trainer.connectors.logger_connector.result")
+        meta = result._Metadata(**logged.meta)
+        meta.sync = result._Sync(fn=self._strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
+        metric = result._ResultMetric(meta, is_tensor=True).to(self._strategy.root_device)
         metric.has_reset = logged.has_reset
         self._epoch_loop._results[logged.key] = metric
 

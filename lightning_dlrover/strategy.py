@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -17,16 +18,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +31,7 @@ from torch.utils.data import DataLoader
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.packages import TrainerFn, default_package, fabric_submodule, on_import, package_of, release, submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
@@ -43,6 +40,12 @@ from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = object  # a package's own comes in with `_concrete`
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
 
@@ -85,15 +88,18 @@ class StepTimes:
         self.forward_s = self.backward_s = self.communication_s = self.run_s = self.data_wait_s = 0.0
 
 
-class _ForwardRedirection(_DDPForwardRedirection):
+class _ForwardRedirection:
     """Lightning's detour through DDP's forward, which also ends when DDP raises before it reaches the module."""
+
+    def __init__(self, detour: Any) -> None:
+        self._detour = detour
 
     def __call__(
         self, wrapper_module: torch.nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
     ) -> Any:
         forward = original_module.forward
         try:
-            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
         except BaseException:
             original_module.forward = forward  # type: ignore[method-assign]
             raise
@@ -104,6 +110,9 @@ class DLRoverStrategy(DDPStrategy):
 
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live; started otherwise this is Lightning's
     own DDP strategy, or plain single-device training for one process.
+
+    Serves Trainers of `lightning` and of `pytorch_lightning`: an instance is of a subclass with `DDPStrategy` of one of them
+    behind it, and turns into the other one when a Trainer of the other package takes it.
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
@@ -118,7 +127,11 @@ class DLRoverStrategy(DDPStrategy):
     """
 
     strategy_name = "dlrover"
+    _package: ClassVar[str] = ""  # whose `DDPStrategy` stands behind the class; of a concrete class only
     _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return super().__new__(cls if cls._package else _concrete(cls, default_package()))
 
     def __init__(
         self,
@@ -140,7 +153,7 @@ class DLRoverStrategy(DDPStrategy):
             self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
-        self._forward_redirection = _ForwardRedirection()
+        self._forward_redirection: Any = _ForwardRedirection(self._forward_redirection)
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
@@ -161,6 +174,33 @@ class DLRoverStrategy(DDPStrategy):
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
         self.fingerprint = ""
+
+    # --- whose Trainer this is ---------------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        """The first thing that a Trainer does to its strategy."""
+        if accelerator is not None:
+            self._serve(package_of(accelerator))
+        self._accelerator = accelerator
+
+    def _serve(self, package: str) -> None:
+        """Become a strategy of the package that the Trainer comes from."""
+        if package == self._package:
+            return
+        if release(package) != release(self._package):
+            raise RuntimeError(
+                f"this strategy was made for {self._package} {release(self._package)}, its Trainer is of {package} "
+                f"{release(package)}: install the same release of both, or import one of them only, before the strategy is made"
+            )
+        self.__class__ = _concrete(type(self).__mro__[1], package)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self).__mro__[1], self._package), self.__dict__
 
     # --- who we are ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +260,7 @@ class DLRoverStrategy(DDPStrategy):
         self._take_loaders_as_they_are()
         if self._world_config is None or self._live is not None:
             return
-        reset_seed()
+        fabric_submodule(self._package, "utilities.seed").reset_seed()
         if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
             self._go_on_from(former)
             return
@@ -728,9 +768,20 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-if DLRoverStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        DLRoverStrategy.strategy_name,
-        DLRoverStrategy,
-        description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
-    )
+@functools.cache
+def _concrete(cls: type[DLRoverStrategy], package: str) -> type[Any]:
+    """A subclass in which `super()` of our methods leads to the package's own `DDPStrategy`."""
+    base = submodule(package, "strategies").DDPStrategy
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_package": package}
+    concrete: type[Any] = type(base)(cls.__name__, (cls, base), names)
+    return concrete
+
+
+def _rebuilt(cls: type[DLRoverStrategy], package: str) -> DLRoverStrategy:
+    """Unpickled, without its attributes yet."""
+    concrete: type[DLRoverStrategy] = _concrete(cls, package)
+    return concrete.__new__(concrete)
+
+
+# The Trainer, and the command line that Lightning makes of it, ask whether this is a strategy of theirs.
+on_import(lambda package: submodule(package, "strategies").DDPStrategy.register(DLRoverStrategy))
