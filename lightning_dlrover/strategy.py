@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
-from lightning_dlrover.packages import TrainerFn, default_package, fabric_submodule, on_import, package_of, release, submodule
+from lightning_dlrover.packages import TrainerFn, fabric_submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
@@ -43,9 +43,6 @@ from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 
 if TYPE_CHECKING:
     import lightning as L
-    from lightning.pytorch.strategies import DDPStrategy
-else:
-    DDPStrategy = object  # a package's own comes in with `_concrete`
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
 
@@ -105,14 +102,13 @@ class _ForwardRedirection:
             raise
 
 
-class DLRoverStrategy(DDPStrategy):
+class DLRoverStrategy(EitherStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live; started otherwise this is Lightning's
     own DDP strategy, or plain single-device training for one process.
 
-    Serves Trainers of `lightning` and of `pytorch_lightning`: an instance is of a subclass with `DDPStrategy` of one of them
-    behind it, and turns into the other one when a Trainer of the other package takes it.
+    Serves Trainers of `lightning` and of `pytorch_lightning`.
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
@@ -127,11 +123,7 @@ class DLRoverStrategy(DDPStrategy):
     """
 
     strategy_name = "dlrover"
-    _package: ClassVar[str] = ""  # whose `DDPStrategy` stands behind the class; of a concrete class only
     _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return super().__new__(cls if cls._package else _concrete(cls, default_package()))
 
     def __init__(
         self,
@@ -174,33 +166,6 @@ class DLRoverStrategy(DDPStrategy):
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
         self.fingerprint = ""
-
-    # --- whose Trainer this is ---------------------------------------------------------------------------------------------
-
-    @property
-    def accelerator(self) -> Any:
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        """The first thing that a Trainer does to its strategy."""
-        if accelerator is not None:
-            self._serve(package_of(accelerator))
-        self._accelerator = accelerator
-
-    def _serve(self, package: str) -> None:
-        """Become a strategy of the package that the Trainer comes from."""
-        if package == self._package:
-            return
-        if release(package) != release(self._package):
-            raise RuntimeError(
-                f"this strategy was made for {self._package} {release(self._package)}, its Trainer is of {package} "
-                f"{release(package)}: install the same release of both, or import one of them only, before the strategy is made"
-            )
-        self.__class__ = _concrete(type(self).__mro__[1], package)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self).__mro__[1], self._package), self.__dict__
 
     # --- who we are ----------------------------------------------------------------------------------------------------
 
@@ -766,22 +731,3 @@ def _remove(path: Path) -> None:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@functools.cache
-def _concrete(cls: type[DLRoverStrategy], package: str) -> type[Any]:
-    """A subclass in which `super()` of our methods leads to the package's own `DDPStrategy`."""
-    base = submodule(package, "strategies").DDPStrategy
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_package": package}
-    concrete: type[Any] = type(base)(cls.__name__, (cls, base), names)
-    return concrete
-
-
-def _rebuilt(cls: type[DLRoverStrategy], package: str) -> DLRoverStrategy:
-    """Unpickled, without its attributes yet."""
-    concrete: type[DLRoverStrategy] = _concrete(cls, package)
-    return concrete.__new__(concrete)
-
-
-# The Trainer, and the command line that Lightning makes of it, ask whether this is a strategy of theirs.
-on_import(lambda package: submodule(package, "strategies").DDPStrategy.register(DLRoverStrategy))
