@@ -43,6 +43,7 @@ from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
+from lightning_dlrover.searches import Searches
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
 
@@ -194,6 +195,8 @@ class LiveTraining:
         self.is_standby = formation is None
         self.left = False
         self.is_saving = False  # a checkpoint
+        self.is_in_loops = False  # from the Trainer's run-stage barrier on
+        self.searches = Searches(self)
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
@@ -223,7 +226,7 @@ class LiveTraining:
 
     def boundary(self, loader: ElasticLoader) -> None:
         """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
-        if loader is not self._loaders[0]:
+        if loader is not self._loaders[0] or self.searches.is_running:
             return
         self._pace.step_ended()
         self._at_boundary = True

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "PACKAGES",
     "CSVLogger",
+    "LearningRateFinder",
     "ModelCheckpoint",
     "ProgressBar",
     "TrainerFn",
@@ -120,7 +121,7 @@ def _refuse_malicious(package: str) -> None:
 # --- classes of either package ---------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+    from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ProgressBar
     from lightning.pytorch.loggers import CSVLogger
 else:
 
@@ -133,6 +134,9 @@ else:
             return any(
                 isinstance(instance, getattr(submodule(package, cls.home), cls.__name__)) for package in loaded_packages()
             )
+
+    class LearningRateFinder(metaclass=_Either):
+        home = "callbacks"
 
     class ModelCheckpoint(metaclass=_Either):
         home = "callbacks"

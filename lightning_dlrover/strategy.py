@@ -223,8 +223,16 @@ class DLRoverStrategy(EitherStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._take_loaders_as_they_are()
-        if self._world_config is None or self._live is not None:
+        if self._world_config is None:
             return
+        if self._live is None:
+            self._enter_job()
+        if self._live is not None:
+            self._live.searches.attend(self._lightning_trainer.callbacks)
+
+    def _enter_job(self) -> None:
+        """The script's first Trainer starts the world, later ones go on with it."""
+        assert self._world_config is not None
         fabric_submodule(self._package, "utilities.seed").reset_seed()
         if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
             self._go_on_from(former)
@@ -246,6 +254,10 @@ class DLRoverStrategy(EitherStrategy):
         atexit.register(self._close_world)
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
+        self._take_place(formation)
+
+    def _take_place(self, formation: Formation | None) -> None:
+        assert self._world_config is not None
         if formation is not None:
             self.enter_round(formation.rank, formation.size)
         else:
@@ -255,7 +267,6 @@ class DLRoverStrategy(EitherStrategy):
     def _go_on_from(self, former: DLRoverStrategy) -> None:
         """Take over the world from the strategy of an earlier Trainer in the same script."""
         assert former._live is not None
-        assert former._live.formation is not None
         self._world, former._world = former._world, None
         assert self._world is not None
         formation = former._live.formation
@@ -263,8 +274,9 @@ class DLRoverStrategy(EitherStrategy):
         atexit.register(self._close_world)
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self._live.searches.num_begun = former._live.searches.num_begun
         self.clock.stop_in_waits()
-        self.enter_round(formation.rank, formation.size)
+        self._take_place(formation)
 
     def _take_loaders_as_they_are(self) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
@@ -672,6 +684,7 @@ class DLRoverStrategy(EitherStrategy):
         # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()
+        live.is_in_loops = True
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -684,6 +697,7 @@ class DLRoverStrategy(EitherStrategy):
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
             self._live.close_loaders()
+            self._live.is_in_loops = False
             if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
                 self._live.finish()
             if trainer.interrupted or self._live.left:
