@@ -32,8 +32,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover import memory
-from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, package_of, submodule
+from lightning_dlrover import loggers, memory
+from lightning_dlrover.packages import ModelCheckpoint, ProgressBar, package_of, submodule
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
@@ -122,7 +122,7 @@ class _State:
     python_random: object
     numpy_random: object
     logged: list[_Logged]
-    logger_versions: list[Any]
+    loggers: list[dict[str, Any]]
     checkpoint_folders: dict[str, Any]
     saved_request: int
 
@@ -274,14 +274,25 @@ class LiveTraining:
             if self.formation.rank == 0:
                 self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
-            if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
-                while self._attempt(self._resume_newest_checkpoint) is None:
-                    self._recover()
+            while self._attempt(self._begin) is None:
+                self._recover()
         else:
             if self._tables is not None:
                 self._tables.make_ready()
             self._admit(fingerprint)
         self._pace.went_on(self._batch_number + 1)
+
+    def _begin(self) -> None:
+        """First round, after which this is done again if a worker is lost in it."""
+        assert self.formation is not None
+        if self.formation.size > 1 and self._trainer.loggers:
+            if self.formation.rank == 0:
+                loggers.begin(self._trainer.loggers)
+            runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
+            if self.formation.rank != 0:
+                loggers.adopt(self._trainer.loggers, runs)
+        if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            self._resume_newest_checkpoint()
 
     def _admit(self, fingerprint: str) -> None:
         formation = self._admission(fingerprint)
@@ -801,7 +812,7 @@ class LiveTraining:
             python_random=random.getstate(),
             numpy_random=np.random.get_state(),
             logged=self._logged(),
-            logger_versions=[logger.version for logger in self._trainer.loggers],
+            loggers=loggers.capture(self._trainer.loggers),
             checkpoint_folders={c.state_key: c.dirpath for c in self._callbacks if isinstance(c, ModelCheckpoint)},
             saved_request=self._saved_request,
         )
@@ -853,9 +864,7 @@ class LiveTraining:
         # Not the sender's own torch state: two workers must not draw the same dropout masks.
         digest = hashlib.sha256(f"{state.torch_seed}/{self._batch}/{self._rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
-        for logger, version in zip(trainer.loggers, state.logger_versions, strict=True):
-            if hasattr(logger, "_version"):
-                logger._version = version
+        loggers.adopt(trainer.loggers, state.loggers)
         for logged in state.logged:
             self._adopt(logged)
 
@@ -1029,9 +1038,7 @@ class LiveTraining:
 
     def _take_over_rank_zero(self) -> None:
         """Loggers and progress bars live on rank 0 only; make them live here."""
-        for logger in self._trainer.loggers:
-            if isinstance(logger, CSVLogger) and logger._experiment is None:
-                _adopt_csv_log(logger)
+        loggers.take_over(self._trainer.loggers)
         for bar in [c for c in self._callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
@@ -1138,15 +1145,3 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return self.world.is_failure(error)
-
-
-def _adopt_csv_log(logger: CSVLogger) -> None:
-    """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
-    file = Path(logger.log_dir) / "metrics.csv"
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    writer = logger.experiment
-    file.write_bytes(content)
-    header = content.decode().splitlines()[:1]
-    writer.metrics_keys = header[0].split(",") if header else []

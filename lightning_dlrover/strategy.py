@@ -255,6 +255,24 @@ class DLRoverStrategy(EitherStrategy):
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
         self._take_place(formation)
+        if formation is not None and formation.rank == 0:
+            self._compare_with_arguments(formation.size)
+
+    def _compare_with_arguments(self, num_workers: int) -> None:
+        """Warn a script that was written for another number of workers than the job starts with: its steps are others."""
+        devices = self._lightning_trainer._accelerator_connector._devices_flag
+        by_default = devices in (-1, "-1", type(self.accelerator).auto_device_count())  # "auto" is a number here
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if by_default else self.num_processes
+        if (wanted := per_node * self.num_nodes) in (1, num_workers):
+            return
+        assert self._world_config is not None
+        log.warning(
+            "Trainer(devices=%r, num_nodes=%d) is meant for %d workers, but has no effect in a live job: it starts with %d "
+            "and may have %d to %d, as set by `dlrover run --workers MIN:MAX`, or torchrun's --nnodes and --nproc-per-node. "
+            "A step takes the DataLoader's batch size times %d; DLRoverStrategy(global_batch_size=...) sets it for any number",
+            *(devices, self.num_nodes, wanted, num_workers),
+            *(self._world_config.min_workers, self._world_config.max_workers, num_workers),
+        )
 
     def _take_place(self, formation: Formation | None) -> None:
         assert self._world_config is not None

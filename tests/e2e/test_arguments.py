@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train
+from arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train, train_with_devices
 from harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
@@ -73,3 +74,21 @@ def test_joiner_without_a_result_starts_again(make_job: MakeJob) -> None:
     third = job.start()
     assert third.wait() == 0, job.report()
     assert_all_agree(job, 3)
+
+
+@pytest.mark.parametrize("devices, num_nodes", [(2, 1), (1, 3)])
+def test_number_of_devices_without_effect_is_named(devices: Any, num_nodes: int, make_job: MakeJob) -> None:
+    job = make_job(Arguments(devices=devices, num_nodes=num_nodes), script=train_with_devices)
+    worker = job.start()
+    assert worker.wait() == 0, job.report()
+    assert f"Trainer(devices={devices!r}, num_nodes={num_nodes}) is meant for" in worker.output
+    assert "it starts with 1 and may have 1 to 4" in worker.output
+
+
+@pytest.mark.parametrize("devices, num_workers", [("auto", 1), (1, 2), (2, 2)])
+def test_number_of_devices_that_fits_is_not_named(devices: Any, num_workers: int, make_job: MakeJob) -> None:
+    job = make_job(Arguments(devices=devices), script=train_with_devices, min_workers=num_workers)
+    for _ in range(num_workers):
+        job.start()
+    assert job.finish() == [0] * num_workers, job.report()
+    assert not any("is meant for" in worker.output for worker in job.workers)
