@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.packages import watch_imports
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"]
 
 _HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "sharding.elastic"}
+
+watch_imports()  # `strategy="dlrover"` works from here on; imports nothing
 
 
 def __getattr__(name: str) -> Any:

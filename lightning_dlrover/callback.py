@@ -11,9 +11,8 @@ import os
 import socket
 import time
 from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -21,12 +20,22 @@ from lightning_dlrover.analyst import Analyst, Intentions
 from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes
 from lightning_dlrover.history import history_url
 from lightning_dlrover.live import batches_done, remaining_batches
+from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.profiler import Model, Place, StepProfiler
 from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.strategy import DLRoverStrategy
 from lightning_dlrover.watchdog import HangPatience, Watchdog
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch import Callback
+else:
+
+    class Callback:
+        """In the place of Lightning's own until one of its packages is imported, see `_derive`."""
+
 
 __all__ = ["TUNABLE", "DLRoverCallback", "Tunable"]
 
@@ -35,7 +44,7 @@ TUNABLE: tuple[Tunable, ...] = get_args(Tunable)
 """Settings that the planner may change while a job runs."""
 
 
-class DLRoverCallback(L.Callback):
+class DLRoverCallback(Callback):
     """Profiles every step, learns what it depends on, and plans workers, loader workers, threads and prefetching.
 
     Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...` and to the progress bar.
@@ -202,6 +211,17 @@ class DLRoverCallback(L.Callback):
                 else "one worker is right for this job on this machine"
             )
             rank_zero_info(f"DLRover: {verdict}: {decision.reason}. `dlrover run` resizes a job while it trains.")
+
+
+def _derive(package: str) -> None:
+    """Make the class a callback of the package's, beside that of the other one; the hooks of both do nothing."""
+    own: type = submodule(package, "callbacks").Callback
+    if own not in DLRoverCallback.__mro__:
+        others = (base for base in DLRoverCallback.__bases__ if base is not Callback)
+        DLRoverCallback.__bases__ = (*others, own)
+
+
+on_import(_derive)
 
 
 def _loader(trainer: L.Trainer) -> object:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning_dlrover.packages import fabric_submodule, on_import
 
 __all__ = ["DLRoverEnvironment"]
 
 
-class DLRoverEnvironment(ClusterEnvironment):
+class DLRoverEnvironment:
     """Cluster environment of a job whose workers join and leave; the strategy sets ranks and size at every round.
 
     Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
+    This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        super().__init__()
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._node_rank = int(environ.get("GROUP_RANK", "0"))
         self._global_rank = int(environ.get("RANK", "0"))
@@ -56,3 +56,12 @@ class DLRoverEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return self._node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept what the Trainer was given: neither number decides how many workers there are."""
+
+    def teardown(self) -> None:
+        """Leave the environment as it is: another Trainer of the script goes on with it."""
+
+
+on_import(lambda package: fabric_submodule(package, "plugins").ClusterEnvironment.register(DLRoverEnvironment))

@@ -24,15 +24,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dlrover import memory
+from lightning_dlrover import loggers, memory
+from lightning_dlrover.packages import ModelCheckpoint, ProgressBar
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
@@ -42,6 +40,7 @@ from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, share
+from lightning_dlrover.searches import Searches
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
 from lightning_dlrover.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore, resume
@@ -166,6 +165,8 @@ class LiveTraining:
         self.is_standby = formation is None
         self.left = False
         self.is_saving = False  # a checkpoint
+        self.is_in_loops = False  # from the Trainer's run-stage barrier on
+        self.searches = Searches(self)
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
@@ -197,7 +198,7 @@ class LiveTraining:
 
     def boundary(self, loader: ElasticLoader) -> None:
         """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
-        if loader is not self._loaders[0]:
+        if loader is not self._loaders[0] or self.searches.is_running:
             return
         self._pace.step_ended()
         self._at_boundary = True
@@ -247,15 +248,27 @@ class LiveTraining:
                 self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
             self._names_in_state = self._names_in_own_state()
-            if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
-                while self._attempt(self._resume_newest_checkpoint) is None:
-                    self._recover()
+            while self._attempt(self._begin) is None:
+                self._recover()
         else:
             if self._tables is not None:
                 self._tables.make_ready()
             self._names_in_state = self._names_in_own_state()
             self._admit(fingerprint)
         self._pace.went_on(self._batch_number + 1)
+
+    def _begin(self) -> None:
+        """First round, after which this is done again if a worker is lost in it."""
+        assert self.formation is not None
+        self._names_in_state = self._names_in_own_state()
+        if self.formation.size > 1 and self._trainer.loggers:
+            if self.formation.rank == 0:
+                loggers.begin(self._trainer.loggers)
+            runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
+            if self.formation.rank != 0:
+                loggers.adopt(self._trainer.loggers, runs)
+        if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            self._resume_newest_checkpoint()
 
     def _admit(self, fingerprint: str) -> None:
         formation = self._admission(fingerprint)
@@ -1008,9 +1021,7 @@ class LiveTraining:
 
     def _take_over_rank_zero(self) -> None:
         """Loggers and progress bars live on rank 0 only; make them live here."""
-        for logger in self._trainer.loggers:
-            if isinstance(logger, CSVLogger) and logger._experiment is None:
-                _adopt_csv_log(logger)
+        loggers.take_over(self._trainer.loggers)
         for bar in [c for c in self._callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
@@ -1117,15 +1128,3 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return self.world.is_failure(error)
-
-
-def _adopt_csv_log(logger: CSVLogger) -> None:
-    """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
-    file = Path(logger.log_dir) / "metrics.csv"
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    writer = logger.experiment
-    file.write_bytes(content)
-    header = content.decode().splitlines()[:1]
-    writer.metrics_keys = header[0].split(",") if header else []

@@ -30,6 +30,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_dlrover.packages import default_package, fabric_submodule
+
 __all__ = ["ElasticLoader", "LoaderState", "UnsupportedLoaderError", "epoch_order", "share"]
 
 log = logging.getLogger(__name__)
@@ -519,9 +521,8 @@ class ElasticLoader:
             return self._user_init
         from functools import partial
 
-        from lightning.fabric.utilities.seed import pl_worker_init_function
-
-        return partial(pl_worker_init_function, rank=self.global_rank)
+        seed = fabric_submodule(default_package(), "utilities.seed")
+        return partial(seed.pl_worker_init_function, rank=self.global_rank)
 
     def _order_now(self) -> torch.Tensor:
         if self._order is None or self._order_epoch != self.epoch:

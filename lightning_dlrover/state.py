@@ -21,7 +21,6 @@ Here is nothing about rounds or process groups: `live.py` decides who gets the s
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import math
 import random
@@ -34,6 +33,8 @@ import numpy as np
 import torch
 from torch.nn.utils import prune
 
+from lightning_dlrover import loggers
+from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.sampler import LoaderState
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class TrainerState:
     torch_seed: int
     python_random: object
     numpy_random: object
-    logger_versions: list[Any]
+    loggers: list[dict[str, Any]]
     counters: dict[str, int] = field(default_factory=dict)  # of `live.py`
 
 
@@ -149,7 +150,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
         torch_seed=torch.initial_seed(),
         python_random=random.getstate(),
         numpy_random=np.random.get_state(),
-        logger_versions=[logger.version for logger in trainer.loggers],
+        loggers=loggers.capture(trainer.loggers),
     )
 
 
@@ -276,9 +277,7 @@ def restore(
     np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
     digest = hashlib.sha256(f"{state.torch_seed}/{place[0]}/{place[1]}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
-    for logger, version in zip(trainer.loggers, state.logger_versions, strict=True):
-        if hasattr(logger, "_version"):
-            logger._version = version
+    loggers.adopt(trainer.loggers, state.loggers)
     if enters_epoch:
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
 
@@ -307,7 +306,7 @@ def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
 
 def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     """Run `on_train_epoch_start` of all callbacks and the module for the epoch that the loops are in."""
-    call = importlib.import_module(f"{_package(trainer)}.trainer.call")
+    call = submodule(package_of(trainer), "trainer.call")
     call._call_callback_hooks(trainer, "on_train_epoch_start")
     call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
@@ -317,7 +316,7 @@ def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
     connector.restore_loops()
-    call = importlib.import_module(f"{_package(trainer)}.trainer.call")
+    call = submodule(package_of(trainer), "trainer.call")
     call._call_callbacks_load_state_dict(trainer, connector._loaded_checkpoint)
     connector._loaded_checkpoint = {}
     _go_on(trainer)
@@ -407,7 +406,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
 def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
     """Have an entry, still without a value, for what the others have logged before this worker came."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    result = importlib.import_module(type(epoch_loop._results).__module__)
+    result = submodule(package_of(trainer), "trainer.connectors.logger_connector.result")
     meta = result._Metadata(**logged.meta)
     meta.sync = result._Sync(fn=strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
     metric = result._ResultMetric(meta, is_tensor=logged.is_tensor).to(strategy.root_device)
@@ -515,8 +514,3 @@ def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]
 
 def _validates_by_clock(trainer: L.Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
-
-
-def _package(trainer: L.Trainer) -> str:
-    """`lightning.pytorch` or `pytorch_lightning`."""
-    return type(trainer.fit_loop).__module__.rsplit(".loops.", 1)[0]

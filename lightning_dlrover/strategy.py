@@ -18,25 +18,22 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.packages import TrainerFn, fabric_submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.loop import model_fingerprint
@@ -46,6 +43,9 @@ from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
+
+if TYPE_CHECKING:
+    import lightning as L
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
 
@@ -88,25 +88,30 @@ class StepTimes:
         self.forward_s = self.backward_s = self.communication_s = self.run_s = self.data_wait_s = 0.0
 
 
-class _ForwardRedirection(_DDPForwardRedirection):
+class _ForwardRedirection:
     """Lightning's detour through DDP's forward, which also ends when DDP raises before it reaches the module."""
+
+    def __init__(self, detour: Any) -> None:
+        self._detour = detour
 
     def __call__(
         self, wrapper_module: torch.nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
     ) -> Any:
         forward = original_module.forward
         try:
-            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
         except BaseException:
             original_module.forward = forward  # type: ignore[method-assign]
             raise
 
 
-class DLRoverStrategy(DDPStrategy):
+class DLRoverStrategy(EitherStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live; started otherwise this is Lightning's
     own DDP strategy, or plain single-device training for one process.
+
+    Serves Trainers of `lightning` and of `pytorch_lightning`.
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
@@ -143,7 +148,7 @@ class DLRoverStrategy(DDPStrategy):
             self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
-        self._forward_redirection = _ForwardRedirection()
+        self._forward_redirection: Any = _ForwardRedirection(self._forward_redirection)
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
@@ -224,9 +229,17 @@ class DLRoverStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._take_loaders_as_they_are()
-        if self._world_config is None or self._live is not None:
+        if self._world_config is None:
             return
-        reset_seed()
+        if self._live is None:
+            self._enter_job()
+        if self._live is not None:
+            self._live.searches.attend(self._lightning_trainer.callbacks)
+
+    def _enter_job(self) -> None:
+        """The script's first Trainer starts the world, later ones go on with it."""
+        assert self._world_config is not None
+        fabric_submodule(self._package, "utilities.seed").reset_seed()
         if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
             self._go_on_from(former)
             return
@@ -247,6 +260,28 @@ class DLRoverStrategy(DDPStrategy):
         atexit.register(self._close_world)
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
+        self._take_place(formation)
+        if formation is not None and formation.rank == 0:
+            self._compare_with_arguments(formation.size)
+
+    def _compare_with_arguments(self, num_workers: int) -> None:
+        """Warn a script that was written for another number of workers than the job starts with: its steps are others."""
+        devices = self._lightning_trainer._accelerator_connector._devices_flag
+        by_default = devices in (-1, "-1", type(self.accelerator).auto_device_count())  # "auto" is a number here
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if by_default else self.num_processes
+        if (wanted := per_node * self.num_nodes) in (1, num_workers):
+            return
+        assert self._world_config is not None
+        log.warning(
+            "Trainer(devices=%r, num_nodes=%d) is meant for %d workers, but has no effect in a live job: it starts with %d "
+            "and may have %d to %d, as set by `dlrover run --workers MIN:MAX`, or torchrun's --nnodes and --nproc-per-node. "
+            "A step takes the DataLoader's batch size times %d; DLRoverStrategy(global_batch_size=...) sets it for any number",
+            *(devices, self.num_nodes, wanted, num_workers),
+            *(self._world_config.min_workers, self._world_config.max_workers, num_workers),
+        )
+
+    def _take_place(self, formation: Formation | None) -> None:
+        assert self._world_config is not None
         if formation is not None:
             self.enter_round(formation.rank, formation.size)
         else:
@@ -256,7 +291,6 @@ class DLRoverStrategy(DDPStrategy):
     def _go_on_from(self, former: DLRoverStrategy) -> None:
         """Take over the world from the strategy of an earlier Trainer in the same script."""
         assert former._live is not None
-        assert former._live.formation is not None
         self._world, former._world = former._world, None
         assert self._world is not None
         formation = former._live.formation
@@ -264,8 +298,9 @@ class DLRoverStrategy(DDPStrategy):
         atexit.register(self._close_world)
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self._live.searches.num_begun = former._live.searches.num_begun
         self.clock.stop_in_waits()
-        self.enter_round(formation.rank, formation.size)
+        self._take_place(formation)
 
     def _take_loaders_as_they_are(self) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
@@ -731,6 +766,7 @@ class DLRoverStrategy(DDPStrategy):
         # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()
+        live.is_in_loops = True
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -743,6 +779,7 @@ class DLRoverStrategy(DDPStrategy):
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
             self._live.close_loaders()
+            self._live.is_in_loops = False
             if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
                 self._live.finish()
             if trainer.interrupted or self._live.left:
@@ -790,11 +827,3 @@ def _remove(path: Path) -> None:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if DLRoverStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        DLRoverStrategy.strategy_name,
-        DLRoverStrategy,
-        description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
-    )

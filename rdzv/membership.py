@@ -58,6 +58,7 @@ from lightning_dlrover.rdzv.records import (
     PlanRecord,
     RecordError,
     RoundRecord,
+    SearchRecord,
     StacksRecord,
     StacksRequest,
     WorkerRecord,
@@ -615,6 +616,14 @@ class Membership:
     def newest_checkpoint(self) -> CheckpointRecord | None:
         entry = self._client.get(self.keys.checkpoint)
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None
+
+    def put_search(self, number: int, record: SearchRecord) -> None:
+        self._swap(f"{self.keys.searches}{number}", SearchRecord, lambda _: record)
+
+    def search(self, number: int) -> SearchRecord | None:
+        """Result of the script's search of that number; None before there is one."""
+        entry = self._mirror.snapshot().get(f"{self.keys.searches}{number}")
+        return decode(SearchRecord, entry.value, entry.key) if entry is not None else None
 
     def has_controller(self) -> bool:
         return self.keys.controller in self._mirror.snapshot()

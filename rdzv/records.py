@@ -31,6 +31,7 @@ __all__ = [
     "PlanRecord",
     "RecordError",
     "RoundRecord",
+    "SearchRecord",
     "StacksRecord",
     "StacksRequest",
     "WorkerRecord",
@@ -122,6 +123,10 @@ class Keys:
     @property
     def checkpoint(self) -> str:
         return self.live + "checkpoint"
+
+    @property
+    def searches(self) -> str:
+        return self.live + "searches/"
 
     @property
     def agents(self) -> str:
@@ -420,6 +425,13 @@ class CheckpointRecord:
 
     path: str
     global_step: int
+
+
+@dataclass(frozen=True)
+class SearchRecord:
+    """What the first workers have found before training, for those who join. Key `searches/{number}`."""
+
+    results: str  # JSON of the Trainer's own
 
 
 @dataclass(frozen=True)

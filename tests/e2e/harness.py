@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,18 +52,10 @@ def start_fork_server() -> None:
     from multiprocessing import forkserver
 
     changed = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
-    saved = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with _environment(changed):
         stop_fork_server()  # one that a data loader's test has started does not know our modules
         _fork_server()
         forkserver.ensure_running()
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def stop_fork_server() -> None:
@@ -84,17 +76,33 @@ def eventually(found: Callable[[], T | None], what: str, timeout_s: float = DEAD
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def _environment(changed: Mapping[str, str]) -> Iterator[None]:
+    """Variables that processes find which are started meanwhile."""
+    saved = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 class Worker:
     """One forked worker and what it has written so far."""
 
-    def __init__(self, place: Place, script: Script, settings: Any) -> None:
+    def __init__(self, place: Place, script: Script, settings: Any, environment: Mapping[str, str] | None = None) -> None:
         self.place = place
         self.doomed = False  # was told to leave or to die
         self.killed = False
         self._records: list[Record] = []
         self._offset = 0
-        self.process: BaseProcess = _fork_server().Process(target=run_worker, args=(place, script, settings))
-        with _PROCESSES:
+        context = _fork_server() if environment is None else multiprocessing.get_context("spawn")
+        self.process: BaseProcess = context.Process(target=run_worker, args=(place, script, settings))
+        with _PROCESSES, _environment(environment or {}):
             self.process.start()
 
     @property
@@ -186,6 +194,7 @@ class Job:
         min_workers: int = 1,
         max_workers: int = 4,
         lease_ttl_s: int = 30,  # a busy machine shall not evict anyone
+        environment: Mapping[str, str] | None = None,  # of workers that are started afresh instead of forked
     ) -> None:
         self.run_id = run_id
         self.folder = folder
@@ -194,6 +203,7 @@ class Job:
         self._client = EtcdClient(EtcdConfig(endpoint))
         self._settings = settings
         self._script = script
+        self._environment = environment
         self._limits = (min_workers, max_workers, lease_ttl_s)
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -210,7 +220,9 @@ class Job:
     def start(self, script: Script | None = None, settings: Any = None) -> Worker:
         """Fork one more worker."""
         place = Place(self._endpoint, self.run_id, f"w{len(self.workers)}", str(self.folder), *self._limits)
-        self.workers.append(Worker(place, script or self._script, self._settings if settings is None else settings))
+        self.workers.append(
+            Worker(place, script or self._script, self._settings if settings is None else settings, self._environment)
+        )
         return self.workers[-1]
 
     def records(self, kind: str = "") -> list[Record]:

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import faulthandler
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import sklearn.ensemble  # noqa: F401  (imported lazily by the planner: once here instead of once per worker)
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live import LiveTraining
 
 torch.set_num_threads(1)
+
+L: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
+"""The package that the workers' scripts use."""
 
 SEED = 1
 
@@ -162,7 +165,7 @@ class ToySettings:
         return self.max_epochs * -(-self.batches_per_epoch // self.accumulate)
 
 
-class ToyModel(L.LightningModule):
+class ToySteps:
     """Writes a line for every share it is given, every batch it has finished and every validation batch."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
@@ -254,6 +257,10 @@ class ToyModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+class ToyModel(ToySteps, L.LightningModule):  # type: ignore[misc]
+    """The model of most tests."""
 
 
 def fingerprint(tensors: list[Any]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dlrover.live import LiveTraining, Position, _adopt_csv_log, can_meet
+from lightning_dlrover.live import LiveTraining, Position, can_meet
+from lightning_dlrover.loggers import _adopt_csv_log
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.sharding.snapshot import SnapshotError
 

@@ -62,6 +62,7 @@ ALL_RECORDS: list[Any] = [
     records.DrainRecord("w", "asked for"),
     records.ControllerRecord("host", 7, "local", {"n0": "app"}, "/runs/job"),
     records.CheckpointRecord("/a/b.ckpt", 7),
+    records.SearchRecord('{"lr": [0.1], "loss": [NaN]}'),
 ]
 
 

@@ -1,0 +1,218 @@
+"""Find out which package the user's Trainer comes from: `lightning`, `pytorch_lightning`, or either in one process.
+
+Both hold the same code under two names, so a class of one is unknown to the other. This module imports neither of them
+before it has to, as an unused one would slow down every start of a worker. The command line and agents import it too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__all__ = [
+    "PACKAGES",
+    "CSVLogger",
+    "LearningRateFinder",
+    "ModelCheckpoint",
+    "ProgressBar",
+    "TrainerFn",
+    "default_package",
+    "fabric_submodule",
+    "loaded_packages",
+    "on_import",
+    "package_of",
+    "release",
+    "submodule",
+    "watch_imports",
+]
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+DISTRIBUTIONS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
+
+MALICIOUS = ("2.6.2", "2.6.3")
+"""Releases of `lightning` that steal credentials when they are imported (April 2026)."""
+
+
+class TrainerFn(StrEnum):
+    """Lightning's names of what a Trainer is doing. Members of both packages compare equal to these."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+def loaded_packages() -> list[str]:
+    """Packages that this process has imported."""
+    return [package for package in PACKAGES if hasattr(sys.modules.get(package), "Trainer")]  # not one that is half imported
+
+
+def default_package() -> str:
+    """The package to use where no Trainer shows which one is meant: one that is imported, else one that is installed.
+
+    Raises:
+        ImportError: none of them is installed, or only a release that must not be imported.
+    """
+    if loaded := loaded_packages():
+        return loaded[0]
+    for package in PACKAGES:
+        if _is_installed(package):
+            _refuse_malicious(package)
+            return package
+    raise ImportError(
+        "lightning_dlrover needs PyTorch Lightning, but neither lightning nor pytorch_lightning is installed: "
+        "pip install 'lightning>=2.6.4', or pip install 'pytorch-lightning>=2.6.4'"
+    )
+
+
+def package_of(thing: object) -> str:
+    """The package that the class of `thing` comes from, or is derived from."""
+    for cls in type(thing).__mro__:
+        for package in PACKAGES:
+            if cls.__module__ == package or cls.__module__.startswith(f"{package}."):
+                return package
+    raise TypeError(f"{type(thing).__module__}.{type(thing).__qualname__} comes from none of {', '.join(PACKAGES)}")
+
+
+def submodule(package: str, name: str) -> ModuleType:
+    """A module of the package, such as `callbacks`."""
+    return importlib.import_module(f"{package}.{name}")
+
+
+def fabric_submodule(package: str, name: str) -> ModuleType:
+    """A module of the Fabric that the package is built on, such as `utilities.seed`."""
+    return importlib.import_module(f"{FABRICS[package]}.{name}")
+
+
+def release(package: str) -> str:
+    """Version of an imported package."""
+    return str(sys.modules[package].__version__)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package.partition(".")[0]) is not None
+    except ImportError:
+        return False
+
+
+def _refuse_malicious(package: str) -> None:
+    name = DISTRIBUTIONS[package]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if name == "lightning" and version in MALICIOUS:
+        raise ImportError(
+            f"lightning {version} is installed, a malicious release that steals credentials when it is imported; it was not "
+            "imported here. Uninstall it, replace the credentials of this machine, then pip install 'lightning>=2.6.4'"
+        )
+
+
+# --- classes of either package ---------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ProgressBar
+    from lightning.pytorch.loggers import CSVLogger
+else:
+
+    class _Either(type):
+        """A class whose instances are those of the two packages' classes of that name."""
+
+        home: str
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return any(
+                isinstance(instance, getattr(submodule(package, cls.home), cls.__name__)) for package in loaded_packages()
+            )
+
+    class LearningRateFinder(metaclass=_Either):
+        home = "callbacks"
+
+    class ModelCheckpoint(metaclass=_Either):
+        home = "callbacks"
+
+    class ProgressBar(metaclass=_Either):
+        home = "callbacks"
+
+    class CSVLogger(metaclass=_Either):
+        home = "loggers"
+
+
+# --- what has to happen when a package is imported ---------------------------------------------------------------------------
+
+_actions: list[Callable[[str], None]] = []
+
+
+def on_import(action: Callable[[str], None]) -> None:
+    """Call `action` with each of the packages: now if it is imported already, else when the user imports it."""
+    _actions.append(action)
+    for package in loaded_packages():
+        action(package)
+
+
+def watch_imports() -> None:
+    """Make `strategy="dlrover"` known to each package, whether it was imported before or is imported later."""
+    if not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportWatch())
+        on_import(_register_strategy)
+
+
+def _register_strategy(package: str) -> None:
+    registry = submodule(package, "strategies").StrategyRegistry
+    if "dlrover" not in registry:
+        registry.register(
+            "dlrover",
+            _make_strategy,
+            description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
+        )
+
+
+def _make_strategy(**kwargs: Any) -> Any:
+    return importlib.import_module("lightning_dlrover.strategy").DLRoverStrategy(**kwargs)
+
+
+class _ImportWatch(importlib.abc.MetaPathFinder):
+    """Leaves finding to the other finders and takes note when one of the packages has been imported."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in PACKAGES:
+            return None
+        others: Iterable[Any] = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        for finder in others:
+            spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _NotingLoader(spec.loader)
+                return spec
+        return None
+
+
+class _NotingLoader(importlib.abc.Loader):
+    """The package's own loader; runs the actions of `on_import` after it."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        for action in _actions:
+            action(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
