@@ -27,14 +27,17 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.arguments import check_arguments
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.loader_checks import batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
@@ -107,13 +110,15 @@ class DLRoverStrategy(DDPStrategy):
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
-            that the job started with.
+            that the job started with. With several training loaders it holds for each of them.
         check_interval_s: about how often the workers agree on whether the world should change.
         timeout: how long one collective may take.
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
             collections.
         sharders: torchrec's sharders, instead of those for `EmbeddingBagCollection` and `EmbeddingCollection`.
         snapshots: when the state of such a model is copied in the hosts' memory, so that the loss of a worker is survived.
+        compare_data: whether workers compare a few samples at their start, so that nobody trains on other data than the rest.
+            Numbers of samples are always compared.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -128,12 +133,10 @@ class DLRoverStrategy(DDPStrategy):
         sharding_constraints: Mapping[str, Any] | None = None,
         sharders: Sequence[Any] | None = None,
         snapshots: SnapshotConfig | None = None,
+        compare_data: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        if global_batch_size is not None and global_batch_size < 1:
-            raise ValueError(f"global_batch_size is {global_batch_size}, it must be at least 1")
-        if check_interval_s <= 0:
-            raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
+        check_arguments(global_batch_size, check_interval_s, timeout, snapshots, compare_data)
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
             end_with_agent()
@@ -146,6 +149,7 @@ class DLRoverStrategy(DDPStrategy):
         self._watch: AbstractContextManager[Any] | None = None
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
+        self.compares_data = compare_data
         self._world: World | None = None
         self._live: LiveTraining | None = None
         self._start_workers = 0
@@ -168,6 +172,10 @@ class DLRoverStrategy(DDPStrategy):
     def live(self) -> LiveTraining | None:
         """The job's rounds as this worker sees them; None when the world cannot change."""
         return self._live
+
+    @property
+    def has_global_batch_size(self) -> bool:
+        return self._global_batch_size is not None
 
     @property
     def root_device(self) -> torch.device:
@@ -453,12 +461,21 @@ class DLRoverStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         live = self._live
         trainer = self._lightning_trainer
-        if live is None or not isinstance(dataloader, DataLoader) or trainer.predicting:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
             return dataloader
-        training = bool(trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train"))
+        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
+        if fitting:
+            check_data_loader(
+                dataloader, self._use_distributed_sampler is False, "train_dataloader" if training else "val_dataloader"
+            )
+            check_step_signature(
+                training
+                and is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+            )
+        assert isinstance(dataloader, DataLoader)
         workers = self._agree_on_start_workers()
-        batch_size = dataloader.batch_size
-        global_batch = (batch_size or 1) * workers
+        global_batch = batching_of(dataloader).batch_size * workers
         if training and self._global_batch_size is not None:
             global_batch = self._global_batch_size
         return ElasticLoader(
