@@ -36,17 +36,19 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
+from lightning_dlrover.data_fingerprint import DataFingerprint, difference, fingerprint_data
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
-from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
+from lightning_dlrover.rdzv.world import Formation, LeftOutError, MembershipError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
+from lightning_dlrover.train_loaders import TrainLoaders, refetch
 
 if TYPE_CHECKING:
     import lightning as L
@@ -203,6 +205,7 @@ class LiveTraining:
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
         self._settings = SettingsInForce(available_cores())
+        self._train_loaders = TrainLoaders(strategy.has_global_batch_size)
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -227,12 +230,13 @@ class LiveTraining:
         """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
         if loader is not self._loaders[0]:
             return
+        self._keep_step()
         self._pace.step_ended()
         self._at_boundary = True
         self._follow_plan()
         if not self._entered:
             self._enter(loader)
-        elif loader.cursor < len(loader):
+        elif loader.cursor < loader.num_epoch_batches:
             if self._window_is_stale:
                 self._redo_window()
             while self._attempt(self._maybe_switch) is None:
@@ -241,10 +245,15 @@ class LiveTraining:
                     self._redo_window()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
-        if loader.cursor < len(loader):
+        if loader.cursor < loader.num_epoch_batches:
             self._batch = self._batch_number + 1
             self._collective = 0
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
+
+    def _keep_step(self) -> None:
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        self._train_loaders.keep_step(combined, self._loaders, int(self._trainer.num_training_batches))
 
     def _follow_plan(self) -> None:
         """Work as the plan says each worker should; it may do so a few steps earlier or later than others."""
@@ -260,6 +269,7 @@ class LiveTraining:
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
+        data = self._fingerprint_data()
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
@@ -271,23 +281,66 @@ class LiveTraining:
             self._epoch_loop_fetcher().fetched = progress
             self._updates = self._trainer.global_step
             if self.formation.rank == 0:
-                self.world.announce(fingerprint, loader.global_batch_size)
+                self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             self._batch = self._batch_number
-            if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
-                while self._attempt(self._resume_newest_checkpoint) is None:
-                    self._recover()
+            while self._attempt(self._begin_together, data) is None:
+                self._recover()
         else:
             if self._tables is not None:
                 self._tables.make_ready()
-            self._admit(fingerprint)
+            self._admit(fingerprint, data)
         self._pace.went_on(self._batch_number + 1)
 
-    def _admit(self, fingerprint: str) -> None:
+    def _begin_together(self, data: DataFingerprint) -> None:
+        """First round: see that all members have the same data, and where an earlier life of the job has left it."""
+        assert self.formation is not None
+        if self.formation.size > 1:
+            mine = data.encode(), [loader.order_seed for loader in self._loaders]
+            said = transfer.all_gather(mine)
+            for rank, (other, _) in enumerate(said):
+                # All of them raise, with the same text but for who is who.
+                self._refuse_other_data(data, other, f"rank {rank}'s", "All workers end")
+            self._train_loaders.take_order_seeds(said[0][1])
+        if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            self._resume_newest_checkpoint()
+
+    def _fingerprint_data(self) -> DataFingerprint:
+        val = self._epoch_loop.val_loop._combined_loader
+        val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
+        compare = self._strategy.compares_data and self.world.config.max_workers > 1
+        return fingerprint_data(self._loaders, val_loaders, compare)
+
+    def _refuse_other_data(self, own: DataFingerprint, other: str, whose: str, consequence: str) -> None:
+        """Raise `MembershipError` if this worker's data differ from another's."""
+        if not other:
+            return  # a job that has not begun yet
+        run = f"run {self.world.config.run_id!r}"
+        try:
+            found = difference(own, DataFingerprint.decode(other))
+        except ValueError as error:
+            raise MembershipError(
+                f"{run}: the data of the job's record cannot be compared with this worker's: {error}"
+            ) from error
+        if found:
+            raise MembershipError(
+                f"{run}: the data of this worker, rank {self._rank}, differ from {whose}: {found}. Likely the data are split "
+                "or shuffled with no fixed seed, files came or went meanwhile, or each worker was given a part of its own: fix "
+                f"the seed, and give every worker all of the data. {consequence}. If samples are to differ from worker to "
+                "worker, as with augmentation by rank, DLRoverStrategy(compare_data=False) compares their number alone"
+            )
+
+    def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
+        self._refuse_data_of_another_job(data)
         formation = self._admission(fingerprint)
+        self._refuse_data_of_another_job(data)  # the job may have begun only now
         while self._attempt(self._settle, formation, None) is None:
             formation = self._recover_formation(b"")
         self._entered = True
         self.is_standby = False
+
+    def _refuse_data_of_another_job(self, data: DataFingerprint) -> None:
+        job = self.world.membership.view.job
+        self._refuse_other_data(data, job.data if job is not None else "", "the job's", "The job goes on without it")
 
     def _admission(self, fingerprint: str) -> Formation:
         try:
@@ -426,7 +479,7 @@ class LiveTraining:
         if not self._trainer.training or self._size == 1:
             return 1.0
         loader = self._loaders[0]
-        return loader.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
+        return self._train_loaders.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
 
     def before_optimizer_step(self) -> None:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
@@ -478,13 +531,10 @@ class LiveTraining:
         assert combined is not None
         loaders = self._loaders
         for loader in loaders:
-            if loader.cursor < num_batches:
-                raise WorldError("a loader that was cycled cannot be rewound: this worker has to start again")
             loader.reshard(self._rank, self._size, rewind=num_batches)
         steps = []
         for i in range(num_batches):
-            parts = [loader.refetch() for loader in loaders]
-            batch = torch.utils._pytree.tree_unflatten(parts, combined._spec)
+            batch = refetch(combined, loaders)
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
@@ -836,13 +886,17 @@ class LiveTraining:
         trainer = self._trainer
         for loader, loader_state in zip(self._loaders, state.loaders, strict=True):
             loader.load_state(loader_state)
+        self._train_loaders.take_order_seeds([loader_state.seed for loader_state in state.loaders])
         for callback in self._callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in state.checkpoint_folders:
                 # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
                 callback.dirpath = state.checkpoint_folders[callback.state_key]
         self._restore_checkpoint(state.checkpoint)
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
-        fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
+        fetcher.fetched, fetcher.done = (
+            cursor,
+            cursor >= self._loaders[0].num_epoch_batches,
+        )  # it may have been at an epoch's end
         self._updates = state.updates
         self._saved_request = state.saved_request
         self._num_validations = state.validations
@@ -1117,8 +1171,8 @@ class LiveTraining:
 
     @property
     def _batch_number(self) -> int:
-        loader = self._loaders[0]
-        return loader.epoch * len(loader) + loader.cursor
+        # Not from the epoch: loaders that are made anew may be shorter, and this number must grow.
+        return self._epoch_loop.batch_progress.total.ready
 
     @property
     def _in_window(self) -> bool:
