@@ -126,7 +126,7 @@ class Repeating(Backwards):
 class SeveralLoaders(ToyModel):
     """Trains on two loaders at once; the first one, which has fewer batches, holds the rows that are recorded."""
 
-    NUM_SHORT_ROWS = 85
+    NUM_SHORT_ROWS, NUM_LONG_ROWS = 20, 720
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         long = batch["long"]
@@ -187,6 +187,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
         case "by_name":
             strategy = "dlrover"
+        case "max_size_cycle" | "max_size":
+            options = {"accumulate_grad_batches": 4}
         case "split_by_user":
             options = {"use_distributed_sampler": False}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
@@ -218,7 +220,7 @@ def _training_data(name: str, loader: DataLoader[Any]) -> Any:
         case "max_size_cycle" | "max_size":
             loaders = {
                 "short": DataLoader(Rows(SeveralLoaders.NUM_SHORT_ROWS), BATCH_SIZE, shuffle=True),
-                "long": DataLoader(rows, BATCH_SIZE),
+                "long": DataLoader(Rows(SeveralLoaders.NUM_LONG_ROWS), BATCH_SIZE),
             }
             return CombinedLoader(loaders, name)
         case "rank_aware" | "split_by_user":
