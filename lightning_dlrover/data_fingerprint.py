@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def sketch(sample: object) -> Sketch | None:
 
 
 class _Sketcher:
-    """Collates single samples to their sketches; also tells whether the process has drawn random numbers since the last one."""
+    """Collates a single sample to its sketch, and whether the process has drawn random numbers since the sample before."""
 
     def __init__(self) -> None:
         self._before: object = None
@@ -147,27 +147,33 @@ def _sketches(loader: ElasticLoader) -> list[Sketch | None]:
     indices = _indices(loader)
     found: list[Sketch | None] = []
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    deadline = None
     try:
-        # The first fetch is made for the random numbers that the second one must not draw.
-        each_often = [index for index in indices for _ in range(FETCHES_PER_SAMPLE)]
-        fetched = loader.fetch_apart(each_often[:1] + each_often, _Sketcher())
-        next(fetched)
-        for _ in indices:
-            seen = [next(fetched) for _ in range(FETCHES_PER_SAMPLE)]
-            is_same = all(each == seen[0][0] and not has_drawn for each, has_drawn in seen)
-            found.append(seen[0][0] if is_same else None)
-            deadline = deadline or time.monotonic() + PROBING_S
-            if time.monotonic() > deadline:
-                break
+        for each in _comparable(loader, indices):
+            found.append(each)
     except Exception as error:  # the user's own; it is theirs when training comes to that sample, which it need not
-        log.debug("no sample of the training data can be compared: %s", error)
+        log.debug("no more samples of the training data can be compared: %s", error)
     finally:
-        fetched = None  # ends its process
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
     return found + [None] * (len(indices) - len(found))
+
+
+def _comparable(loader: ElasticLoader, indices: Sequence[int]) -> Iterator[Sketch | None]:
+    """A sketch of each sample, None for one that cannot be compared; as many as there is time for."""
+    # The first fetch is made for the random numbers that the second one must not draw.
+    each_often = [index for index in indices for _ in range(FETCHES_PER_SAMPLE)]
+    fetched = loader.fetch_apart(each_often[:1] + each_often, _Sketcher())
+    next(fetched, None)
+    deadline = time.monotonic() + PROBING_S
+    for _ in indices:
+        seen: list[tuple[Sketch | None, bool]] = []
+        while len(seen) < FETCHES_PER_SAMPLE:
+            if time.monotonic() > deadline:
+                return
+            seen.append(next(fetched))
+        is_same = all(each == seen[0][0] and not has_drawn for each, has_drawn in seen)
+        yield seen[0][0] if is_same else None
 
 
 def _indices(loader: ElasticLoader) -> list[int]:

@@ -41,9 +41,10 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
+from lightning_dlrover.rdzv.member import MembershipError
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
-from lightning_dlrover.rdzv.world import Formation, LeftOutError, MembershipError, World, WorldError
+from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce

@@ -329,6 +329,10 @@ class ElasticLoader:
         return self._feed.loader.num_workers
 
     @property
+    def users_loader(self) -> DataLoader[Any]:
+        return self._loader
+
+    @property
     def users_num_workers(self) -> int:
         """Loader workers that the user's own loader asks for."""
         return self._loader.num_workers

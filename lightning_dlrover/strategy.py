@@ -462,6 +462,8 @@ class DLRoverStrategy(DDPStrategy):
         live = self._live
         trainer = self._lightning_trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if isinstance(dataloader, ElasticLoader):
+            dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
         if live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
             return dataloader
         training = bool(trainer.training or (fitting and trainer.state.stage == "train"))

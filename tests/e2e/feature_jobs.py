@@ -263,11 +263,12 @@ class Reloading(ToyModel):
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
-    """A script that trains twice, each time with a Trainer of its own."""
+    """A script that trains twice, each time with a Trainer of its own, on the same data."""
+    data = CombinedLoader(DataLoader(Rows(NUM_ROWS), BATCH_SIZE), "max_size")
     for number in range(2):
         model = ToyModel(recorder, feature.step_s)
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
-        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        trainer.fit(model, data)
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
 
 

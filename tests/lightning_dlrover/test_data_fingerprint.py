@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
+from lightning_dlrover import data_fingerprint
 from lightning_dlrover.data_fingerprint import DataFingerprint, LoaderFingerprint, Sketch, difference, fingerprint_data, sketch
 from lightning_dlrover.sampler import ElasticLoader
 
@@ -136,6 +137,13 @@ def test_samples_that_raise_are_left_to_training() -> None:
 
     for num_workers in (0, 1):
         assert data_of(Images(change=broken), num_workers=num_workers).train[0].sketches == [None] * 3
+
+
+def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_fingerprint, "PROBING_S", 0.0)
+    images = Images()
+    assert data_of(images).train[0].sketches == [None] * 3
+    assert images.num_fetched == 1
 
 
 def test_only_lengths_are_compared_if_samples_are_meant_to_differ() -> None:
