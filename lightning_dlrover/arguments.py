@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 
@@ -12,7 +13,13 @@ __all__ = ["check_arguments"]
 
 
 def check_arguments(
-    global_batch_size: object, check_interval_s: object, timeout: object, snapshots: object, compare_data: object
+    global_batch_size: object,
+    check_interval_s: object,
+    timeout: object,
+    sharding_constraints: object,
+    sharders: object,
+    snapshots: object,
+    compare_data: object,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
     if global_batch_size is not None:
@@ -25,6 +32,8 @@ def check_arguments(
     _check_type("timeout", timeout, timedelta, "a datetime.timedelta")
     if timeout <= timedelta():  # type: ignore[operator]
         raise ValueError(f"timeout is {timeout}, it must be above 0")
+    _check_type("sharding_constraints", sharding_constraints, Mapping | None, "a mapping from names of tables, or None")
+    _check_type("sharders", sharders, Sequence | None, "a list of torchrec's sharders, or None")
     _check_type("snapshots", snapshots, SnapshotConfig | None, "a SnapshotConfig, or None")
     _check_type("compare_data", compare_data, bool, "True or False")
 

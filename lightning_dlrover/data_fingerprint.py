@@ -20,9 +20,18 @@ import numpy as np
 import torch
 from torch.utils.data import SubsetRandomSampler
 
+from lightning_dlrover.rdzv.member import MembershipError
 from lightning_dlrover.sampler import ElasticLoader
 
-__all__ = ["DataFingerprint", "LoaderFingerprint", "Sketch", "difference", "fingerprint_data", "sketch"]
+__all__ = [
+    "DataFingerprint",
+    "LoaderFingerprint",
+    "Sketch",
+    "difference",
+    "fingerprint_data",
+    "refuse_other_data",
+    "sketch",
+]
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +116,29 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
     if own.val is not None and other.val is not None and own.val != other.val:
         return f"the validation data: {own.val} samples here, {other.val} there"
     return ""
+
+
+def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str, consequence: str) -> None:
+    """Refuse this worker if its data differ from another's.
+
+    Args:
+        encoded: the other's fingerprint.
+        mine, theirs: what the two data are called in the error.
+
+    Raises:
+        MembershipError: they differ, or `encoded` cannot be read.
+    """
+    try:
+        found = difference(own, DataFingerprint.decode(encoded))
+    except ValueError as error:
+        raise MembershipError(f"{mine} cannot be compared with {theirs}: {error}") from error
+    if found:
+        raise MembershipError(
+            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files came or "
+            "went meanwhile, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
+            f"{consequence}. If samples are to differ from worker to worker, as with augmentation by rank, "
+            "DLRoverStrategy(compare_data=False) compares their number alone"
+        )
 
 
 def fingerprint_data(

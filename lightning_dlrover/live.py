@@ -36,12 +36,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
-from lightning_dlrover.data_fingerprint import DataFingerprint, difference, fingerprint_data
+from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
-from lightning_dlrover.rdzv.member import MembershipError
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
@@ -298,9 +297,9 @@ class LiveTraining:
         if self.formation.size > 1:
             mine = data.encode(), [loader.order_seed for loader in self._loaders]
             said = transfer.all_gather(mine)
-            for rank, (other, _) in enumerate(said):
-                # All of them raise, with the same text but for who is who.
-                self._refuse_other_data(data, other, f"rank {rank}'s", "All workers end")
+            for rank, (other, _) in enumerate(said):  # those who raise are at least two, and nobody goes on without them
+                run = f"run {self.world.config.run_id!r}: the data of rank {self._rank}"
+                refuse_other_data(data, other, run, f"rank {rank}'s", "The job ends")
             self._train_loaders.take_order_seeds(said[0][1])
         if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
             self._resume_newest_checkpoint()
@@ -310,25 +309,6 @@ class LiveTraining:
         val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
         compare = self._strategy.compares_data and self.world.config.max_workers > 1
         return fingerprint_data(self._loaders, val_loaders, compare)
-
-    def _refuse_other_data(self, own: DataFingerprint, other: str, whose: str, consequence: str) -> None:
-        """Raise `MembershipError` if this worker's data differ from another's."""
-        if not other:
-            return  # a job that has not begun yet
-        run = f"run {self.world.config.run_id!r}"
-        try:
-            found = difference(own, DataFingerprint.decode(other))
-        except ValueError as error:
-            raise MembershipError(
-                f"{run}: the data of the job's record cannot be compared with this worker's: {error}"
-            ) from error
-        if found:
-            raise MembershipError(
-                f"{run}: the data of this worker, rank {self._rank}, differ from {whose}: {found}. Likely the data are split "
-                "or shuffled with no fixed seed, files came or went meanwhile, or each worker was given a part of its own: fix "
-                f"the seed, and give every worker all of the data. {consequence}. If samples are to differ from worker to "
-                "worker, as with augmentation by rank, DLRoverStrategy(compare_data=False) compares their number alone"
-            )
 
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         self._refuse_data_of_another_job(data)
@@ -341,7 +321,9 @@ class LiveTraining:
 
     def _refuse_data_of_another_job(self, data: DataFingerprint) -> None:
         job = self.world.membership.view.job
-        self._refuse_other_data(data, job.data if job is not None else "", "the job's", "The job goes on without it")
+        if job is not None and job.data:
+            run = f"run {self.world.config.run_id!r}: this worker's data"
+            refuse_other_data(data, job.data, run, "the job's", "The job goes on without it")
 
     def _admission(self, fingerprint: str) -> Formation:
         try:
@@ -894,10 +876,8 @@ class LiveTraining:
                 callback.dirpath = state.checkpoint_folders[callback.state_key]
         self._restore_checkpoint(state.checkpoint)
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
-        fetcher.fetched, fetcher.done = (
-            cursor,
-            cursor >= self._loaders[0].num_epoch_batches,
-        )  # it may have been at an epoch's end
+        fetcher.fetched = cursor
+        fetcher.done = cursor >= self._loaders[0].num_epoch_batches  # it may have been at an epoch's end
         self._updates = state.updates
         self._saved_request = state.saved_request
         self._num_validations = state.validations

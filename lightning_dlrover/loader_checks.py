@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import (
@@ -133,7 +134,7 @@ def _place_among_workers(sampler: Any) -> str:
             break
         for name in RANK_NAMES:
             for spelled in (name, f"_{name}"):
-                if isinstance(getattr(sampler, spelled, None), int):
+                if isinstance(getattr(sampler, spelled, None), Integral):
                     return f"{spelled} {getattr(sampler, spelled)}"
         sampler = getattr(sampler, "sampler", None)
     return ""

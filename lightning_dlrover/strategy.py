@@ -136,7 +136,7 @@ class DLRoverStrategy(DDPStrategy):
         compare_data: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        check_arguments(global_batch_size, check_interval_s, timeout, snapshots, compare_data)
+        check_arguments(global_batch_size, check_interval_s, timeout, sharding_constraints, sharders, snapshots, compare_data)
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
             end_with_agent()

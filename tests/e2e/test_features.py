@@ -233,7 +233,7 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
     job.wait_for_step(3)
     stranger = job.start()
     assert stranger.wait() == 1
-    assert "the data of this worker, rank" in stranger.output
+    assert "this worker's data differ from the job's: the training data" in stranger.output
     assert "The job goes on without it" in stranger.output
     assert stranger.records("share") == []
     assert job.finish() == [0, 1]

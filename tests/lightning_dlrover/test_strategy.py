@@ -98,6 +98,8 @@ def test_the_strategy_is_known_by_name() -> None:
         ({"global_batch_size": True}, "is True, of type bool"),
         ({"check_interval_s": "1"}, "check_interval_s .* must be a number of seconds"),
         ({"timeout": 60}, "timeout .* must be a datetime.timedelta"),
+        ({"sharders": object()}, "sharders .* must be a list of torchrec's sharders"),
+        ({"sharding_constraints": []}, "sharding_constraints .* must be a mapping"),
         ({"snapshots": 30}, "snapshots .* must be a SnapshotConfig, or None"),
         ({"compare_data": "no"}, "compare_data .* must be True or False"),
     ],
