@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover import loggers, memory
+from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
 from lightning_dlrover.packages import ModelCheckpoint, ProgressBar
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
@@ -44,6 +45,7 @@ from lightning_dlrover.searches import Searches
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
 from lightning_dlrover.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore, resume
+from lightning_dlrover.train_loaders import TrainLoaders, refetch
 
 if TYPE_CHECKING:
     import lightning as L
@@ -174,6 +176,7 @@ class LiveTraining:
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
         self._settings = SettingsInForce(available_cores())
+        self._train_loaders = TrainLoaders(strategy.has_global_batch_size)
         self._updates = 0
         self._batch = 0
         self._in_step = False
@@ -200,12 +203,13 @@ class LiveTraining:
         """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
         if loader is not self._loaders[0] or self.searches.is_running:
             return
+        self._keep_step()
         self._pace.step_ended()
         self._at_boundary = True
         self._follow_plan()
         if not self._entered:
             self._enter(loader)
-        elif loader.cursor < len(loader):
+        elif loader.cursor < loader.num_epoch_batches:
             if self._window_is_stale:
                 self._redo_window()
             while self._attempt(self._maybe_switch) is None:
@@ -215,10 +219,15 @@ class LiveTraining:
         self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
-        if loader.cursor < len(loader):
+        if loader.cursor < loader.num_epoch_batches:
             self._batch = self._batch_number + 1
             self._collective = 0
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
+
+    def _keep_step(self) -> None:
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        self._train_loaders.keep_step(combined, self._loaders, int(self._trainer.num_training_batches))
 
     def _follow_plan(self) -> None:
         """Work as the plan says each worker should; it may do so a few steps earlier or later than others."""
@@ -234,6 +243,7 @@ class LiveTraining:
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
+        data = self._fingerprint_data()
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
@@ -245,20 +255,19 @@ class LiveTraining:
             self._epoch_loop_fetcher().fetched = progress
             self._updates = self._trainer.global_step
             if self.formation.rank == 0:
-                self.world.announce(fingerprint, loader.global_batch_size)
+                self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             self._batch = self._batch_number
-            self._names_in_state = self._names_in_own_state()
-            while self._attempt(self._begin) is None:
+            while self._attempt(self._begin_together, data) is None:
                 self._recover()
         else:
             if self._tables is not None:
                 self._tables.make_ready()
             self._names_in_state = self._names_in_own_state()
-            self._admit(fingerprint)
+            self._admit(fingerprint, data)
         self._pace.went_on(self._batch_number + 1)
 
-    def _begin(self) -> None:
-        """First round, after which this is done again if a worker is lost in it."""
+    def _begin_together(self, data: DataFingerprint) -> None:
+        """First round: see that all members have the same data and log to the same runs; resume an earlier life of the job."""
         assert self.formation is not None
         self._names_in_state = self._names_in_own_state()
         if self.formation.size > 1 and self._trainer.loggers:
@@ -267,11 +276,26 @@ class LiveTraining:
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)
+        if self.formation.size > 1:
+            mine = data.encode(), [loader.order_seed for loader in self._loaders]
+            said = transfer.all_gather(mine)
+            for rank, (other, _) in enumerate(said):  # those who raise are at least two, and nobody goes on without them
+                run = f"run {self.world.config.run_id!r}: the data of rank {self._rank}"
+                refuse_other_data(data, other, run, f"rank {rank}'s", "The job ends")
+            self._train_loaders.take_order_seeds(said[0][1])
         if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
             self._resume_newest_checkpoint()
 
-    def _admit(self, fingerprint: str) -> None:
+    def _fingerprint_data(self) -> DataFingerprint:
+        val = self._epoch_loop.val_loop._combined_loader
+        val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
+        compare = self._strategy.compares_data and self.world.config.max_workers > 1
+        return fingerprint_data(self._loaders, val_loaders, compare)
+
+    def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
+        self._refuse_data_of_another_job(data)
         formation = self._admission(fingerprint)
+        self._refuse_data_of_another_job(data)  # the job may have begun only now
         try:
             while self._attempt(self._settle, formation, None) is None:
                 formation = self._recover_formation(b"")
@@ -280,6 +304,12 @@ class LiveTraining:
             raise
         self._entered = True
         self.is_standby = False
+
+    def _refuse_data_of_another_job(self, data: DataFingerprint) -> None:
+        job = self.world.membership.view.job
+        if job is not None and job.data:
+            run = f"run {self.world.config.run_id!r}: this worker's data"
+            refuse_other_data(data, job.data, run, "the job's", "The job goes on without it")
 
     def _admission(self, fingerprint: str) -> Formation:
         try:
@@ -421,7 +451,7 @@ class LiveTraining:
         if not self._trainer.training or self._size == 1:
             return 1.0
         loader = self._loaders[0]
-        return loader.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
+        return self._train_loaders.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
 
     def before_optimizer_step(self) -> None:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
@@ -473,13 +503,10 @@ class LiveTraining:
         assert combined is not None
         loaders = self._loaders
         for loader in loaders:
-            if loader.cursor < num_batches:
-                raise WorldError("a loader that was cycled cannot be rewound: this worker has to start again")
             loader.reshard(self._rank, self._size, rewind=num_batches)
         steps = []
         for i in range(num_batches):
-            parts = [loader.refetch() for loader in loaders]
-            batch = torch.utils._pytree.tree_unflatten(parts, combined._spec)
+            batch = refetch(combined, loaders)
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
@@ -851,8 +878,10 @@ class LiveTraining:
         trainer = self._trainer
         place = received.loaders[0].epoch * len(self._loaders[0]) + received.loaders[0].cursor, self._rank
         restore(trainer, self._strategy, self._loaders, received, place, enters_epoch=enters_epoch, joins=joins)
+        self._train_loaders.take_order_seeds([loader_state.seed for loader_state in received.loaders])
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
-        fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
+        fetcher.fetched = cursor
+        fetcher.done = cursor >= self._loaders[0].num_epoch_batches  # it may have been at an epoch's end
         self._updates = received.counters["updates"]
         self._saved_request = received.counters["saved_request"]
         self._num_validations = received.counters["validations"]
@@ -942,7 +971,7 @@ class LiveTraining:
             loader.set_epoch(self._trainer.current_epoch)
             loader.cursor = progress
         fetcher = self._epoch_loop_fetcher()
-        fetcher.fetched, fetcher.done = progress, progress >= len(self._loaders[0])
+        fetcher.fetched, fetcher.done = progress, progress >= self._loaders[0].num_epoch_batches
         self._updates = self._trainer.global_step
         self._batch = self._batch_number
         self.world.membership.event(
@@ -1109,8 +1138,8 @@ class LiveTraining:
 
     @property
     def _batch_number(self) -> int:
-        loader = self._loaders[0]
-        return loader.epoch * len(loader) + loader.cursor
+        # Not from the epoch: loaders that are made anew may be shorter, and this number must grow.
+        return self._epoch_loop.batch_progress.total.ready
 
     @property
     def _in_window(self) -> bool:

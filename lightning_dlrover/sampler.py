@@ -23,18 +23,21 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_dlrover.loader_checks import UnsupportedLoaderError, batching_of
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["ElasticLoader", "LoaderState", "UnsupportedLoaderError", "epoch_order", "share"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEFAULT_PREFETCH_FACTOR = 2
 """As a DataLoader's."""
@@ -50,9 +53,11 @@ DATA_AND_CODE = (torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, ty
 HANDLES = (io.IOBase, socket.socket, sqlite3.Connection)
 LIBRARIES_OF_HANDLES = ("h5py", "lmdb", "netCDF4")
 
+STRIDE_OF_LAPS = 1_000_003
+"""Added to an order's seed whenever a loader begins again within an epoch."""
 
-class UnsupportedLoaderError(TypeError):
-    """A data loader whose samples cannot be split anew when the world changes."""
+NOT_FORWARDED = ("state_dict", "load_state_dict")
+"""Names of a loader that Lightning looks for: the state of the user's, from which nothing is ever fetched, is nobody's."""
 
 
 def _keep_socket_paths_short() -> None:
@@ -104,6 +109,7 @@ class LoaderState:
     cursor: int  # global batches of this epoch that were handed out
     global_batch_size: int
     order: torch.Tensor | None  # only when it comes from a sampler of the user's, else it follows from seed and epoch
+    seed: int = 0  # of the order
 
 
 class _Feed(Sampler[list[int]]):
@@ -126,6 +132,7 @@ class _Feed(Sampler[list[int]]):
         loader.prefetch_factor = prefetch_factor if num_workers else None
         if num_workers == 0:
             loader.timeout = 0.0
+        loader.in_order = True  # a cursor counts batches in their order; else those under way could not be told from those done
         object.__setattr__(loader, "batch_sampler", self)
         # Loader workers survive a switch: starting them anew would be the longest part of it.
         object.__setattr__(loader, "persistent_workers", num_workers > 0)
@@ -198,8 +205,23 @@ class _LoaderWorkerInit:
             self._inner(worker_id)
 
 
+class _BatchSamplerView:
+    """What user code sees as a loader's `batch_sampler`; Lightning finds the loader below it, to set its epoch."""
+
+    def __init__(self, loader: ElasticLoader, inner: Any) -> None:
+        self.sampler = loader
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
 class ElasticLoader:
     """Iterates over this worker's share of every global batch of a map-style `DataLoader`.
+
+    What it does not have itself it reads from the user's loader, such as `batch_size` and `collate_fn`.
 
     Args:
         loader: the user's loader.
@@ -212,7 +234,7 @@ class ElasticLoader:
         materialise: makes the order that a sampler of the user's drew on rank 0 everyone's.
 
     Raises:
-        UnsupportedLoaderError: an iterable dataset, no automatic batching, or a batch sampler of the user's.
+        UnsupportedLoaderError: see `loader_checks.batching_of`.
     """
 
     def __init__(
@@ -225,10 +247,8 @@ class ElasticLoader:
         sockets: Callable[[], Sequence[tuple[int, int]]] = tuple,
         materialise: Callable[[list[int]], list[int]] = lambda order: order,
     ) -> None:
-        check_supported(loader)
-        self.dataset = loader.dataset
-        self.batch_sampler = self  # Lightning calls `set_epoch` on `batch_sampler.sampler`
-        self.sampler = self
+        batching = batching_of(loader)
+        self._batch_sampler = _BatchSamplerView(self, loader.batch_sampler)
         self.global_batch_size = global_batch_size
         self.global_rank = 0
         self.world_size = 1
@@ -245,20 +265,25 @@ class ElasticLoader:
         self._materialise = materialise
         self._keeps_workers = loader.persistent_workers
         self._user_init = loader.worker_init_fn
-        self._drop_last = loader.drop_last
-        sampler = loader.sampler
+        self._drop_last = batching.drop_last
+        sampler = self._given_sampler = batching.sampler
         self._user_sampler: Any = None
-        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.order_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         if type(sampler) is DistributedSampler:
-            self._shuffle, self._seed = sampler.shuffle, sampler.seed
+            self._shuffle, self.order_seed = sampler.shuffle, sampler.seed
         elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
             self._shuffle = True
+            if sampler.generator is not None:
+                self.order_seed = sampler.generator.initial_seed() % 2**62
         elif type(sampler) is SequentialSampler:
             self._shuffle = False
         else:
             self._shuffle, self._user_sampler = False, sampler
         self._order: torch.Tensor | None = None
         self._order_epoch = -1
+        self._order_lap = 0
+        self._epoch_batches: int | None = None  # of the Trainer's epoch; None: as many as this loader has
+        self._cycles = False
         self._idle = False
         self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
         self._feed = _Feed(self, loader, loader.num_workers, self._prefetch_factor)
@@ -266,16 +291,47 @@ class ElasticLoader:
         self._dismissed: list[_Feed] = []
         self._num_starts = 0
         self._draws_seed = True  # the next start is one that the user's own loader would make, too
+        self._is_made = True
 
-    # --- what Lightning sees ---------------------------------------------------------------------------------------
+    # --- what Lightning and the user see -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in NOT_FORWARDED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if not known and "_is_made" in self.__dict__:
+            raise AttributeError(
+                f"{name} of a loader cannot be set to {value!r} in a live job: the loader is read, never changed. "
+                "Make a new one in train_dataloader(), with Trainer(reload_dataloaders_every_n_epochs=...)"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def dataset(self) -> Any:
+        return self._loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        return self._given_sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        return self._batch_sampler
 
     @property
     def num_samples(self) -> int:
-        return len(self._user_sampler) if self._user_sampler is not None else len(self.dataset)  # type: ignore[arg-type]
+        return len(self._user_sampler) if self._user_sampler is not None else len(self.dataset)
 
     @property
     def num_workers(self) -> int:
         return self._feed.loader.num_workers
+
+    @property
+    def users_loader(self) -> DataLoader[Any]:
+        return self._loader
 
     @property
     def users_num_workers(self) -> int:
@@ -305,6 +361,18 @@ class ElasticLoader:
         # Too few samples for all workers come with the batch before: a forward pass may need all of them.
         joined = not self._training and full and rest < self.world_size
         return full if joined else self._count_batches(self._samples_per_batch)
+
+    @property
+    def num_epoch_batches(self) -> int:
+        """Batches of the Trainer's epoch, which another loader may decide: the cursor goes so far."""
+        return len(self) if self._epoch_batches is None else self._epoch_batches
+
+    @property
+    def _end(self) -> int:
+        """The batch of the epoch before which this loader ends."""
+        if self._epoch_batches is None:
+            return self._num_batches
+        return self._epoch_batches if self._cycles and self._num_batches else min(self._num_batches, self._epoch_batches)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -347,6 +415,18 @@ class ElasticLoader:
         start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
         return stop - start
 
+    def has_samples(self, batch: int) -> bool:
+        """Whether this loader takes part in a batch of the epoch; one that is shorter than the others may have ended."""
+        return self._batch_length(batch) > 0
+
+    def keep_step(self, num_batches: int, cycles: bool) -> None:
+        """Count through an epoch of `num_batches`, which the longest or the shortest of several loaders decides.
+
+        Args:
+            cycles: begin again when this loader's own batches have been handed out; else it only counts on.
+        """
+        self._epoch_batches, self._cycles = num_batches, cycles
+
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.
 
@@ -370,6 +450,9 @@ class ElasticLoader:
         """
         if self._next_feed is not None:
             return False
+        if type(self._loader)._get_iterator is not DataLoader._get_iterator:
+            self.refusal = f"{type(self._loader).__name__} makes its iterators itself"
+            return True
         self._prefetch_factor = prefetch_factor or self._prefetch_factor
         wanted = self.num_workers if num_workers is None else num_workers
         if wanted == self.num_workers and (wanted == 0 or self._prefetch_factor == self.prefetch_factor):
@@ -405,20 +488,44 @@ class ElasticLoader:
             self._feed.batches = None
             self._idle = False
 
+    def fetch_apart(self, indices: Sequence[int], collate: Callable[[list[Any]], T]) -> Iterator[T]:
+        """What `collate` makes of single samples, fetched where the user's loader would, one after the other by one process.
+
+        That is this one only if the loader has no workers: what a dataset opens at its first sample, workers must not share.
+        """
+        loader = copy.copy(self._loader)
+        loader._iterator = None
+        loader.num_workers = min(1, self.users_num_workers)
+        loader.collate_fn = collate
+        loader.pin_memory = False
+        object.__setattr__(loader, "batch_sampler", [[index] for index in indices])
+        object.__setattr__(loader, "persistent_workers", False)
+        return self._iterate(loader, torch.Generator())
+
     def refetch(self) -> Any:
-        """The next batch, without the switch point of `__next__`."""
+        """The next batch, without the switch point of `__next__`.
+
+        Raises:
+            StopIteration: the loader has ended, though its cursor went on, too.
+        """
         return self._fetch()
 
     def state(self) -> LoaderState:
         order = self._order if self._user_sampler is not None and self._order_epoch == self.epoch else None
-        return LoaderState(self.epoch, self.cursor, self.global_batch_size, order)
+        return LoaderState(self.epoch, self.cursor, self.global_batch_size, order, self.order_seed)
 
     def load_state(self, state: LoaderState) -> None:
         self.epoch, self.cursor = state.epoch, state.cursor
         self.global_batch_size = state.global_batch_size
+        self.take_order_seed(state.seed)
         if state.order is not None:
             self._order, self._order_epoch = state.order, state.epoch
         self._restart()
+
+    def take_order_seed(self, seed: int) -> None:
+        """Have another worker's order: scripts that seed each worker by its rank would otherwise have one each."""
+        if seed != self.order_seed:
+            self.order_seed, self._order_epoch = seed, -1
 
     def close(self) -> None:
         self._restart()
@@ -429,7 +536,8 @@ class ElasticLoader:
     # --- fetching -------------------------------------------------------------------------------------------------------
 
     def _fetch(self) -> Any:
-        if self.cursor >= self._num_batches:
+        if self.cursor >= self._end:
+            self.cursor += self.cursor < self.num_epoch_batches
             raise StopIteration
         began = time.perf_counter()
         is_first = self._next_feed is not None and self.cursor == self._next_feed.first
@@ -445,7 +553,7 @@ class ElasticLoader:
         if is_first:
             self.handover_s += time.perf_counter() - began
         self.cursor += 1
-        if self.cursor == self._num_batches and not self._keeps_workers:
+        if self.cursor == self._end and not self._keeps_workers:
             self.close()
         return batch
 
@@ -488,27 +596,31 @@ class ElasticLoader:
             self._dismissed.remove(feed)
 
     def _start(self, feed: _Feed) -> None:
-        loader = feed.loader
-        method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-        loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
-        loader.generator = self._loader.generator
+        generator = self._loader.generator
         if not self._draws_seed:
             # An iterator draws the seed of its workers. The model must draw the same numbers whether or not it was made.
             seed = hash((torch.initial_seed(), self.epoch, self.global_rank, self._num_starts))
-            loader.generator = torch.Generator().manual_seed(seed % 2**63)
+            generator = torch.Generator().manual_seed(seed % 2**63)
         self._draws_seed = False
         self._num_starts += 1
+        feed.batches = self._iterate(feed.loader, generator)
+        if feed.loader.num_workers and not self.users_num_workers:
+            _leave_deaths_to_fetching(feed.batches)
+
+    def _iterate(self, loader: DataLoader[Any], generator: Any) -> Iterator[Any]:
+        """Start a loader's processes as ours have to be."""
+        method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+        loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
+        loader.generator = generator
         if loader.num_workers:
             _keep_socket_paths_short()
         was_enabled = gc.isenabled()
         gc.disable()  # in loader workers, until they are initialised
         try:
-            feed.batches = iter(loader)
+            return iter(loader)
         finally:
             if was_enabled:
                 gc.enable()
-        if loader.num_workers and not self.users_num_workers:
-            _leave_deaths_to_fetching(feed.batches)
 
     def _cannot_be_shared(self) -> bool:
         """Whether processes that are forked would disturb each other; `refusal` then says why."""
@@ -524,28 +636,52 @@ class ElasticLoader:
         seed = fabric_submodule(default_package(), "utilities.seed")
         return partial(seed.pl_worker_init_function, rank=self.global_rank)
 
-    def _order_now(self) -> torch.Tensor:
-        if self._order is None or self._order_epoch != self.epoch:
+    def _order_now(self, lap: int = 0) -> torch.Tensor:
+        """The order of this epoch's samples, or, of a loader that begins again within the epoch, of one lap."""
+        if self._user_sampler is not None:
+            lap = 0  # rank 0 draws it, which is possible at an epoch's start only
+        if self._order is None or (self._order_epoch, self._order_lap) != (self.epoch, lap):
             if self._user_sampler is None:
-                self._order = epoch_order(self.num_samples, self._shuffle, self._seed, self.epoch)
+                seed = self.order_seed + lap * STRIDE_OF_LAPS
+                self._order = epoch_order(self.num_samples, self._shuffle, seed, self.epoch)
             else:
                 if hasattr(self._user_sampler, "set_epoch"):
                     self._user_sampler.set_epoch(self.epoch)
-                self._order = torch.tensor(self._materialise(list(self._user_sampler)), dtype=torch.int64)
-            self._order_epoch = self.epoch
+                self._order = self._checked_order(self._materialise(list(self._user_sampler)))
+            self._order_epoch, self._order_lap = self.epoch, lap
         return self._order
+
+    def _checked_order(self, order: list[Any]) -> torch.Tensor:
+        name = type(self._user_sampler).__name__
+        try:
+            indices = torch.tensor(order)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedLoaderError(f"sampler {name} gives {order[0]!r:.80}, not a sample's number: {error}") from error
+        if indices.dim() != 1 or indices.is_floating_point():
+            raise UnsupportedLoaderError(f"sampler {name} gives {order[:1]!r:.80}, not the numbers of samples")
+        if len(indices) < self.num_samples:
+            raise UnsupportedLoaderError(
+                f"sampler {name} gave {len(indices)} samples in epoch {self.epoch}, but its length is {self.num_samples}: "
+                "the batches of an epoch are counted before they are split over the workers, so its __len__ must be right"
+            )
+        return indices.to(torch.int64)
 
     def _batch_length(self, batch: int) -> int:
         size = self._samples_per_batch
+        if self._cycles and self._num_batches:
+            batch %= self._num_batches
         left = max(0, self.num_samples - batch * size)
+        if batch >= self._num_batches:
+            return 0
         is_last = batch == self._num_batches - 1
         return left if is_last and not self._drop_last else min(size, left)
 
     def _remaining_shares(self, first_batch: int) -> Iterator[list[int]]:
         if self._idle:
             return
-        order = self._order_now()
-        for batch in range(first_batch, self._num_batches):
+        for place in range(first_batch, self._end):
+            lap, batch = divmod(place, self._num_batches)
+            order = self._order_now(lap)
             first = batch * self._samples_per_batch
             start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
             if start < stop:
@@ -576,27 +712,3 @@ def open_handle(dataset: object) -> str:
             return f"{kind.__module__}.{kind.__qualname__} {getattr(each, 'name', '')}".rstrip()
         found.extend(gc.get_referents(each))
     return ""
-
-
-def check_supported(loader: DataLoader[Any]) -> None:
-    """Raise `UnsupportedLoaderError` unless the loader's batches can be split anew for every world."""
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        raise UnsupportedLoaderError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: it cannot be split anew when workers join or leave. "
-            "Use a map-style dataset (__getitem__ and __len__), or strategy='ddp' with a fixed number of workers"
-        )
-    if loader.batch_sampler is None:
-        raise UnsupportedLoaderError(
-            "a DataLoader with batch_size=None makes its own batches, which cannot be split anew when workers join or leave: "
-            "give it a batch_size"
-        )
-    if isinstance(loader.sampler, DistributedSampler) and type(loader.sampler) is not DistributedSampler:
-        raise UnsupportedLoaderError(
-            f"sampler {type(loader.sampler).__name__} gives every worker samples of its own and cannot be split anew when "
-            "workers join or leave: give the DataLoader a sampler that says the order of the whole epoch"
-        )
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise UnsupportedLoaderError(
-            f"batch_sampler {type(loader.batch_sampler).__name__} decides which samples form a batch and cannot be split anew "
-            "when workers join or leave: give the DataLoader a batch_size and, if needed, a sampler"
-        )

@@ -30,10 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.arguments import check_arguments
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
-from lightning_dlrover.packages import TrainerFn, fabric_submodule
+from lightning_dlrover.loader_checks import batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.loop import model_fingerprint
@@ -115,13 +117,15 @@ class DLRoverStrategy(EitherStrategy):
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
-            that the job started with.
+            that the job started with. With several training loaders it holds for each of them.
         check_interval_s: about how often the workers agree on whether the world should change.
         timeout: how long one collective may take.
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
             collections.
         sharders: torchrec's sharders, instead of those for `EmbeddingBagCollection` and `EmbeddingCollection`.
         snapshots: when the state of such a model is copied in the hosts' memory, so that the loss of a worker is survived.
+        compare_data: whether workers compare a few samples at their start, so that nobody trains on other data than the rest.
+            Numbers of samples are always compared.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -136,12 +140,10 @@ class DLRoverStrategy(EitherStrategy):
         sharding_constraints: Mapping[str, Any] | None = None,
         sharders: Sequence[Any] | None = None,
         snapshots: SnapshotConfig | None = None,
+        compare_data: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        if global_batch_size is not None and global_batch_size < 1:
-            raise ValueError(f"global_batch_size is {global_batch_size}, it must be at least 1")
-        if check_interval_s <= 0:
-            raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
+        check_arguments(global_batch_size, check_interval_s, timeout, sharding_constraints, sharders, snapshots, compare_data)
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
             end_with_agent()
@@ -157,6 +159,7 @@ class DLRoverStrategy(EitherStrategy):
         ] = []  # parameters of the model in DDP; whether each was trainable then
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
+        self.compares_data = compare_data
         self._world: World | None = None
         self._live: LiveTraining | None = None
         self._start_workers = 0
@@ -179,6 +182,10 @@ class DLRoverStrategy(EitherStrategy):
     def live(self) -> LiveTraining | None:
         """The job's rounds as this worker sees them; None when the world cannot change."""
         return self._live
+
+    @property
+    def has_global_batch_size(self) -> bool:
+        return self._global_batch_size is not None
 
     @property
     def root_device(self) -> torch.device:
@@ -508,12 +515,21 @@ class DLRoverStrategy(EitherStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         live = self._live
         trainer = self._lightning_trainer
-        if live is None or not isinstance(dataloader, DataLoader) or trainer.predicting:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if isinstance(dataloader, ElasticLoader):
+            dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
+        if live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
             return dataloader
-        training = bool(trainer.training or (trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == "train"))
+        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
+        if fitting:
+            check_data_loader(
+                dataloader, self._use_distributed_sampler is False, "train_dataloader" if training else "val_dataloader"
+            )
+            takes = submodule(self._package, "utilities.signature_utils").is_param_in_hook_signature
+            check_step_signature(training and takes(trainer.lightning_module.training_step, "dataloader_iter", explicit=True))
+        assert isinstance(dataloader, DataLoader)
         workers = self._agree_on_start_workers()
-        batch_size = dataloader.batch_size
-        global_batch = (batch_size or 1) * workers
+        global_batch = batching_of(dataloader).batch_size * workers
         if training and self._global_batch_size is not None:
             global_batch = self._global_batch_size
         return ElasticLoader(

@@ -296,7 +296,8 @@ class JobRecord:
     min_workers: int
     max_workers: int
     version: str  # of lightning_dlrover
-    fingerprint: str = ""
+    fingerprint: str = ""  # of the model
+    data: str = ""  # fingerprint of the training data, as far as they can be compared
     global_batch_size: int = 0  # samples per step; 0 until the first round knows it
     start_workers: int = 0  # what a DataLoader's batch_size is multiplied by to give its global batch
     created_at: float = 0.0

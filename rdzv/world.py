@@ -67,7 +67,15 @@ from lightning_dlrover.rdzv.member import (
     run_blocking,
 )
 from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, silent_workers
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, EventRecord, RecordError, RoundRecord, WorkerState
+from lightning_dlrover.rdzv.records import (
+    DEFAULT_PREFIX,
+    HISTORY_TTL_S,
+    EventRecord,
+    JobRecord,
+    RecordError,
+    RoundRecord,
+    WorkerState,
+)
 from lightning_dlrover.rdzv.rounds import View
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
@@ -401,16 +409,19 @@ class World:
         if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
             waits.guard_replica(replica)
 
-    def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
-        """Rank 0 of the first round: the job trains, and this is the model that joiners must have."""
-        self.membership.update_job(
-            # What a job trained on later, by the same script, is no concern of those who join.
-            lambda job: (
-                dataclasses.replace(job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size)
-                if job.phase == "starting"
-                else job
-            )
-        )
+    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
+        """Rank 0 of the first round: the job trains, and this is the model, and the data, that joiners must have."""
+
+        def announced(job: JobRecord) -> JobRecord:
+            if job.phase == "starting":
+                return dataclasses.replace(
+                    job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size, data=data
+                )
+            # Workers that start a job again after the loss of all may have been given other data.
+            # What a finished job trains on later, by the same script, is no concern of those who join.
+            return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
+
+        self.membership.update_job(announced)
 
     @property
     def has_finished(self) -> bool:
@@ -938,7 +949,7 @@ class _LoneWorld(World):
     def propose(self, check_every: int = 1, wishes: Sequence[int] = ()) -> None:
         pass  # there is nobody to agree with
 
-    def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
+    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
         pass
 
     def is_failure(self, error: BaseException) -> bool:

@@ -12,8 +12,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
@@ -115,6 +116,38 @@ class Backwards(Sampler[int]):
         return NUM_ROWS
 
 
+class Repeating(Backwards):
+    """A sampler that picks one worker's samples, as for repeated augmentation."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank = 1, 0
+
+
+class SeveralLoaders(ToyModel):
+    """Trains on two loaders at once; the first one, which has fewer batches, holds the rows that are recorded."""
+
+    NUM_SHORT_ROWS, NUM_LONG_ROWS = 20, 720
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        long = batch["long"]
+        self.recorder.write("long", epoch=self.trainer.current_epoch, batch=batch_idx, **self.where(), ids=long[2].tolist())
+        if batch["short"] is not None:
+            return super().training_step(batch["short"], batch_idx)
+        self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
+        self.recorder.write("share", **self._share, ids=[])
+        self.recorder.moment("forward")
+        time.sleep(self.step_s)
+        loss = nn.functional.mse_loss(self.net(long[0]), long[1])
+        self._loss, self._weight = float(loss.detach()), len(long[2])
+        return loss
+
+
+class Fetching(ToyModel):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(Rows(NUM_ROWS))  # type: ignore[call-overload, no-any-return]
@@ -128,6 +161,9 @@ MODELS: dict[str, type[ToyModel]] = {
     "csv_logger": Logged,
     "means": Means,
     "single_rows": Means,
+    "max_size_cycle": SeveralLoaders,
+    "max_size": SeveralLoaders,
+    "dataloader_iter": Fetching,
 }
 
 
@@ -151,6 +187,10 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
         case "by_name":
             strategy = "dlrover"
+        case "max_size_cycle" | "max_size":
+            options = {"accumulate_grad_batches": 4}
+        case "split_by_user":
+            options = {"use_distributed_sampler": False}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
     data: Any = Stream() if feature.name == "iterable" else Rows(NUM_ROWS)
     sampler = Backwards() if feature.name == "sampler" else None
@@ -167,16 +207,68 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         limit_val_batches=None if val_loader else 0,
         **options,
     )
-    trainer.fit(model, loader, val_loader)
+    trainer.fit(model, _training_data(feature.name, loader), val_loader)
     recorder.write("after_fit", step=trainer.global_step)
 
 
+def _training_data(name: str, loader: DataLoader[Any]) -> Any:
+    """What a script of that feature trains on; `loader` unless its data are the feature."""
+    rows = Rows(NUM_ROWS)
+    match name:
+        case "batch_sampler":
+            return DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), BATCH_SIZE, False))
+        case "max_size_cycle" | "max_size":
+            loaders = {
+                "short": DataLoader(Rows(SeveralLoaders.NUM_SHORT_ROWS), BATCH_SIZE, shuffle=True),
+                "long": DataLoader(Rows(SeveralLoaders.NUM_LONG_ROWS), BATCH_SIZE),
+            }
+            return CombinedLoader(loaders, name)
+        case "rank_aware" | "split_by_user":
+            return DataLoader(rows, BATCH_SIZE, sampler=Repeating() if name == "rank_aware" else Backwards())
+        case "list":
+            return [DataLoader(rows, BATCH_SIZE), range(30)]
+    return loader
+
+
+def run_other_data(recorder: Recorder, feature: Feature) -> None:
+    """A script that splits its data with no fixed seed: each worker has other rows."""
+    seed = int(recorder.place.agent_id.removeprefix("w"))
+    rows, _ = torch.utils.data.random_split(Rows(2 * NUM_ROWS), [0.5, 0.5], torch.Generator().manual_seed(seed))
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs)
+    trainer.fit(ToyModel(recorder, feature.step_s), DataLoader(rows, BATCH_SIZE))
+
+
+def run_seeded_by_worker(recorder: Recorder, feature: Feature) -> None:
+    """A script that seeds each worker differently, for its augmentation."""
+    L.seed_everything(1 + int(recorder.place.agent_id.removeprefix("w")), verbose=False)
+    trainer = make_trainer(
+        recorder.place.folder,
+        strategy=DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03),
+        max_epochs=feature.epochs,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(Reloading(recorder, feature.step_s))
+
+
+class Reloading(ToyModel):
+    """Has fewer rows in each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.live is not None
+        self.recorder.write("number", of=self.live.progress.batch)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(NUM_ROWS // (self.trainer.current_epoch + 1)), BATCH_SIZE, shuffle=True)
+
+
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
-    """A script that trains twice, each time with a Trainer of its own."""
+    """A script that trains twice, each time with a Trainer of its own, on the same data."""
+    data = CombinedLoader(DataLoader(Rows(NUM_ROWS), BATCH_SIZE), "max_size")
     for number in range(2):
         model = ToyModel(recorder, feature.step_s)
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
-        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        trainer.fit(model, data)
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
 
 

@@ -7,7 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
-from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, Means, run_feature, run_other_model, run_two_trainers
+from feature_jobs import (
+    BATCH_SIZE,
+    NUM_ROWS,
+    Feature,
+    Means,
+    SeveralLoaders,
+    run_feature,
+    run_other_data,
+    run_other_model,
+    run_seeded_by_worker,
+    run_two_trainers,
+)
 from harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
@@ -50,7 +61,7 @@ def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward
     return job
 
 
-@pytest.mark.parametrize("name", ["by_name", "bf16", "batch_norm", "drop_last"])
+@pytest.mark.parametrize("name", ["by_name", "bf16", "batch_norm", "drop_last", "batch_sampler"])
 def test_workers_agree_at_every_step_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature(name))
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
@@ -165,12 +176,95 @@ def test_a_leaver_runs_nothing_of_the_script_after_fit(make_job: MakeJob) -> Non
     assert len(third.records("after_fit")) == 1
 
 
-def test_an_iterable_dataset_is_refused_with_what_to_do_instead(make_job: MakeJob) -> None:
-    job = make_job(Feature("iterable"), script=run_feature)
+@pytest.mark.parametrize(
+    "name, problem, advice",
+    [
+        ("iterable", "Stream is an IterableDataset", "map-style dataset"),
+        ("rank_aware", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
+        ("split_by_user", "sampler Backwards decides by itself", "leave use_distributed_sampler at True"),
+        ("list", "train_dataloader holds a range", "map-style dataset"),
+        ("dataloader_iter", "training_step(self, dataloader_iter) fetches", "training_step(self, batch, batch_idx)"),
+    ],
+)
+def test_data_that_cannot_be_split_are_refused_at_the_start(name: str, problem: str, advice: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name), script=run_feature)
     worker = job.start()
     assert worker.wait() == 1
-    assert "Stream is an IterableDataset" in worker.output
-    assert "map-style dataset" in worker.output
+    assert problem in worker.output
+    assert advice in worker.output
+    assert job.records("share") == []
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
+def test_shorter_first_loader_does_not_end_changes_or_recovery(mode: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(mode, epochs=1), script=run_feature)
+    job.start()
+    job.wait_until(lambda: len(job.records("done")) > 4, "the end of the shorter loader's three batches")
+    second = job.start()
+    job.wait_for_world(2)
+    second.arm("forward")  # in a window of four batches, in which the shorter loader begins again
+    assert job.finish() == [0, -9], job.report()
+    assert_all_agree(job, SeveralLoaders.NUM_LONG_ROWS // BATCH_SIZE)
+    short, long = global_batches(job, "share"), global_batches(job, "long")
+    assert [i for batch in sorted(long) for i in long[batch]] == list(range(SeveralLoaders.NUM_LONG_ROWS))
+    num_rows = SeveralLoaders.NUM_SHORT_ROWS
+    rows = [i for batch in sorted(short) for i in short[batch]]
+    assert len(rows) == (SeveralLoaders.NUM_LONG_ROWS // BATCH_SIZE // 3 * num_rows if mode == "max_size_cycle" else num_rows)
+    for first in range(0, len(rows), num_rows):
+        assert sorted(rows[first : first + num_rows]) == list(range(num_rows)), first
+
+
+def global_batches(job: Job, kind: str) -> dict[int, list[int]]:
+    """The rows of each batch of an epoch, all workers' together, equal however often it was computed."""
+    attempts: dict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
+    for record in job.records(kind):
+        attempts[record["batch"], record["round"]][record["rank"]] = record
+    found: dict[int, list[int]] = {}
+    for (batch, number), shares in attempts.items():
+        if len(shares) == next(iter(shares.values()))["world"]:  # else one was lost before it wrote down its share
+            rows = [i for rank in sorted(shares) for i in shares[rank]["ids"]]
+            assert found.setdefault(batch, rows) == rows, (batch, number)
+    return found
+
+
+def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
+    job = make_job(Feature("other_data", epochs=5), script=run_other_data)
+    job.start()
+    job.wait_for_step(3)
+    stranger = job.start()
+    assert stranger.wait() == 1
+    assert "this worker's data differ from the job's: the training data" in stranger.output
+    assert "The job goes on without it" in stranger.output
+    assert stranger.records("share") == []
+    assert job.finish() == [0, 1]
+    assert_all_agree(job, 5 * STEPS_PER_EPOCH)
+
+
+def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
+    job = make_job(Feature("other_data"), script=run_other_data, min_workers=2)
+    workers = [job.start(), job.start()]
+    assert job.finish() == [1, 1]
+    for worker in workers:
+        assert f"the training data: {NUM_ROWS} samples, the first one being" in worker.output
+    assert job.records("share") == []
+
+
+def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> None:
+    job = make_job(Feature("seeded_by_worker"), script=run_seeded_by_worker, min_workers=2)
+    job.start()
+    job.start()
+    job.wait_for_step(5)
+    job.start()
+    job.wait_for_world(3)
+    assert job.finish() == [0, 0, 0], job.report()
+    for epoch in range(3):
+        num_rows = NUM_ROWS // (epoch + 1)  # loaders are made anew for each epoch
+        numbers = {batch: records[0]["round"] for (e, batch), records in by_step(job).items() if e == epoch}
+        shares = [r for r in job.records("share") if r["epoch"] == epoch and r["round"] == numbers[r["batch"]]]
+        assert sorted(i for r in shares for i in r["ids"]) == list(range(num_rows))
+    for worker in job.workers:
+        numbers_of_batches = [r["of"] for r in worker.records("number")]
+        assert numbers_of_batches == list(range(numbers_of_batches[0], numbers_of_batches[-1] + 1))
 
 
 def test_the_only_worker_asked_to_leave_ends_with_143_instead_of_hanging(make_job: MakeJob) -> None:

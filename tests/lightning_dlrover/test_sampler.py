@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import signal
@@ -20,12 +21,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -34,7 +36,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dlrover.sampler import ElasticLoader, UnsupportedLoaderError, epoch_order, open_handle, share
+from lightning_dlrover.loader_checks import UnsupportedLoaderError
+from lightning_dlrover.sampler import ElasticLoader, epoch_order, open_handle, share
+from lightning_dlrover.train_loaders import TrainLoaders
 
 
 class Numbers(Dataset[int]):
@@ -390,7 +394,7 @@ def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_chang
     epoch, cursor, world = 0, 0, 1
     try:
         for each in [*todo, *["next"] * 6]:
-            order = epoch_order(23, shuffle, loader._seed, epoch).tolist()
+            order = epoch_order(23, shuffle, loader.order_seed, epoch).tolist()
             if each == "epoch" or cursor == 6:
                 if cursor == 6:
                     with pytest.raises(StopIteration):
@@ -589,29 +593,189 @@ def test_only_what_is_open_keeps_loader_workers_away() -> None:
         assert "socket" in open_handle(Reader(opened))
 
 
-# --- what cannot be split ----------------------------------------------------------------------------------------------------
+# --- several loaders, one epoch ---------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(1, 30), st.booleans())
+def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
+    data: st.DataObject, length: int, num_batches: int, shuffle: bool
+) -> None:
+    def cycled(rank: int, world_size: int) -> ElasticLoader:
+        loader = elastic(length, 4, place=(rank, world_size), shuffle=shuffle)
+        loader.keep_step(num_batches, cycles=True)
+        return loader
+
+    expected = rest_of(cycled(0, 1))
+    assert len(expected) == num_batches
+    for first in range(0, num_batches - len(cycled(0, 1)) + 1, len(cycled(0, 1))):
+        lap = [i for batch in expected[first : first + len(cycled(0, 1))] for i in batch]
+        assert sorted(lap) == list(range(length))
+    loaders, found = [cycled(0, 1)], []
+    for batch in range(num_batches):
+        size = data.draw(st.sampled_from([1, 2, 3]))
+        rewind = 1 if batch and data.draw(st.booleans()) else 0
+        while len(loaders) < size:
+            loaders.append(cycled(0, 1))
+            loaders[-1].load_state(loaders[0].state())
+        loaders = loaders[:size]
+        for rank, loader in enumerate(loaders):
+            loader.reshard(rank, size, rewind)
+            if rewind:
+                loader.refetch()
+        found.append([i for rank, x in enumerate(loaders) for i in indices(next(x))[: x.num_own_samples(batch)]])
+    assert found == expected
 
 
-class OwnBatches(BatchSampler):
-    """Decides itself what a batch is."""
+def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
+    loader = elastic(6, 2)
+    loader.keep_step(5, cycles=False)
+    assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
+    assert [loader.has_samples(batch) for batch in range(5)] == [True, True, True, False, False]
+    assert loader.cursor == 4  # of the batch in which it gave none
+    loader.reshard(0, 1, rewind=2)
+    assert indices(loader.refetch()) == [4, 5]
+    with pytest.raises(StopIteration):
+        loader.refetch()
+    assert loader.cursor == 4
+
+
+def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
+    loader = elastic(20, 2)
+    loader.keep_step(3, cycles=False)
+    assert len(rest_of(loader)) == 3
+
+
+def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+    long, short = elastic(20, 4, place=(0, 3)), elastic(5, 4, place=(0, 3))
+    combined = CombinedLoader([short, long], "max_size")
+    iter(combined)
+    loaders = TrainLoaders(has_global_batch_size=False)
+    loaders.keep_step(combined, [short, long], 5)
+    assert loaders.loss_weight(0) == pytest.approx(2 * 3 / 4)
+    assert loaders.loss_weight(2) == pytest.approx(2 * 3 / 4)
+    assert not caplog.records
+    assert loaders.loss_weight(1) == pytest.approx(1 * 3 / 1)  # the last sample of the shorter one, all of it here
+    assert "do not divide alike over 3 workers" in caplog.text
+
+
+def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
+    loaders = [elastic(20, 8, batch_size=size) for size in (4, 8)]
+    with pytest.raises(UnsupportedLoaderError, match=r"batch sizes \[4, 8\], and global_batch_size would give each"):
+        TrainLoaders(has_global_batch_size=True).keep_step(CombinedLoader(loaders), loaders, 3)
+
+
+def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
+    loaders = TrainLoaders(has_global_batch_size=False)
+    first, later = elastic(20, 4, shuffle=True), elastic(20, 4, shuffle=True)
+    loaders.keep_step(CombinedLoader([first]), [first], 5)
+    loaders.take_order_seeds([7])
+    loaders.keep_step(CombinedLoader([later]), [later], 5)
+    assert (first.order_seed, later.order_seed) == (7, 7)
+    assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]
+
+
+# --- what user code sees ----------------------------------------------------------------------------------------------------
+
+
+def test_user_code_reads_its_loader() -> None:
+    sampler = Backwards(20)
+    loader = elastic(batch_size=5, sampler=sampler, drop_last=True, timeout=0)
+    assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.timeout) == (5, True, 0, 0)
+    assert loader.collate_fn is torch.utils.data.default_collate
+    assert loader.sampler is sampler
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (5, True)
+    assert isinstance(loader.dataset, Numbers)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = loader.no_such
+
+
+def test_lightning_tells_every_loader_its_epoch() -> None:
+    sampler = Backwards(20)
+    for loader in (elastic(shuffle=True), elastic(sampler=sampler)):
+        _set_sampler_epoch(loader, 3)
+        assert loader.epoch == 3
+    assert sampler.epochs == [3]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "dataset", "num_workers", "sampler", "weights"])
+def test_a_change_that_would_have_no_effect_is_an_error(name: str) -> None:
+    with pytest.raises(AttributeError, match=name):
+        setattr(elastic(), name, 3)
+
+
+def test_state_of_a_loader_that_nobody_reads_is_not_saved() -> None:
+    class Stateful(DataLoader[int]):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    loader = ElasticLoader(Stateful(Numbers(5), 2), 2, training=True)
+    assert not hasattr(loader, "state_dict")
+    assert copy.copy(loader).batch_size == 2
+
+
+def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
+    class FirstIsSlow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 0:
+                time.sleep(0.3)
+            return index
+
+    loader = ElasticLoader(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1, training=True)
+    iter(loader)
+    assert rest_of(loader) == [[i] for i in range(6)]
+    loader.close()
+
+
+def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
+    given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
+    loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
+    iter(loader)
+    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order_seed, 0)[:16].split(8)]
+
+
+def test_a_generator_of_the_users_seeds_the_order() -> None:
+    def first_batch(seed: int) -> list[int]:
+        return indices(next(elastic(shuffle=True, generator=torch.Generator().manual_seed(seed))))
+
+    assert first_batch(1) == first_batch(1)
+    assert first_batch(1) != first_batch(2)
+
+
+def test_workers_seeded_by_their_rank_have_one_order() -> None:
+    ours, theirs = (elastic(shuffle=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    theirs.load_state(ours.state())
+    assert rest_of(ours) == rest_of(theirs)
 
 
 @pytest.mark.parametrize(
-    "loader, advice",
+    "order, problem",
     [
-        (DataLoader(Stream()), "map-style dataset"),
-        (DataLoader(Numbers(5), batch_size=None), "give it a batch_size"),
-        (
-            DataLoader(Numbers(5), batch_sampler=OwnBatches(SequentialSampler(Numbers(5)), 2, False)),
-            "give the DataLoader a batch_size",
-        ),
+        ([0, 1], "gave 2 samples in epoch 0, but its length is 3"),
+        (["a", "b", "c"], "gives 'a', not a sample's number"),
+        ([(0, 1), (1, 1), (2, 1)], "not the numbers of samples"),
+        ([0.5, 1.0, 1.5], "not the numbers of samples"),
     ],
 )
-def test_a_loader_that_cannot_be_split_is_refused_with_what_to_do(loader: DataLoader[Any], advice: str) -> None:
-    with pytest.raises(UnsupportedLoaderError, match=advice):
-        ElasticLoader(loader, 4, training=True)
+def test_a_sampler_that_gives_no_order_of_samples_is_refused(order: list[Any], problem: str) -> None:
+    class Odd(Backwards):
+        def __iter__(self) -> Iterator[int]:
+            return iter(order)
+
+    with pytest.raises(UnsupportedLoaderError, match=problem):
+        next(elastic(3, 3, sampler=Odd(3)))
+
+
+def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
+    class Filtering(DataLoader[int]):
+        """As loaders of graphs."""
+
+        def _get_iterator(self) -> Any:
+            return super()._get_iterator()
+
+    loader = ElasticLoader(Filtering(Numbers(5), 1), 1, training=True)
+    assert loader.retune(1)
+    assert (loader.num_workers, loader.refusal) == (0, "Filtering makes its iterators itself")

@@ -91,10 +91,21 @@ def test_the_strategy_is_known_by_name() -> None:
     [
         ({"global_batch_size": 0}, "global_batch_size is 0, it must be at least 1"),
         ({"check_interval_s": 0.0}, "check_interval_s is 0.0, it must be above 0"),
+        ({"check_interval_s": float("nan")}, "check_interval_s is nan"),
+        ({"timeout": timedelta()}, "timeout is 0:00:00, it must be above 0"),
+        ({"global_batch_size": "64"}, "global_batch_size of DLRoverStrategy is '64', of type str; .* whole number"),
+        ({"global_batch_size": 64.0}, "is 64.0, of type float"),
+        ({"global_batch_size": True}, "is True, of type bool"),
+        ({"check_interval_s": "1"}, "check_interval_s .* must be a number of seconds"),
+        ({"timeout": 60}, "timeout .* must be a datetime.timedelta"),
+        ({"sharders": object()}, "sharders .* must be a list of torchrec's sharders"),
+        ({"sharding_constraints": []}, "sharding_constraints .* must be a mapping"),
+        ({"snapshots": 30}, "snapshots .* must be a SnapshotConfig, or None"),
+        ({"compare_data": "no"}, "compare_data .* must be True or False"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         DLRoverStrategy(**arguments)
 
 
