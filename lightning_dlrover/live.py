@@ -47,6 +47,7 @@ from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
+from lightning_dlrover.unused_parameters import IncompleteBackwardError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -76,6 +77,7 @@ class Position:
     validation: int  # number of the validation run it is in, 0 outside
     at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
     tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
+    has_unused: bool = False  # parameters without a gradient were found, so that DDP has to search for them
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
@@ -581,6 +583,8 @@ class LiveTraining:
         self.formation = formation
         strategy = self._strategy
         strategy.enter_round(formation.rank, formation.size)
+        if standing:
+            strategy.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
         for loader in self._loaders:
             loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
@@ -1100,6 +1104,7 @@ class LiveTraining:
             self._validation,
             self._at_boundary and not self._in_window,
             self._tables.whole_in if self._tables is not None else 0,
+            self._strategy.unused.found,
         )
 
     @property
@@ -1135,7 +1140,7 @@ class LiveTraining:
     def _is_failure(self, error: BaseException) -> bool:
         if not self._entered and self.formation is None:
             return False
-        return self.world.is_failure(error)
+        return isinstance(error, IncompleteBackwardError) or self.world.is_failure(error)
 
 
 def _adopt_csv_log(logger: CSVLogger) -> None:

@@ -43,6 +43,7 @@ from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
+from lightning_dlrover.unused_parameters import UnusedParameters
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
 
@@ -140,6 +141,7 @@ class DLRoverStrategy(DDPStrategy):
             self._world_config = dataclasses.replace(self._world_config, collective_timeout_s=timeout.total_seconds())
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
+        self.unused = UnusedParameters(self._ddp_kwargs, self._world_config is not None)
         self._forward_redirection = _ForwardRedirection()
         self.times = StepTimes()
         self.clock = OwnClock()
@@ -281,6 +283,8 @@ class DLRoverStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self._tables is None and not has_tables(self.lightning_module):
             super().setup(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._note_optimizers()
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -298,6 +302,13 @@ class DLRoverStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             self._take_tables_from_optimizers()
         self.setup_precision_plugin()
+
+    def _note_optimizers(self) -> None:
+        assert self.lightning_module is not None
+        was_found = self.unused.found
+        self.unused.note_optimizers(self.lightning_module.automatic_optimization, len(self.optimizers))
+        if self.unused.found and not was_found and isinstance(self.model, DistributedDataParallel):
+            self.wrap_model()  # Lightning wraps it before the optimizers are there
 
     def _build_tables(self, tables: ShardedTables) -> None:
         live = self._live
@@ -334,7 +345,13 @@ class DLRoverStrategy(DDPStrategy):
             self._ddp_kwargs = kwargs
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
+        kwargs = self._ddp_kwargs
+        if self.unused.found:
+            self._ddp_kwargs = {**kwargs, "find_unused_parameters": True}
+        try:
+            wrapped = super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = kwargs
         self.clock.stop_in_forward(wrapped)
         if self._world is not None and self._ddp_comm_hook is None:
             self._world.guard(wrapped)
@@ -585,7 +602,13 @@ class DLRoverStrategy(DDPStrategy):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
             self.clock.backward_begins(closure_loss)
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self._live is not None:
+                assert self.lightning_module is not None
+                self.unused.check(
+                    self.lightning_module, self.model, lambda: self.table_names, self.world_size, self.is_global_zero
+                )
+            return result
         finally:
             self.clock.backward_ended()
             blocked_s = self.clock.blocked_s - blocked_s

@@ -61,6 +61,64 @@ class Manual(ToyModel):
         return [torch.optim.Adam(first.parameters(), 1e-2), torch.optim.SGD(last.parameters(), 1e-2)]
 
 
+class Gan(ToyModel):
+    """Two networks, each with an optimizer and a loss of its own, as in Lightning's GAN example."""
+
+    automatic_optimization = False
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.critic = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        time.sleep(self.step_s)
+        generator, critic = self.optimizers()  # type: ignore[attr-defined, misc]
+        x, y, _ = batch
+        self.recorder.moment("forward")
+        with self.toggled_optimizer(generator):
+            loss = -self.critic(torch.cat([x, self.net(x)], 1)).mean() + nn.functional.mse_loss(self.net(x), y)
+            self.manual_backward(loss)
+            generator.step()
+            generator.zero_grad()
+        self.recorder.moment("second_forward")
+        with self.toggled_optimizer(critic):
+            fake = self.critic(torch.cat([x, self.net(x).detach()], 1))
+            self.manual_backward((fake - 1).square().mean() + self.critic(torch.cat([x, y], 1)).square().mean())
+            critic.step()
+            critic.zero_grad()
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.net, self.critic)]
+
+
+class Unused(ToyModel):
+    """A branch that no step uses, and one that only some shares of some steps do."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.never, self.rare = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.rare_only:
+            return loss + (self.never(batch[0]).square().mean() + self.use_rare(batch, batch_idx))
+        return loss
+
+    rare_only = False
+
+    def use_rare(self, batch: Any, batch_idx: int) -> Tensor:
+        """From the second epoch on, in the share that holds row 0 alone."""
+        if self.trainer.current_epoch == 0 or 0 in batch[2].tolist():
+            return self.rare(batch[0]).square().mean()
+        return torch.zeros(())
+
+
+class RarelyUnused(Unused):
+    rare_only = True
+
+
 class Normed(ToyModel):
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
@@ -123,6 +181,9 @@ class Stream(IterableDataset[Any]):
 MODELS: dict[str, type[ToyModel]] = {
     "scheduler": Scheduled,
     "manual": Manual,
+    "gan": Gan,
+    "unused": Unused,
+    "rarely_unused": RarelyUnused,
     "batch_norm": Normed,
     "failing": Failing,
     "csv_logger": Logged,

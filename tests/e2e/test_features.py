@@ -80,6 +80,23 @@ def test_a_step_of_manual_optimization_is_taken_back_and_done_again_when_a_worke
     assert job.step == 2 * 4 * STEPS_PER_EPOCH
 
 
+@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
+def test_growth_keeps_models_that_leave_parameters_out(name: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature(name))
+    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
+def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name, epochs=2, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    assert_all_agree(job, STEPS_PER_EPOCH)  # of twice the batch size, in two epochs
+    searches = [worker.output.count("searches for unused") for worker in job.workers]
+    assert sum(searches) == (0 if name == "gan" else 1), job.report()
+
+
 @pytest.mark.parametrize("name", ["means", "single_rows"])
 def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name), script=run_feature)
