@@ -36,6 +36,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
+from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, partial_values, reset_metrics, restore_partial
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
@@ -202,6 +203,7 @@ class LiveTraining:
         self._strategy = strategy
         self._trainer = trainer
         self.pulse = Pulse()
+        self.metrics = EpochMetrics(self, trainer, strategy.reduce)
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
         self._settings = SettingsInForce(available_cores())
@@ -330,11 +332,12 @@ class LiveTraining:
             self._save_checkpoint()  # nobody goes on with what is in memory
         self._pace.held_up()
         position = self._position
-        # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
-        sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
+        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
+        parts: list[Partial] = [{} for _ in range(self.formation.size)]
         if self.formation.size > 1:
-            sums = transfer.all_gather(self._epoch_sums())
-        by_worker = dict(zip(self.formation.round.members, sums, strict=True))
+            is_leaving = round_ is not None and self.world.worker_id not in round_.members
+            parts = transfer.all_gather(self._partial_values(with_large=is_leaving))
+        by_worker = dict(zip(self.formation.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
@@ -342,24 +345,16 @@ class LiveTraining:
                 self._tables.hand_over(left_out.round)
             self._leave(left_out)
         if formation.rank == 0:
-            self._add_epoch_sums([s for w, s in by_worker.items() if w not in formation.round.members])
+            self._add_partials([part for w, part in by_worker.items() if w not in formation.round.members])
         self._settle(formation, position)
 
-    def _epoch_sums(self) -> dict[str, tuple[Any, Any]]:
-        """What this worker has logged so far towards means and sums over the epoch."""
-        return {
-            key: (metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0)
-            for key, metric in self._epoch_loop._results.items()
-            if metric.is_tensor and metric.meta.on_epoch and (metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
-        }
+    def _partial_values(self, with_large: bool = True) -> Partial:
+        """What this worker has logged so far towards the epoch's values."""
+        return partial_values(self._epoch_loop._results, self._trainer.lightning_module, with_large)
 
-    def _add_epoch_sums(self, leavers: list[dict[str, tuple[Any, Any]]]) -> None:
-        for sums in leavers:
-            for key, (value, weight) in sums.items():
-                if (metric := self._epoch_loop._results.get(key)) is not None and metric.is_tensor:
-                    metric.value = metric.value + value.to(metric.value.device)
-                    if metric.meta.is_mean_reduction:
-                        metric.cumulated_batch_size = metric.cumulated_batch_size + weight
+    def _add_partials(self, parts: Sequence[Partial]) -> None:
+        for part in parts:
+            add_partial(self._epoch_loop._results, self._trainer.lightning_module, part)
 
     # --- training steps ------------------------------------------------------------------------------------------------
 
@@ -384,6 +379,7 @@ class LiveTraining:
         self._in_step = False
         if closes_window:
             self._updates += 1
+        self.metrics.agree_on_step()
         return result
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
@@ -412,6 +408,7 @@ class LiveTraining:
         self._updates += 1
         self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
         self._undo = None
+        self.metrics.agree_on_step()
         return result
 
     def batch_done(self, started: OwnTime) -> None:
@@ -669,16 +666,9 @@ class LiveTraining:
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
         self._restore(state)
-        sums = snapshot["sums"] if restored.is_own else {}
-        for key, metric in self._epoch_loop._results.items():
-            if metric.is_tensor and key in sums:
-                metric.value, weight = sums[key]
-                if metric.meta.is_mean_reduction:
-                    metric.cumulated_batch_size = weight
-            elif metric.is_tensor:
-                metric.reset()
-        for other in restored.of_lost:
-            self._add_epoch_sums([transfer.loads(other, classes=(LoaderState, _Logged))["sums"]])
+        own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
+        restore_partial(self._epoch_loop._results, self._trainer.lightning_module, own)
+        self._add_partials([transfer.loads(other, classes=(LoaderState, _Logged))["values"] for other in restored.of_lost])
         # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
@@ -701,7 +691,7 @@ class LiveTraining:
 
     def _snapshot(self) -> dict[str, Any]:
         """All but the tables, as plain data."""
-        return {"state": self._message(), "sums": self._epoch_sums()}
+        return {"state": self._message(), "values": self._partial_values()}
 
     def _packed_snapshot(self) -> bytes:
         """What `_roll_back` reads.
@@ -861,6 +851,7 @@ class LiveTraining:
                 logger._version = version
         for logged in state.logged:
             self._adopt(logged)
+        reset_metrics(trainer.lightning_module)
 
     def _logged(self) -> list[_Logged]:
         return [
@@ -1046,6 +1037,22 @@ class LiveTraining:
     def _callbacks(self) -> list[Any]:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         return callbacks
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the current round; 1 on a worker that is not admitted yet."""
+        return self._size
+
+    @property
+    def sample_weight(self) -> float:
+        """Weight of this worker's share of the last training batch, relative to an equal share."""
+        if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
+            return 1.0
+        return self._loaders[0].loss_weight(self._loaders[0].cursor - 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._strategy.root_device
 
     @property
     def progress(self) -> Progress:

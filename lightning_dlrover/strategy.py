@@ -627,7 +627,11 @@ class DLRoverStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
-        if "run-stage" in args and self._lightning_trainer.state.fn == TrainerFn.FITTING:
+        if "run-stage" not in args:
+            return
+        if self._live is not None:
+            self._live.metrics.attach()
+        if self._lightning_trainer.state.fn == TrainerFn.FITTING:
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchmetrics import CatMetric, MeanMetric
 from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
@@ -163,6 +164,69 @@ class Means(ToyModel):
             self.recorder.write("metrics", **self.where(), epoch=self.trainer.current_epoch - 1, metrics=metrics)
 
 
+class OneDevice(ToyModel):
+    """Logs as scripts for one device do: without `sync_dist`. Every value is a function of the samples alone."""
+
+    NUM_VAL_ROWS = 40
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.mean_id, self.all_ids = MeanMetric(), CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        ids = batch[2].float()
+        self.log("ids", ids.mean(), on_step=True, on_epoch=True, batch_size=len(ids))
+        self.log("last", ids.mean(), batch_size=len(ids))
+        self.log("largest", ids.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("smallest", ids.min(), on_step=False, on_epoch=True, reduce_fx="min")
+        self.log("count", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum")
+        if 0 in ids:
+            self.log("of_row_0", float(self.trainer.current_epoch), on_step=False, on_epoch=True)
+        self.mean_id(ids)
+        self.log("metric", self.mean_id, on_step=False, on_epoch=True)
+        self.all_ids.update(ids)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("num_ids", float(len(self.all_ids.compute())))
+        self.all_ids.reset()
+        self.recorder.moment("epoch_end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # Falls by 1 in each epoch, though each worker's share of the rows rises and falls.
+        self.log("val", batch[2].float().mean() - self.trainer.current_epoch, batch_size=len(batch[2]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.99, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "last", "reduce_on_plateau": True},
+        }
+
+
+class Follower(Callback):
+    """A callback of the user's own that reads what it monitors after each step and each epoch."""
+
+    monitor = "last"
+
+    def on_train_batch_end(self, trainer: L.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        value = float(trainer.callback_metrics["last"])
+        model.recorder.write("followed", epoch=trainer.current_epoch, batch=batch_idx, value=value)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, model: Any) -> None:
+        # A step's value that nothing monitors stays each worker's own.
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "ids_step"}
+        if "ids_epoch" in metrics:
+            states = {type(c).__name__: _plain(c.state_dict()) for c in trainer.callbacks}  # type: ignore[attr-defined]
+            model.recorder.write("metrics", **model.where(), epoch=trainer.current_epoch - 1, metrics=metrics, states=states)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: float(value) for key, value in state.items() if isinstance(value, float | int | Tensor)}
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -187,6 +251,7 @@ MODELS: dict[str, type[ToyModel]] = {
     "batch_norm": Normed,
     "failing": Failing,
     "csv_logger": Logged,
+    "one_device": OneDevice,
     "means": Means,
     "single_rows": Means,
 }
@@ -210,6 +275,10 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"callbacks": [callback], "enable_checkpointing": True}
         case "early_stopping":
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
+        case "one_device":
+            stopping = EarlyStopping("val", patience=1, check_on_train_epoch_end=True)
+            best = ModelCheckpoint(folder / "best", "{epoch}", monitor="num_ids", mode="max", save_on_train_epoch_end=True)
+            options = {"callbacks": [stopping, best, Follower()], "enable_checkpointing": True}
         case "by_name":
             strategy = "dlrover"
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
@@ -220,6 +289,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
     if feature.name in ("means", "single_rows"):
         val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)
+    if feature.name == "one_device":
+        val_loader = DataLoader(Rows(OneDevice.NUM_VAL_ROWS), 8)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=strategy,
@@ -230,6 +301,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     )
     trainer.fit(model, loader, val_loader)
     recorder.write("after_fit", step=trainer.global_step)
+    if feature.name == "one_device":
+        recorder.write("validated", metrics=trainer.validate(model, val_loader, verbose=False)[0])
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:

@@ -115,6 +115,63 @@ def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, ma
         assert record["metrics"] == pytest.approx(expected), record
 
 
+def one_device_alone(make_job: MakeJob, epochs: int) -> Job:
+    alone = make_job(Feature("one_device", step_s=0.0, epochs=epochs), script=run_feature)
+    alone.start()
+    assert alone.finish() == [0]
+    assert len(alone.records("metrics")) == epochs - 1
+    return alone
+
+
+def assert_same_metrics(job: Job, alone: Job) -> None:
+    """Every worker has the values, the callbacks' states and the learning rates of the job of one worker."""
+    expected = {record["epoch"]: record for record in alone.records("metrics")}
+    for record in job.records("metrics"):
+        assert record["metrics"] == pytest.approx(expected[record["epoch"]]["metrics"], rel=1e-5), record
+        for name, state in expected[record["epoch"]]["states"].items():
+            assert record["states"][name] == pytest.approx(state, rel=1e-5), record
+    rates = {place: records[0]["lr"] for place, records in by_step(alone).items()}
+    for place, records in by_step(job).items():
+        assert records[0]["lr"] == pytest.approx(rates[place]), place
+    validated = alone.records("validated")[0]["metrics"]
+    assert job.records("validated")
+    for record in job.records("validated"):
+        assert record["metrics"] == pytest.approx(validated, rel=1e-5), record
+
+
+def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=6)
+    job = make_job(Feature("one_device", epochs=6), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+    job.wait_for_step(2 * STEPS_PER_EPOCH + 10)
+    job.workers[1].terminate()
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0, 0], job.report()
+    assert {record["world"] for record in job.records("metrics")} >= {2, 3}
+    assert_same_metrics(job, alone)
+    followed = {(r["epoch"], r["batch"]): r["value"] for r in alone.records("followed")}
+    for record in job.records("followed"):
+        assert record["value"] == pytest.approx(followed[record["epoch"], record["batch"]], rel=1e-5), record
+    assert_all_agree(job, 6 * STEPS_PER_EPOCH)
+
+
+def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=3)
+    job = make_job(Feature("one_device"), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.workers[1].arm("epoch_end")
+    assert job.finish() == [0, -9], job.report()
+    assert_same_metrics(job, alone)
+
+
 def test_a_validation_that_is_started_over_counts_every_sample_once(make_job: MakeJob) -> None:
     job = make_job(Feature("means"), script=run_feature)
     for _ in range(3):
