@@ -112,7 +112,7 @@ def reset_metrics(module: nn.Module) -> None:
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     parts = dict(module.named_modules())
     for part in parts.values():
-        if isinstance(part, MetricCollection) and not isinstance(part, Metric):
+        if isinstance(part, MetricCollection):
             list(part.values())  # members of one compute group share the state of the first; each gets its own copy
     for path, part in parts.items():
         if isinstance(part, Metric) and not isinstance(part, _ResultMetric):
@@ -145,8 +145,8 @@ def _merged(metric: Metric, name: str, theirs: Any, their_count: int) -> Any:
     if reduction is dim_zero_mean:
         return (mine * metric._update_count + theirs * their_count) / (metric._update_count + their_count)
     if reduction is dim_zero_cat:
-        return torch.cat([torch.atleast_1d(mine), torch.atleast_1d(theirs)])
-    if reduction is None:
+        return torch.cat([part.reshape(-1) if part.dim() == 0 else part for part in (mine, theirs)])
+    if not callable(reduction):
         raise TypeError(f"{name} has no reduction")
     return reduction(torch.stack([mine, theirs]))
 
@@ -177,7 +177,7 @@ class EpochMetrics:
         connector = self._trainer._logger_connector
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
-        self._end_epoch = connector.epoch_end_reached
+        self._end_epoch: Callable[[], None] = connector.epoch_end_reached
         connector.epoch_end_reached = self._epoch_end_reached
         connector.on_epoch_end = self._after_agreement(connector.on_epoch_end)
         monitoring = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping | Checkpoint)]
@@ -185,7 +185,8 @@ class EpochMetrics:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:
             # They run after the module's own hook, which may have logged what they monitor.
-            monitoring[0].on_train_epoch_end = self._after_agreement(monitoring[0].on_train_epoch_end)
+            first: Any = monitoring[0]
+            first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
