@@ -42,6 +42,7 @@ from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with
 from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
+from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 from lightning_dlrover.unused_parameters import UnusedParameters
 
@@ -158,6 +159,7 @@ class DLRoverStrategy(DDPStrategy):
         self._snapshot_config = snapshots or SnapshotConfig()
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
+        self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group, by names of tables that left them
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
@@ -290,17 +292,27 @@ class DLRoverStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
+        is_new = False
         if self._tables is None and former is not None and former.tables is not None:
             # Another Trainer of this script has trained the module.
             self._tables, self.model, self.elastic_tables = former.tables, former.model, former.elastic_tables
         elif self._tables is None:
+            is_new = True
             self.fingerprint = model_fingerprint(self.lightning_module)
             self._tables = ShardedTables(self.lightning_module, self.root_device, self._sharding_constraints, self._sharders)
             self._dense_to_device()
-            self._build_tables(self._tables)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._take_tables_from_optimizers()
+            self._note_optimizers()
+            try:
+                self._take_tables_from_optimizers(is_new)
+            except TableOptimizerError:
+                self.optimizers = []  # Lightning would move their states, some of which have no values yet
+                raise
+        if is_new:
+            self._build_tables(self._tables)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._give_tables_to_optimizers()
         self.setup_precision_plugin()
 
     def _note_optimizers(self) -> None:
@@ -402,16 +414,45 @@ class DLRoverStrategy(DDPStrategy):
         self._give_tables_to_optimizers()
         return restored
 
-    def _take_tables_from_optimizers(self) -> None:
-        """Leave tables that are trained in their backward pass out of the user's optimizers, which would keep them alive."""
+    def _take_tables_from_optimizers(self, is_new: bool) -> None:
+        """Apply the user's optimizers of tables in the backward pass instead, where they are not applied there already.
+
+        Args:
+            is_new: the tables are not built yet.
+
+        Raises:
+            TableOptimizerError: a table cannot be trained like that, or is in no optimizer.
+        """
         assert self.lightning_module is not None
         assert self._tables is not None
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        parameters = dict(self.lightning_module.named_parameters())
+        names = {id(p): name for name, p in parameters.items()}
         self._optimized = [
             [[(names.get(id(p), ""), p) for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
-        self._give_tables_to_optimizers()
+        missing = self._tables.without_optimizer() | self._tables.optimizers.keys()
+        self._table_groups, chosen = {}, {}
+        for i, (optimizer, groups) in enumerate(zip(self.optimizers, self._optimized, strict=True)):
+            for j, (group, entries) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                for name in sorted({name for name, _ in entries} & missing):
+                    chosen[name] = in_backward(name.removesuffix(".weight"), optimizer, group, self.root_device.type)
+                    self._table_groups[name] = i, j
+        for name in sorted(missing - chosen.keys()):
+            if parameters[name].requires_grad:
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} is in none of the optimizers of configure_optimizers, nor is one "
+                    "applied in its backward pass: add it to one, or freeze it with requires_grad_(False)"
+                )
+            chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+        if is_new:
+            self._tables.train_with(chosen, len(set(self._table_groups.values())) > 1)
+        for name, chosen_now in chosen.items():
+            if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
+                    "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
+                )
 
     def _give_tables_to_optimizers(self) -> None:
         """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
@@ -428,7 +469,7 @@ class DLRoverStrategy(DDPStrategy):
                     entries[i] = (name, now[name] if name in theirs else None)
                     state = optimizer.state.pop(former, None) if former is not None else None
                     if state and name in theirs:
-                        optimizer.state[now[name]] = state
+                        optimizer.state[now[name]] = _with_values(state, group, now[name].device)
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -585,6 +626,10 @@ class DLRoverStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
+        if self._table_groups and self._tables is not None and self._tables.is_built:
+            # Schedulers set the rates of the groups, which the tables have left.
+            groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
+            self._tables.set_rates({name: float(group["lr"]) for name, group in groups.items()})
         try:
             with self._watch or nullcontext():
                 result = super().training_step(*args, **kwargs)
@@ -731,6 +776,15 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The state that an optimizer has made up when it was given a table without values, as Adagrad does."""
+    start = group.get("initial_accumulator_value", 0.0)
+    return {
+        key: torch.full_like(value, start, device=device) if isinstance(value, Tensor) and value.is_meta else value
+        for key, value in state.items()
+    }
 
 
 def _replace_folder(folder: Path, new: Path) -> None:
