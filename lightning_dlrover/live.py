@@ -46,6 +46,7 @@ from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
+from lightning_dlrover.script_checks import BackwardCheck, different_rates, rates, rates_digest
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
 from lightning_dlrover.unused_parameters import IncompleteBackwardError
@@ -203,6 +204,7 @@ class LiveTraining:
         self._strategy = strategy
         self._trainer = trainer
         self.pulse = Pulse()
+        self.backwards = BackwardCheck()
         self.metrics = EpochMetrics(self, trainer, strategy.reduce)
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
@@ -305,7 +307,9 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 1]
+            self.world.wishes = wishes[: -num_said - 3]
+            if wishes[-num_said - 3] != -wishes[-num_said - 2]:
+                self._refuse_different_rates()
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
                 self._saved_request = request
@@ -419,6 +423,7 @@ class LiveTraining:
     def _begin_manual_batch(self) -> None:
         self._in_step = True
         self._manual_steps, self._undo = 0, None
+        self.backwards.batch_begins()
 
     def loss_weight(self) -> float:
         """Weight of this worker's mean loss in the batch that is being computed; 1 when all shares are equal."""
@@ -427,10 +432,12 @@ class LiveTraining:
         loader = self._loaders[0]
         return loader.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
+        if self.world.config.max_workers > 1:
+            self.backwards.optimizer_step(optimizer, closure)
         # With sharded tables a loss leads back to a snapshot.
         if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
@@ -622,7 +629,13 @@ class LiveTraining:
         assert self.formation is not None
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
-        return [*tables, self.world.membership.checkpoint_request(), *said]
+        digest = rates_digest(self._trainer.optimizers)
+        return [*tables, digest, -digest, self.world.membership.checkpoint_request(), *said]
+
+    def _refuse_different_rates(self) -> None:
+        error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._rank)
+        if error is not None:
+            raise error
 
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]
@@ -1049,6 +1062,11 @@ class LiveTraining:
         if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
             return 1.0
         return self._loaders[0].loss_weight(self._loaders[0].cursor - 1)
+
+    @property
+    def num_own_samples(self) -> int:
+        """This worker's share of the last training batch."""
+        return self._loaders[0].num_own_samples(self._loaders[0].cursor - 1)
 
     @property
     def device(self) -> torch.device:

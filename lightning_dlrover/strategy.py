@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -40,6 +41,7 @@ from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
+from lightning_dlrover.script_checks import check_optimizers, explain_single_sample
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
@@ -291,6 +293,8 @@ class DLRoverStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+            self._layer_sync.apply(self.lightning_module)  # in place: the module itself is no normalization
         former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
         is_new = False
         if self._tables is None and former is not None and former.tables is not None:
@@ -317,6 +321,8 @@ class DLRoverStrategy(DDPStrategy):
 
     def _note_optimizers(self) -> None:
         assert self.lightning_module is not None
+        if self._live is not None:
+            check_optimizers(self.optimizers)
         was_found = self.unused.found
         self.unused.note_optimizers(self.lightning_module.automatic_optimization, len(self.optimizers))
         if self.unused.found and not was_found and isinstance(self.model, DistributedDataParallel):
@@ -352,9 +358,12 @@ class DLRoverStrategy(DDPStrategy):
         # Once training goes on, all workers have equal parameters already, or are given them.
         self._ddp_kwargs = {**kwargs, "init_sync": not self._has_dense_state}
         try:
-            return self._setup_model(module)
+            wrapped = self._setup_model(module)
         finally:
             self._ddp_kwargs = kwargs
+        if self.root_device.type == "cuda":  # as Lightning does it for models without tables
+            _register_ddp_comm_hook(wrapped, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        return wrapped
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         kwargs = self._ddp_kwargs
@@ -635,6 +644,10 @@ class DLRoverStrategy(DDPStrategy):
                 result = super().training_step(*args, **kwargs)
             self._watch = None
             return result
+        except ValueError as error:
+            if self._live is not None:
+                explain_single_sample(error, self._live.num_own_samples, self.world_size)
+            raise
         finally:
             blocked_s = self.clock.blocked_s - blocked_s
             self.times.communication_s += blocked_s
@@ -646,6 +659,8 @@ class DLRoverStrategy(DDPStrategy):
             weight = self._live.loss_weight() if self._live is not None else 1.0
             if weight != 1.0:
                 closure_loss = closure_loss * weight
+            if self._live is not None:
+                self._live.backwards.backward()
             self.clock.backward_begins(closure_loss)
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
             if self._live is not None:
@@ -662,7 +677,7 @@ class DLRoverStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         if self._live is not None:
-            self._live.before_optimizer_step()
+            self._live.before_optimizer_step(optimizer, closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------

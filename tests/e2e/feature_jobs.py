@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric
 from toy_job import Recorder, Rows, ToyModel, make_trainer
@@ -124,6 +125,32 @@ class Normed(ToyModel):
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class RawBackward(Manual):
+    """Manual optimization that calls `loss.backward()` itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizers()[0].step()  # type: ignore[index]
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+
+
+class RateOfWorld(ToyModel):
+    """A learning rate that follows the number of workers, as this worker sees it when it starts."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.001)
+        world_size = self.trainer.world_size
+        by_world = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: world_size)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": by_world, "interval": "step"}}
+
+
+class ZeroOptimizer(ToyModel):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=1e-3)
 
 
 class Failing(ToyModel):
@@ -248,6 +275,10 @@ MODELS: dict[str, type[ToyModel]] = {
     "gan": Gan,
     "unused": Unused,
     "rarely_unused": RarelyUnused,
+    "raw_backward": RawBackward,
+    "rate_of_world": RateOfWorld,
+    "zero": ZeroOptimizer,
+    "single_sample": Normed,
     "batch_norm": Normed,
     "failing": Failing,
     "csv_logger": Logged,
@@ -285,7 +316,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     data: Any = Stream() if feature.name == "iterable" else Rows(NUM_ROWS)
     sampler = Backwards() if feature.name == "sampler" else None
     shuffle = None if feature.name in ("iterable", "sampler") else True
-    loader = DataLoader(data, BATCH_SIZE, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "drop_last")
+    batch_size = 1 if feature.name == "single_sample" else BATCH_SIZE
+    loader = DataLoader(data, batch_size, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "drop_last")
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
     if feature.name in ("means", "single_rows"):
         val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)

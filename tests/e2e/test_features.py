@@ -239,6 +239,32 @@ def test_a_leaver_runs_nothing_of_the_script_after_fit(make_job: MakeJob) -> Non
     assert len(third.records("after_fit")) == 1
 
 
+@pytest.mark.parametrize(
+    "name, num_workers, message",
+    [
+        ("raw_backward", 1, "call self.manual_backward(loss) instead"),
+        ("zero", 2, "ZeroRedundancyOptimizer spreads its state over the ranks"),
+        ("single_sample", 2, "BatchNorm cannot train on one sample"),
+    ],
+)
+def test_script_that_cannot_be_right_is_refused(name: str, num_workers: int, message: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name), script=run_feature, min_workers=num_workers)
+    workers = [job.start() for _ in range(num_workers)]
+    assert [worker.wait() for worker in workers] == [1] * num_workers
+    assert any(message in worker.output for worker in workers), job.report()
+
+
+def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None:
+    job = make_job(Feature("rate_of_world", epochs=6), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    job.wait_for_step(3)
+    joiner = job.start()
+    assert joiner.wait() == 1
+    assert "rank 0's is [0.002" in joiner.output, job.report()
+    assert job.finish() == [0, 0, 1], job.report()
+
+
 def test_an_iterable_dataset_is_refused_with_what_to_do_instead(make_job: MakeJob) -> None:
     job = make_job(Feature("iterable"), script=run_feature)
     worker = job.start()

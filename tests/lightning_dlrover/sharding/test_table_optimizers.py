@@ -59,7 +59,7 @@ class Model(L.LightningModule):
         return self.tables.embedding_bags[name].weight  # type: ignore[return-value, union-attr]
 
 
-def train(folder: Path, strategy: Any, model: Model, epochs: int = 3) -> dict[str, Tensor]:
+def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options: Any) -> dict[str, Tensor]:
     """The tables after training."""
     random = torch.Generator().manual_seed(0)
     rows = TensorDataset(torch.randint(0, 10**6, (60,), generator=random), torch.randn(60, 1, generator=random))
@@ -73,6 +73,7 @@ def train(folder: Path, strategy: Any, model: Model, epochs: int = 3) -> dict[st
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        **options,
     )
     trainer.fit(model, DataLoader(rows, batch_size=6))
     tables = getattr(strategy, "_tables", None)
@@ -159,3 +160,11 @@ def test_row_wise_adagrad_keeps_its_arguments() -> None:
     found = in_backward("t", optimizer, optimizer.param_groups[0], "cpu")
     assert found.kind is RowWiseAdagrad
     assert found.arguments == {"lr": 0.02, "eps": 1e-7}
+
+
+def test_sync_batchnorm_holds_beside_tables(tmp_path: Path) -> None:
+    model = Model(one_group(SGD, lr=0.1))
+    model.net = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        train(tmp_path, DLRoverStrategy(), model, sync_batchnorm=True)
+    assert any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
