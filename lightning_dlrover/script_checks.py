@@ -40,8 +40,8 @@ def explain_single_sample(error: ValueError, num_samples: int, num_workers: int)
     if num_workers > 1 and num_samples == 1 and "more than 1 value per channel" in str(error):
         raise ValueError(
             f"BatchNorm cannot train on one sample, which is this worker's share of the batch: {num_workers} workers share "
-            "each global batch, the last one of an epoch included. Use drop_last=True, a larger global_batch_size, fewer workers "
-            "at most (--workers, --nnodes), or GroupNorm or LayerNorm instead"
+            "each global batch, the last one of an epoch included. Use drop_last=True, a larger global_batch_size, fewer "
+            "workers at most (--workers, --nnodes), or GroupNorm or LayerNorm instead"
         ) from error
 
 
