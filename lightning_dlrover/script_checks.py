@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["BackwardCheck", "check_optimizers", "different_rates", "explain_single_sample", "rates", "rates_digest"]
