@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from lightning_dlrover import loggers, memory
 from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
+from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, partial_values, reset_metrics, restore_partial
 from lightning_dlrover.packages import ModelCheckpoint, ProgressBar
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
@@ -41,11 +42,13 @@ from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, share
+from lightning_dlrover.script_checks import BackwardCheck, different_rates, rates, rates_digest
 from lightning_dlrover.searches import Searches
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
 from lightning_dlrover.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore, resume
 from lightning_dlrover.train_loaders import TrainLoaders, refetch
+from lightning_dlrover.unused_parameters import IncompleteBackwardError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -75,6 +78,7 @@ class Position:
     validation: int  # number of the validation run it is in, 0 outside
     at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
     tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
+    has_unused: bool = False  # parameters without a gradient were found, so that DDP has to search for them
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
@@ -173,6 +177,8 @@ class LiveTraining:
         self._strategy = strategy
         self._trainer = trainer
         self.pulse = Pulse()
+        self.backwards = BackwardCheck()
+        self.metrics = EpochMetrics(self, trainer, strategy.reduce)
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
         self._settings = SettingsInForce(available_cores())
@@ -323,7 +329,9 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 1]
+            self.world.wishes = wishes[: -num_said - 3]
+            if wishes[-num_said - 3] != -wishes[-num_said - 2]:
+                self._refuse_different_rates()
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
                 self._saved_request = request
@@ -353,11 +361,12 @@ class LiveTraining:
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
         is_joined = round_ is not None and not {*round_.members} <= {*self.formation.round.members}
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
-        # Whether anyone leaves may change until the round has formed, so everyone's sums are kept at hand.
-        sums: list[dict[str, tuple[Any, Any]]] = [{} for _ in range(self.formation.size)]
+        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
+        parts: list[Partial] = [{} for _ in range(self.formation.size)]
         if self.formation.size > 1:
-            sums = transfer.all_gather(self._epoch_sums())
-        by_worker = dict(zip(self.formation.round.members, sums, strict=True))
+            is_leaving = round_ is not None and self.world.worker_id not in round_.members
+            parts = transfer.all_gather(self._partial_values(with_large=is_leaving))
+        by_worker = dict(zip(self.formation.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
@@ -365,24 +374,16 @@ class LiveTraining:
                 self._tables.hand_over(left_out.round)
             self._leave(left_out)
         if formation.rank == 0:
-            self._add_epoch_sums([s for w, s in by_worker.items() if w not in formation.round.members])
+            self._add_partials([part for w, part in by_worker.items() if w not in formation.round.members])
         self._settle(formation, position)
 
-    def _epoch_sums(self) -> dict[str, tuple[Any, Any]]:
-        """What this worker has logged so far towards means and sums over the epoch."""
-        return {
-            key: (metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0)
-            for key, metric in self._epoch_loop._results.items()
-            if metric.is_tensor and metric.meta.on_epoch and (metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
-        }
+    def _partial_values(self, with_large: bool = True) -> Partial:
+        """What this worker has logged so far towards the epoch's values."""
+        return partial_values(self._epoch_loop._results, self._trainer.lightning_module, with_large)
 
-    def _add_epoch_sums(self, leavers: list[dict[str, tuple[Any, Any]]]) -> None:
-        for sums in leavers:
-            for key, (value, weight) in sums.items():
-                if (metric := self._epoch_loop._results.get(key)) is not None and metric.is_tensor:
-                    metric.value = metric.value + value.to(metric.value.device)
-                    if metric.meta.is_mean_reduction:
-                        metric.cumulated_batch_size = metric.cumulated_batch_size + weight
+    def _add_partials(self, parts: Sequence[Partial]) -> None:
+        for part in parts:
+            add_partial(self._epoch_loop._results, self._trainer.lightning_module, part)
 
     # --- training steps ------------------------------------------------------------------------------------------------
 
@@ -407,6 +408,7 @@ class LiveTraining:
         self._in_step = False
         if closes_window:
             self._updates += 1
+        self.metrics.agree_on_step()
         return result
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
@@ -435,6 +437,7 @@ class LiveTraining:
         self._updates += 1
         self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
         self._undo = None
+        self.metrics.agree_on_step()
         return result
 
     def batch_done(self, started: OwnTime) -> None:
@@ -445,6 +448,7 @@ class LiveTraining:
     def _begin_manual_batch(self) -> None:
         self._in_step = True
         self._manual_steps, self._undo = 0, None
+        self.backwards.batch_begins()
 
     def loss_weight(self) -> float:
         """Weight of this worker's mean loss in the batch that is being computed; 1 when all shares are equal."""
@@ -453,10 +457,12 @@ class LiveTraining:
         loader = self._loaders[0]
         return self._train_loaders.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
+        if self.world.config.max_workers > 1:
+            self.backwards.optimizer_step(optimizer, closure)
         # With sharded tables a loss leads back to a snapshot.
         if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
@@ -604,6 +610,8 @@ class LiveTraining:
         self.formation = formation
         strategy = self._strategy
         strategy.enter_round(formation.rank, formation.size)
+        if standing:
+            strategy.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
         for loader in self._loaders:
             loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
@@ -644,7 +652,13 @@ class LiveTraining:
         assert self.formation is not None
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
-        return [*tables, self.world.membership.checkpoint_request(), *said]
+        digest = rates_digest(self._trainer.optimizers)
+        return [*tables, digest, -digest, self.world.membership.checkpoint_request(), *said]
+
+    def _refuse_different_rates(self) -> None:
+        error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._rank)
+        if error is not None:
+            raise error
 
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]
@@ -687,16 +701,9 @@ class LiveTraining:
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
         self._restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self.world.worker_id))
-        sums = snapshot["sums"] if restored.is_own else {}
-        for key, metric in self._epoch_loop._results.items():
-            if metric.is_tensor and key in sums:
-                metric.value, weight = sums[key]
-                if metric.meta.is_mean_reduction:
-                    metric.cumulated_batch_size = weight
-            elif metric.is_tensor:
-                metric.reset()
-        for other in restored.of_lost:
-            self._add_epoch_sums([transfer.loads(other, STATE_CLASSES, self._names_in_state)["sums"]])
+        own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
+        restore_partial(self._epoch_loop._results, self._trainer.lightning_module, own)
+        self._add_partials([transfer.loads(other, STATE_CLASSES, self._names_in_state)["values"] for other in restored.of_lost])
         # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
@@ -719,7 +726,7 @@ class LiveTraining:
 
     def _snapshot(self) -> dict[str, Any]:
         """All but the tables, as plain data."""
-        return {"state": self._message(), "sums": self._epoch_sums()}
+        return {"state": self._message(), "values": self._partial_values()}
 
     def _packed_snapshot(self) -> bytes:
         """What `_roll_back` reads.
@@ -878,6 +885,7 @@ class LiveTraining:
         trainer = self._trainer
         place = received.loaders[0].epoch * len(self._loaders[0]) + received.loaders[0].cursor, self._rank
         restore(trainer, self._strategy, self._loaders, received, place, enters_epoch=enters_epoch, joins=joins)
+        reset_metrics(trainer.lightning_module)
         self._train_loaders.take_order_seeds([loader_state.seed for loader_state in received.loaders])
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
         fetcher.fetched = cursor
@@ -1065,6 +1073,27 @@ class LiveTraining:
         return callbacks
 
     @property
+    def num_workers(self) -> int:
+        """Workers of the current round; 1 on a worker that is not admitted yet."""
+        return self._size
+
+    @property
+    def sample_weight(self) -> float:
+        """Weight of this worker's share of the last training batch, relative to an equal share."""
+        if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
+            return 1.0
+        return self._loaders[0].loss_weight(self._loaders[0].cursor - 1)
+
+    @property
+    def num_own_samples(self) -> int:
+        """This worker's share of the last training batch."""
+        return self._loaders[0].num_own_samples(self._loaders[0].cursor - 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._strategy.root_device
+
+    @property
     def progress(self) -> Progress:
         """For whoever watches over this worker, from another thread."""
         if self.formation is None or not self._entered:
@@ -1121,6 +1150,7 @@ class LiveTraining:
             self._validation,
             self._at_boundary and not self._in_window,
             self._tables.whole_in if self._tables is not None else 0,
+            self._strategy.unused.found,
         )
 
     @property
@@ -1156,4 +1186,4 @@ class LiveTraining:
     def _is_failure(self, error: BaseException) -> bool:
         if not self._entered and self.formation is None:
             return False
-        return self.world.is_failure(error)
+        return isinstance(error, IncompleteBackwardError) or self.world.is_failure(error)

@@ -85,7 +85,7 @@ def _captured(logger: Any) -> dict[str, Any]:
 
 
 def _leave_comet(logger: Any) -> None:
-    """End the experiment that Comet's logger has started in its constructor, on a worker that an agent of its own has started."""
+    """End the experiment that Comet's logger started in its constructor, on a worker with an agent of its own."""
     experiment, logger._experiment = logger._experiment, None
     if experiment is not None:
         with suppress(Exception):  # whatever is left of it at the server is empty

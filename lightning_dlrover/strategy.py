@@ -42,9 +42,12 @@ from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
+from lightning_dlrover.script_checks import check_optimizers, explain_single_sample
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
+from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
+from lightning_dlrover.unused_parameters import UnusedParameters
 
 if TYPE_CHECKING:
     import lightning as L
@@ -151,6 +154,7 @@ class DLRoverStrategy(EitherStrategy):
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = _ForwardRedirection(self._forward_redirection)
+        self.unused = UnusedParameters(self._ddp_kwargs, self._world_config is not None)
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
@@ -170,6 +174,7 @@ class DLRoverStrategy(EitherStrategy):
         self._snapshot_config = snapshots or SnapshotConfig()
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
+        self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group, by names of tables that left them
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
@@ -329,23 +334,46 @@ class DLRoverStrategy(EitherStrategy):
         assert self.lightning_module is not None
         if self._tables is None and not has_tables(self.lightning_module):
             super().setup(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._note_optimizers()
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+            self._layer_sync.apply(self.lightning_module)  # in place: the module itself is no normalization
         former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
+        is_new = False
         if self._tables is None and former is not None and former.tables is not None:
             # Another Trainer of this script has trained the module.
             self._tables, self.model, self.elastic_tables = former.tables, former.model, former.elastic_tables
         elif self._tables is None:
+            is_new = True
             self.fingerprint = model_fingerprint(self.lightning_module)
             self._tables = ShardedTables(self.lightning_module, self.root_device, self._sharding_constraints, self._sharders)
             self._dense_to_device()
-            self._build_tables(self._tables)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._take_tables_from_optimizers()
+            self._note_optimizers()
+            try:
+                self._take_tables_from_optimizers(is_new)
+            except TableOptimizerError:
+                self.optimizers = []  # Lightning would move their states, some of which have no values yet
+                raise
+        if is_new:
+            self._build_tables(self._tables)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._give_tables_to_optimizers()
         self.setup_precision_plugin()
+
+    def _note_optimizers(self) -> None:
+        assert self.lightning_module is not None
+        if self._live is not None:
+            check_optimizers(self.optimizers)
+        was_found = self.unused.found
+        self.unused.note_optimizers(self.lightning_module.automatic_optimization, len(self.optimizers))
+        if self.unused.found and not was_found and isinstance(self.model, DistributedDataParallel):
+            self.wrap_model()  # Lightning wraps it before the optimizers are there
 
     def _build_tables(self, tables: ShardedTables) -> None:
         live = self._live
@@ -377,13 +405,23 @@ class DLRoverStrategy(EitherStrategy):
         # Once training goes on, all workers have equal parameters already, or are given them.
         self._ddp_kwargs = {**kwargs, "init_sync": not self._has_dense_state}
         try:
-            return self._setup_model(module)
+            wrapped = self._setup_model(module)
         finally:
             self._ddp_kwargs = kwargs
+        if self.root_device.type == "cuda":  # as Lightning does it for models without tables
+            register = submodule(self._package, "overrides.distributed")._register_ddp_comm_hook
+            register(wrapped, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        return wrapped
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
         self._wrapped = [(p, p.requires_grad) for p in model.parameters()]
+        kwargs = self._ddp_kwargs
+        if self.unused.found:
+            self._ddp_kwargs = {**kwargs, "find_unused_parameters": True}
+        try:
+            wrapped = super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = kwargs
         self.clock.stop_in_forward(wrapped)
         if self._world is not None and self._ddp_comm_hook is None:
             self._world.guard(wrapped)
@@ -434,16 +472,45 @@ class DLRoverStrategy(EitherStrategy):
         self._give_tables_to_optimizers()
         return restored
 
-    def _take_tables_from_optimizers(self) -> None:
-        """Leave tables that are trained in their backward pass out of the user's optimizers, which would keep them alive."""
+    def _take_tables_from_optimizers(self, is_new: bool) -> None:
+        """Apply the user's optimizers of tables in the backward pass instead, where they are not applied there already.
+
+        Args:
+            is_new: the tables are not built yet.
+
+        Raises:
+            TableOptimizerError: a table cannot be trained like that, or is in no optimizer.
+        """
         assert self.lightning_module is not None
         assert self._tables is not None
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        parameters = dict(self.lightning_module.named_parameters())
+        names = {id(p): name for name, p in parameters.items()}
         self._optimized = [
             [[(names.get(id(p), ""), p) for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
-        self._give_tables_to_optimizers()
+        missing = self._tables.without_optimizer() | self._tables.optimizers.keys()
+        self._table_groups, chosen = {}, {}
+        for i, (optimizer, groups) in enumerate(zip(self.optimizers, self._optimized, strict=True)):
+            for j, (group, entries) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                for name in sorted({name for name, _ in entries} & missing):
+                    chosen[name] = in_backward(name.removesuffix(".weight"), optimizer, group, self.root_device.type)
+                    self._table_groups[name] = i, j
+        for name in sorted(missing - chosen.keys()):
+            if parameters[name].requires_grad:
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} is in none of the optimizers of configure_optimizers, nor is one "
+                    "applied in its backward pass: add it to one, or freeze it with requires_grad_(False)"
+                )
+            chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+        if is_new:
+            self._tables.train_with(chosen, len(set(self._table_groups.values())) > 1)
+        for name, chosen_now in chosen.items():
+            if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
+                    "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
+                )
 
     def _give_tables_to_optimizers(self) -> None:
         """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
@@ -460,7 +527,7 @@ class DLRoverStrategy(EitherStrategy):
                     entries[i] = (name, now[name] if name in theirs else None)
                     state = optimizer.state.pop(former, None) if former is not None else None
                     if state and name in theirs:
-                        optimizer.state[now[name]] = state
+                        optimizer.state[now[name]] = _with_values(state, group, now[name].device)
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -678,11 +745,19 @@ class DLRoverStrategy(EitherStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
+        if self._table_groups and self._tables is not None and self._tables.is_built:
+            # Schedulers set the rates of the groups, which the tables have left.
+            groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
+            self._tables.set_rates({name: float(group["lr"]) for name, group in groups.items()})
         try:
             with self._watch or nullcontext():
                 result = super().training_step(*args, **kwargs)
             self._watch = None
             return result
+        except ValueError as error:
+            if self._live is not None:
+                explain_single_sample(error, self._live.num_own_samples, self.world_size)
+            raise
         finally:
             blocked_s = self.clock.blocked_s - blocked_s
             self.times.communication_s += blocked_s
@@ -694,8 +769,16 @@ class DLRoverStrategy(EitherStrategy):
             weight = self._live.loss_weight() if self._live is not None else 1.0
             if weight != 1.0:
                 closure_loss = closure_loss * weight
+            if self._live is not None:
+                self._live.backwards.backward()
             self.clock.backward_begins(closure_loss)
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self._live is not None:
+                assert self.lightning_module is not None
+                self.unused.check(
+                    self.lightning_module, self.model, lambda: self.table_names, self.world_size, self.is_global_zero
+                )
+            return result
         finally:
             self.clock.backward_ended()
             blocked_s = self.clock.blocked_s - blocked_s
@@ -704,7 +787,7 @@ class DLRoverStrategy(EitherStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         if self._live is not None:
-            self._live.before_optimizer_step()
+            self._live.before_optimizer_step(optimizer, closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
@@ -714,7 +797,11 @@ class DLRoverStrategy(EitherStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
-        if "run-stage" in args and self._lightning_trainer.state.fn == TrainerFn.FITTING:
+        if "run-stage" not in args:
+            return
+        if self._live is not None:
+            self._live.metrics.attach()
+        if self._lightning_trainer.state.fn == TrainerFn.FITTING:
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -821,6 +908,15 @@ class DLRoverStrategy(EitherStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The state that an optimizer has made up when it was given a table without values, as Adagrad does."""
+    start = group.get("initial_accumulator_value", 0.0)
+    return {
+        key: torch.full_like(value, start, device=device) if isinstance(value, Tensor) and value.is_meta else value
+        for key, value in state.items()
+    }
 
 
 def _replace_folder(folder: Path, new: Path) -> None:

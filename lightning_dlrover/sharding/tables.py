@@ -31,11 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.memory import available_bytes
 from lightning_dlrover.sharding.arena import Arena
 from lightning_dlrover.sharding.layout import Region, Shard
+from lightning_dlrover.sharding.optimizers import TableOptimizer
 from lightning_dlrover.sharding.placement import Plan, PlanError, TablePlan
 
 __all__ = ["Block", "ShardedTables", "TorchrecMissingError", "has_tables"]
-
-log = logging.getLogger(__name__)
 
 INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
 
@@ -118,6 +117,8 @@ class ShardedTables:
         self.module = module
         self.device = device
         self.plan: dict[str, TablePlan] | None = None
+        self.optimizers: dict[str, TableOptimizer] = {}  # taken from the user's, by parameter name
+        self._rates: tuple[Any, dict[str, float]] | None = None  # set last, and in which build
         self._constraints = dict(constraints or {})
         self._sharders = list(sharders) if sharders is not None else _default_sharders()
         module_types = {sharder.module_type for sharder in self._sharders}
@@ -135,16 +136,60 @@ class ShardedTables:
         self._arena = Arena(self._num_addresses)
         for path, template in self._templates.items():
             _set_submodule(module, path, _with_parameters(template))
-            if not any(hasattr(p, "_optimizer_classes") for p in template.parameters()) and not self._has_fused_params:
-                log.warning(
-                    "%s: no optimizer is applied in its backward pass, so torchrec trains its tables with SGD at rate 0.01; "
-                    "call torch.distributed.optim._apply_optimizer_in_backward(optimizer class, its parameters, arguments)",
-                    path,
-                )
 
     @property
     def _has_fused_params(self) -> bool:
         return any(getattr(sharder, "fused_params", None) for sharder in self._sharders)
+
+    def train_with(self, optimizers: Mapping[str, TableOptimizer], are_apart: bool) -> None:
+        """Apply these in the backward pass, by parameter name; from the next `build` on.
+
+        Args:
+            are_apart: their learning rates may come to differ, which those of tables in one kernel cannot.
+        """
+        self.optimizers = dict(optimizers)
+        for path, template in self._templates.items():
+            for name, parameter in template.named_parameters():
+                if (optimizer := optimizers.get(_key(path, name))) is not None:
+                    parameter._optimizer_classes = [optimizer.kind]  # type: ignore[attr-defined]
+                    # In any case, so that a kernel holds none of the tables that the script has applied an optimizer to.
+                    arguments = {**optimizer.arguments, "use_one_tbe_per_table": are_apart}
+                    parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
+
+    def without_optimizer(self) -> set[str]:
+        """Names of parameters that nothing trains in their backward pass, though they are not for the user's optimizers."""
+        if self._has_fused_params:
+            return set()
+        names = set()
+        for path, template in self._templates.items():
+            for name, parameter in template.named_parameters():
+                constraint = self._constraints.get(name.split(".")[-2])
+                is_whole = constraint is not None and constraint.sharding_types == ["data_parallel"]
+                applied: Any = None if self.is_built else self.module.get_parameter(_key(path, name))
+                if hasattr(applied, "_optimizer_classes") and not hasattr(parameter, "_optimizer_classes"):
+                    # By the user's `configure_optimizers`.
+                    parameter._optimizer_classes = applied._optimizer_classes  # type: ignore[attr-defined]
+                    parameter._optimizer_kwargs = applied._optimizer_kwargs  # type: ignore[attr-defined]
+                if not is_whole and not hasattr(parameter, "_optimizer_classes"):
+                    names.add(_key(path, name))
+        return names
+
+    def set_rates(self, rates: Mapping[str, float]) -> None:
+        """Set the learning rates of tables that are trained in their backward pass, by parameter name."""
+        if self._rates is not None and self._rates[0] is self.plan and self._rates[1] == rates:
+            return
+        self._rates = (self.plan, dict(rates))
+        by_table = {
+            _key(path, name.split(".")[-2]): rates.get(_key(path, name))
+            for path, template in self._templates.items()
+            for name, _ in template.named_parameters()
+        }
+        for path in self._templates:
+            for kernel in _kernels(self.module.get_submodule(path)):
+                wanted = {by_table.get(_key(path, table.name)) for table in kernel.config.embedding_tables}
+                if wanted != {None} and hasattr(kernel.emb_module, "set_learning_rate"):
+                    (rate,) = wanted  # see `train_with`
+                    kernel.emb_module.set_learning_rate(rate)
 
     @property
     def is_built(self) -> bool:

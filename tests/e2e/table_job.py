@@ -47,6 +47,7 @@ class TableSettings:
     kinds: tuple[str, ...] = KINDS
     is_bag: bool = True  # else an EmbeddingCollection
     manual: bool = False
+    users_optimizer: bool = False  # the tables are in the optimizer of `configure_optimizers` alone, which has a schedule
     num_val_rows: int = 0
     val_every: int | None = None  # batches; None: once per epoch
     save_at: int | None = None  # step after which the script saves a checkpoint, to `checkpoint` in the job's folder
@@ -82,7 +83,8 @@ class TableModel(ToyModel):
             ],
         )
         fused = [p for name, p in self.tables.named_parameters() if self.kinds[int(name.split(".t")[1][0])] != "data_parallel"]
-        _apply_optimizer_in_backward(RowWiseAdagrad, fused, {"lr": 0.05})
+        if not settings.users_optimizer:
+            _apply_optimizer_in_backward(RowWiseAdagrad, fused, {"lr": 0.05})
         self.net = nn.Sequential(nn.Linear(DIM * len(settings.kinds), 16), nn.ReLU(), nn.Linear(16, 1))
 
     def logits(self, batch: Any) -> Tensor:
@@ -160,7 +162,11 @@ class TableModel(ToyModel):
         self.record_tables("end")
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 1e-2)
+        if not self.settings.users_optimizer:
+            return torch.optim.Adam(self.parameters(), 1e-2)
+        optimizer = torch.optim.Adagrad(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def train_tables(recorder: Recorder, settings: TableSettings) -> None:

@@ -91,6 +91,23 @@ def test_a_step_of_manual_optimization_is_taken_back_and_done_again_when_a_worke
     assert job.step == 2 * 4 * STEPS_PER_EPOCH
 
 
+@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
+def test_growth_keeps_models_that_leave_parameters_out(name: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature(name))
+    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
+def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name, epochs=2, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    assert_all_agree(job, STEPS_PER_EPOCH)  # of twice the batch size, in two epochs
+    searches = [worker.output.count("searches for unused") for worker in job.workers]
+    assert sum(searches) == (0 if name == "gan" else 1), job.report()
+
+
 @pytest.mark.parametrize("name", ["means", "single_rows"])
 def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name), script=run_feature)
@@ -107,6 +124,63 @@ def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, ma
     expected = {"rare": 1000.0, "common": 1.0, "val_mean": val_mean, "val_count": Means.NUM_VAL_ROWS}
     for record in found:
         assert record["metrics"] == pytest.approx(expected), record
+
+
+def one_device_alone(make_job: MakeJob, epochs: int) -> Job:
+    alone = make_job(Feature("one_device", step_s=0.0, epochs=epochs), script=run_feature)
+    alone.start()
+    assert alone.finish() == [0]
+    assert len(alone.records("metrics")) == epochs - 1
+    return alone
+
+
+def assert_same_metrics(job: Job, alone: Job) -> None:
+    """Every worker has the values, the callbacks' states and the learning rates of the job of one worker."""
+    expected = {record["epoch"]: record for record in alone.records("metrics")}
+    for record in job.records("metrics"):
+        assert record["metrics"] == pytest.approx(expected[record["epoch"]]["metrics"], rel=1e-5), record
+        for name, state in expected[record["epoch"]]["states"].items():
+            assert record["states"][name] == pytest.approx(state, rel=1e-5), record
+    rates = {place: records[0]["lr"] for place, records in by_step(alone).items()}
+    for place, records in by_step(job).items():
+        assert records[0]["lr"] == pytest.approx(rates[place]), place
+    validated = alone.records("validated")[0]["metrics"]
+    assert job.records("validated")
+    for record in job.records("validated"):
+        assert record["metrics"] == pytest.approx(validated, rel=1e-5), record
+
+
+def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=6)
+    job = make_job(Feature("one_device", epochs=6), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+    job.wait_for_step(2 * STEPS_PER_EPOCH + 10)
+    job.workers[1].terminate()
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0, 0], job.report()
+    assert {record["world"] for record in job.records("metrics")} >= {2, 3}
+    assert_same_metrics(job, alone)
+    followed = {(r["epoch"], r["batch"]): r["value"] for r in alone.records("followed")}
+    for record in job.records("followed"):
+        assert record["value"] == pytest.approx(followed[record["epoch"], record["batch"]], rel=1e-5), record
+    assert_all_agree(job, 6 * STEPS_PER_EPOCH)
+
+
+def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=3)
+    job = make_job(Feature("one_device"), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.workers[1].arm("epoch_end")
+    assert job.finish() == [0, -9], job.report()
+    assert_same_metrics(job, alone)
 
 
 def test_a_validation_that_is_started_over_counts_every_sample_once(make_job: MakeJob) -> None:
@@ -174,6 +248,32 @@ def test_a_leaver_runs_nothing_of_the_script_after_fit(make_job: MakeJob) -> Non
     first, _, third = job.workers
     assert first.records("after_fit") == []
     assert len(third.records("after_fit")) == 1
+
+
+@pytest.mark.parametrize(
+    "name, num_workers, message",
+    [
+        ("raw_backward", 1, "call self.manual_backward(loss) instead"),
+        ("zero", 2, "ZeroRedundancyOptimizer spreads its state over the ranks"),
+        ("single_sample", 2, "BatchNorm cannot train on one sample"),
+    ],
+)
+def test_script_that_cannot_be_right_is_refused(name: str, num_workers: int, message: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name), script=run_feature, min_workers=num_workers)
+    workers = [job.start() for _ in range(num_workers)]
+    assert [worker.wait() for worker in workers] == [1] * num_workers
+    assert any(message in worker.output for worker in workers), job.report()
+
+
+def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None:
+    job = make_job(Feature("rate_of_world", epochs=6), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    job.wait_for_step(3)
+    joiner = job.start()
+    assert joiner.wait() == 1
+    assert "rank 0's is [0.002" in joiner.output, job.report()
+    assert job.finish() == [0, 0, 1], job.report()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,18 @@ def test_workers_join_and_leave_and_each_step_is_that_of_an_undisturbed_run(new_
     assert_fine(new_job, job, SETTINGS, [0, 0, 0], rollbacks=0)
 
 
+def test_tables_follow_the_users_optimizer_across_changes(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, users_optimizer=True)
+    job = new_job(settings)
+    first, second, _ = started(job, 3)
+    first.terminate()  # rank 0
+    job.wait_for_world(2)
+    wait_for_snapshot(job)
+    second.kill()
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [0, -9, 0])
+
+
 @pytest.mark.parametrize("world", some([2, 1], 2))
 def test_a_worker_is_replaced(new_job: MakeJob, world: int) -> None:
     job = new_job()

@@ -207,7 +207,7 @@ def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forge
             return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.net.parameters(), 0.1)
+            return torch.optim.SGD(self.parameters(), 0.1)
 
     model = train(tmp_path, DLRoverStrategy(), Tables())
     trained = weakref.ref(model)

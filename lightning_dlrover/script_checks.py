@@ -1,0 +1,104 @@
+"""Refuse, in words, what a script does that several workers cannot do together without going wrong in silence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+__all__ = ["BackwardCheck", "check_optimizers", "different_rates", "explain_single_sample", "rates", "rates_digest"]
+
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
+"""Options of parameter groups that schedulers set."""
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Call when a job that can change starts.
+
+    Raises:
+        MisconfigurationException: an optimizer's state is spread over the workers of one round.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise MisconfigurationException(
+                "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
+                "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
+            )
+
+
+def explain_single_sample(error: ValueError, num_samples: int, num_workers: int) -> None:
+    """Call when a training step has failed with `error`.
+
+    Raises:
+        ValueError: it is BatchNorm's, about a share of a single sample.
+    """
+    if num_workers > 1 and num_samples == 1 and "more than 1 value per channel" in str(error):
+        raise ValueError(
+            f"BatchNorm cannot train on one sample, which is this worker's share of the batch: {num_workers} workers share "
+            "each global batch, the last one of an epoch included. Use drop_last=True, a larger global_batch_size, fewer "
+            "workers at most (--workers, --nnodes), or GroupNorm or LayerNorm instead"
+        ) from error
+
+
+class BackwardCheck:
+    """Detects `loss.backward()` in manual optimization: its gradients are neither reduced nor weighted by samples."""
+
+    def __init__(self) -> None:
+        self._num_before = self._num_now = 0  # calls of `manual_backward` in the former and in this batch
+
+    def batch_begins(self) -> None:
+        self._num_before, self._num_now = self._num_now, 0
+
+    def backward(self) -> None:
+        self._num_now += 1
+
+    def optimizer_step(self, optimizer: Any, closure: Any) -> None:
+        """Call before each step of manual optimization.
+
+        Raises:
+            MisconfigurationException: no gradient came from `manual_backward`.
+        """
+        if self._num_now or self._num_before or closure is not do_nothing_closure:
+            return
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise MisconfigurationException(
+                "optimizer.step() follows loss.backward() in training_step. Gradients of loss.backward() are not reduced over "
+                "the workers: call self.manual_backward(loss) instead"
+            )
+
+
+def rates(optimizers: Sequence[Any]) -> list[list[Any]]:
+    """Return what schedulers set, of each parameter group."""
+    return [
+        [_plain(group[name]) for name in HYPERPARAMETERS if name in group]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def rates_digest(optimizers: Sequence[Any]) -> int:
+    """Return a number below 2 ** 56 that is equal on workers with equal rates."""
+    return int.from_bytes(hashlib.sha256(repr(rates(optimizers)).encode()).digest()[:7], "big")
+
+
+def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> MisconfigurationException | None:
+    """Return why this worker cannot go on: its rates are not those of rank 0."""
+    if of_ranks[rank] == of_ranks[0]:
+        return None
+    mine, first = next((a, b) for a, b in zip(of_ranks[rank], of_ranks[0], strict=True) if a != b)
+    return MisconfigurationException(
+        f"this worker's learning rate (or momentum, weight decay) is {mine}, rank 0's is {first}: the weights would drift "
+        "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number when "
+        "it is made; make it depend on the global batch size, which no resize changes"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value

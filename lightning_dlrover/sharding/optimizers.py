@@ -1,0 +1,106 @@
+"""Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
+
+Sharded tables have no gradients that an ordinary optimizer could use: fbgemm's kernels update the rows of a batch while they
+compute its gradients. Only what these kernels compute exactly as the user's optimizer does is translated; the rest is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["TableOptimizer", "TableOptimizerError", "in_backward"]
+
+ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
+"""Optimizers for which fbgemm has CPU kernels."""
+
+
+class TableOptimizerError(ValueError):
+    """A table cannot be trained by the optimizer that the script gives it."""
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """Optimizer of one table in its backward pass.
+
+    Attributes:
+        kind: class that torchrec translates to a kernel.
+        arguments: of the kernel; `lr` is the rate at the start.
+    """
+
+    kind: type
+    arguments: Mapping[str, Any]
+
+    def differs(self, other: TableOptimizer) -> bool:
+        """Whether more than the learning rate is different."""
+        return self.kind is not other.kind or {**self.arguments, "lr": 0} != {**other.arguments, "lr": 0}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How the options of an optimizer's parameter groups become arguments of a kernel.
+
+    Attributes:
+        taken: options that the kernel has, too.
+        unset: options that the kernel lacks: they must be off.
+    """
+
+    taken: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ("weight_decay", "maximize")
+
+
+_OF_ADAM = ("betas", "eps", "weight_decay")
+
+_RULES = {
+    "SGD": _Rule(unset=("momentum", "weight_decay", "maximize")),
+    "Adagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
+    "RowWiseAdagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
+    # fbgemm decays weights as AdamW does, beside the gradient instead of in it.
+    "Adam": _Rule(("betas", "eps"), ("weight_decay", "amsgrad", "maximize")),
+    "AdamW": _Rule(_OF_ADAM, ("amsgrad", "maximize")),
+    "PartialRowWiseAdam": _Rule(_OF_ADAM, ()),
+    "LAMB": _Rule(_OF_ADAM, ()),
+    "PartialRowWiseLAMB": _Rule(_OF_ADAM, ()),
+    "LarsSGD": _Rule(("momentum", "weight_decay"), ()),
+}
+
+
+def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_type: str) -> TableOptimizer:
+    """Return what trains `table` as `optimizer` would.
+
+    Args:
+        group: the optimizer's parameter group that the table is in.
+
+    Raises:
+        TableOptimizerError: no kernel does.
+    """
+    kind = type(optimizer)
+    name = kind.__name__
+    known = sorted(set(ON_CPU if device_type == "cpu" else _RULES))
+    ways_out = (
+        f"Train it with one of {', '.join(known)}, apply one of them yourself with "
+        "torch.distributed.optim._apply_optimizer_in_backward, or keep the table whole on every worker, where any optimizer "
+        f"trains it: sharding_constraints={{{table.split('.')[-1]!r}: ParameterConstraints(sharding_types=['data_parallel'])}}"
+    )
+    is_stock = kind.__module__.startswith(("torch.optim.", "torchrec.optim."))
+    if not is_stock or name not in known:
+        where = "on CPU" if device_type == "cpu" else "in its backward pass"
+        raise TableOptimizerError(f"table {table}: fbgemm has no kernel to train it with {name} {where}. {ways_out}")
+    rule = _RULES[name]
+    for option in rule.unset:
+        if group.get(option, optimizer.defaults.get(option)):
+            value = group.get(option, optimizer.defaults.get(option))
+            raise TableOptimizerError(
+                f"table {table}: fbgemm's kernel for {name} has no {option}, which is {value} here. Give the table a parameter "
+                f"group or an optimizer of its own without it. {ways_out}"
+            )
+    arguments: dict[str, Any] = {"lr": float(group["lr"])}
+    for option in rule.taken:
+        if option == "betas":
+            arguments["beta1"], arguments["beta2"] = (float(beta) for beta in group["betas"])
+        elif option in group:
+            arguments[option] = float(group[option])
+    return TableOptimizer(torch.optim.Adam if name == "AdamW" else kind, arguments)

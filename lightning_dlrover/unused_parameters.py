@@ -1,0 +1,95 @@
+"""Decide whether DDP has to search each backward pass for parameters without a gradient.
+
+A process that trains alone needs no such search, so its script may leave parameters out of a step: a frozen branch, the other
+network of a GAN. DDP without the search waits for those gradients for ever. Every worker therefore detects such parameters,
+alone and under DDP, and the workers of a round agree on the outcome through their positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["IncompleteBackwardError", "UnusedParameters"]
+
+log = logging.getLogger(__name__)
+
+NUM_WATCHED = 50
+"""Backward passes of a worker that trains alone in which parameters without a gradient are looked for."""
+
+NUM_NAMED = 3
+"""Maximum number of parameters that the report names."""
+
+
+class IncompleteBackwardError(RuntimeError):
+    """DDP waits for gradients that the backward pass did not produce: the step has to be made again with the search on."""
+
+
+class UnusedParameters:
+    """Whether this job's models have parameters that a step may leave out.
+
+    Args:
+        ddp_kwargs: the user's arguments of DDP. A choice that they make is kept.
+        is_live: whether the world may change; without that, DDP is left as Lightning sets it up.
+
+    Attributes:
+        found: DDP has to search for them from the next wrap on.
+    """
+
+    def __init__(self, ddp_kwargs: dict[str, Any], is_live: bool) -> None:
+        self.is_fixed = not is_live or "find_unused_parameters" in ddp_kwargs or bool(ddp_kwargs.get("static_graph"))
+        self.found = False
+        self._num_watched = 0
+
+    def note_optimizers(self, is_automatic: bool, num_optimizers: int) -> None:
+        """Several optimizers of manual optimization train separate parts of the model, one backward pass for each."""
+        if not self.is_fixed and not is_automatic and num_optimizers > 1:
+            self.found = True
+
+    def agree(self, found: bool, is_reporter: bool) -> None:
+        """Take over what the workers of a new round have found together."""
+        if self.is_fixed or found == self.found:
+            return
+        if found and is_reporter:
+            log.info("DDP searches for unused parameters from now on: another worker has found some")
+        self.found = found
+
+    def check(
+        self, module: nn.Module, model: Any, ignored: Callable[[], Collection[str]], num_workers: int, is_reporter: bool
+    ) -> None:
+        """Call after each backward pass.
+
+        Args:
+            model: `module`, or the DDP that wraps it.
+            ignored: names of parameters that get no gradient by design.
+
+        Raises:
+            IncompleteBackwardError: DDP cannot complete its reduction.
+        """
+        if self.is_fixed or self.found:
+            return
+        if num_workers == 1:
+            if self._num_watched < NUM_WATCHED:
+                self._num_watched += 1
+                self.found = bool(_without_gradient(module, ignored()))
+            return
+        if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
+            return
+        try:
+            model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self.found = True
+            names = _without_gradient(module, ignored())
+            text = ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
+            text = text or "some of those that another step has used"
+            if is_reporter:
+                log.warning("This step does not use all parameters (%s): DDP searches for unused ones from now on", text)
+            raise IncompleteBackwardError(f"the backward pass gave no gradient to {text}") from error
+
+
+def _without_gradient(module: nn.Module, ignored: Collection[str]) -> list[str]:
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None and name not in ignored]
