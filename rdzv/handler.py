@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -68,6 +69,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
 
 __all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "create_backend"]
 
@@ -99,10 +101,10 @@ class HandlerConfig:
     limits: Limits
     key_prefix: str = DEFAULT_PREFIX
     local_address: str | None = None
-    join_timeout_s: float = 600.0
+    join_timeout_s: float = 600.0  # until a round has room; not counted while a controller is there
     last_call_timeout_s: float = 3.0  # how long a round with enough nodes waits for more
     close_timeout_s: float = 30.0
-    lease_ttl_s: float = 5.0  # an agent that was not heard from for so long is dead
+    timeouts: Timeouts = field(default_factory=Timeouts)  # of this agent and its workers
     live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
     num_workers: int = 1  # of this node, until the agent tells
     history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
@@ -119,7 +121,10 @@ class HandlerConfig:
         for foreign in ("timeout", "rank"):
             conf.pop(foreign, None)
 
+        known = {"user", "password_file", "ca_cert", "cert", "cert_key"}
+
         def take(key: str, parse: Callable[[str], T], default: T) -> T:
+            known.add(key)
             if key not in conf:
                 return default
             text = str(conf.pop(key))
@@ -128,28 +133,29 @@ class HandlerConfig:
             except (ValueError, OSError) as error:
                 raise ValueError(f"--rdzv-conf {key}={text!r} cannot be used: {error}") from error
 
-        etcd_timeout_s = take("etcd_timeout", _seconds, 5.0)
+        def take_seconds(key: str, default_s: float) -> float:
+            return take(key, functools.partial(seconds, key), default_s)
+
+        defaults = Timeouts()
+        timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
         user = take("user", str, None)
         files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
         config = HandlerConfig(
-            etcd=EtcdConfig(params.endpoint, user, timeout_s=etcd_timeout_s, **files),
+            etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
             run_id=params.run_id,
             limits=Limits(params.min_nodes, params.max_nodes),
             key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
             local_address=params.local_addr,
-            join_timeout_s=take("join_timeout", _seconds, 600.0),
+            join_timeout_s=take_seconds("join_timeout", 600.0),
             last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
-            close_timeout_s=take("close_timeout", _seconds, 30.0),
-            lease_ttl_s=take("lease_ttl", _seconds, 5.0),
+            close_timeout_s=take_seconds("close_timeout", 30.0),
+            timeouts=timeouts,
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
         if conf:
-            known = "close_timeout etcd_timeout history_ttl join_timeout key_prefix last_call_timeout lease_ttl live nproc"
-            raise ValueError(
-                f"--rdzv-conf has unknown keys {sorted(conf)}; known are {known} user password_file ca_cert cert cert_key"
-            )
+            raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
         Keys(config.run_id, config.key_prefix)
         return config
 
@@ -178,6 +184,29 @@ class _Known:
     @property
     def over(self) -> str:
         return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
+
+
+class _Patience:
+    """How long an agent still waits for a round: `timeout_s` from when a controller was last there.
+
+    A controller starts the nodes that are missing as soon as its scheduler has room, which may take hours.
+    """
+
+    def __init__(self, client: EtcdClient, controller_key: str, timeout_s: float) -> None:
+        self._client = client
+        self._controller_key = controller_key
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+        self._next_look = 0.0  # a request per look: rare, as there may be many agents
+
+    def remaining_s(self) -> float:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._timeout_s / 10
+            with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts nothing
+                if self._client.get(self._controller_key) is not None:
+                    self._ends_at = now + self._timeout_s
+        return self._ends_at - now
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
@@ -252,12 +281,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the job has finished or failed, or was closed.
-            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`.
+            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`, and no controller that starts more.
             RendezvousConnectionError: etcd cannot be reached.
             RendezvousStateError: a record of this run cannot be read.
         """
         with self._rendezvous_errors():
-            return self._next_rendezvous(time.monotonic() + self._config.join_timeout_s)
+            return self._next_rendezvous()
 
     def is_closed(self) -> bool:
         """Whether nobody can join any more.
@@ -339,7 +368,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- a round
 
-    def _next_rendezvous(self, deadline: float) -> RendezvousInfo:
+    def _next_rendezvous(self) -> RendezvousInfo:
+        patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, self._on_change, check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
@@ -377,7 +407,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
                 self._register(state="waiting", round_number=last_round, port=0)
-            remaining_s = deadline - time.monotonic()
+            remaining_s = patience.remaining_s()
             if remaining_s <= 0:
                 self._give_up(known)
             self._wake.wait(min(_POLL_S, remaining_s))
@@ -428,7 +458,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             why = f"only {num_waiting} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
-            f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}"
+            f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}. "
+            "To wait longer, set --rdzv-conf join_timeout=SECONDS"
         )
 
     # -- what the store of our round tells and asks (RoundAgent)
@@ -486,7 +517,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         words: list[Op] = []
         if not self._is_live:
             # Under a lease of its own, which ends when the convener has read it.
-            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.lease_ttl_s)).id
+            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
             words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
         self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
         if self._lease is not None:
@@ -547,7 +578,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         key = self._keys.agents + self._agent_id
         while True:
             if self._lease is None or self._lease.lost.is_set():
-                self._lease = self._client.lease(self._config.lease_ttl_s).keep_alive()
+                self._lease = self._client.lease(self._config.timeouts.lease_ttl_s).keep_alive()
             unchanged = modified(key) == self._record_revision
             try:
                 written = self._client.txn([unchanged], [Put(key, encode(self._record), self._lease.id)], [Get(key)])
@@ -631,6 +662,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
             "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
+            **self._config.timeouts.to_environment(),
             **etcd.to_environment(),
         }
         for name, value in values.items():
@@ -663,22 +695,18 @@ def _free_port(address: str) -> int:
 # -- values of --rdzv-conf
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError("it must be a number of seconds above 0")
-    return value
-
-
 def _lifetime(text: str) -> float:
-    if not 60 <= (value := _seconds(text)) <= 9e9:
+    if not 60 <= (value := float(text)) <= 9e9:
         # Should all of a running job be cut off from etcd for so long, it would be forgotten.
         raise ValueError("it must be at least 60 seconds")
     return value
 
 
 def _seconds_or_zero(text: str) -> float:
-    return 0.0 if float(text) == 0 else _seconds(text)
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return seconds("last_call_timeout", text)
 
 
 def _positive(text: str) -> int:

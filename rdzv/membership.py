@@ -65,7 +65,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, losses
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, lacks_workers, losses
 
 __all__ = [
     "EvictedError",
@@ -104,7 +104,7 @@ class MembershipConfig:
     version: str
     address: str  # where other workers reach this one
     port: int  # its TCPStore
-    lease_ttl_s: int = 5
+    lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S
     patience: Patience = field(default_factory=Patience)
 
@@ -504,11 +504,13 @@ class Membership:
         timeout_s: float,
         what: str,
         tick: Callable[[], None] | None = None,
+        is_excused: Callable[[], bool] | None = None,
     ) -> T:
         """What `found` returns as soon as it is not None.
 
         Args:
             tick: called between looks, at least every 50 ms.
+            is_excused: called between looks; when true the timeout begins anew.
 
         Raises:
             TimeoutError: naming `what` was awaited and from whom.
@@ -531,6 +533,8 @@ class Membership:
                         + ("" if self._mirror.healthy else "; etcd does not answer")
                     )
                 self._changed.wait(min(left, 0.05))
+            if is_excused is not None and is_excused():
+                deadline = time.monotonic() + timeout_s
             if tick is not None:
                 tick()
 
@@ -617,7 +621,14 @@ class Membership:
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None
 
     def has_controller(self) -> bool:
-        return self.keys.controller in self._mirror.snapshot()
+        return self._mirror.get(self.keys.controller) is not None
+
+    def is_being_staffed(self) -> bool:
+        """Whether the job has too few workers, and a controller that is there to start more.
+
+        However long that takes, as in a full cluster, what the living hold in memory is worth waiting for.
+        """
+        return self.has_controller() and lacks_workers(self._view)
 
     @property
     def nodes(self) -> NodesRecord | None:

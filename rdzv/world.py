@@ -68,7 +68,8 @@ from lightning_dlrover.rdzv.member import (
 )
 from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, silent_workers
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, HISTORY_TTL_S, EventRecord, RecordError, RoundRecord, WorkerState
-from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.rdzv.rounds import Patience, View
+from lightning_dlrover.rdzv.timeouts import Timeouts
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
 
@@ -108,9 +109,11 @@ class WorldConfig:
     min_workers: int
     max_workers: int
     version: str
-    lease_ttl_s: int = 5
-    form_timeout_s: float = 120.0  # all members of a round have arrived; they may be saving a checkpoint
-    wait_timeout_s: float = 600.0  # enough workers are there for a round
+    lease_ttl_s: float = 5.0  # this and the following as in `Timeouts`
+    form_timeout_s: float = 120.0
+    wait_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
 
@@ -139,8 +142,9 @@ class WorldConfig:
                 "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
             ) from error
         workers_per_node = number("LOCAL_WORLD_SIZE", 1)
+        timeouts = dataclasses.asdict(Timeouts.from_environment(environ))
         return cls(
-            etcd=EtcdConfig.from_environment(endpoints, environ),
+            etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.pop("etcd_timeout_s")),
             run_id=environ["DLROVER_RUN_ID"],
             prefix=environ.get("DLROVER_PREFIX", DEFAULT_PREFIX),
             agent_id=agent_id,
@@ -148,8 +152,8 @@ class WorldConfig:
             min_workers=number("DLROVER_MIN_NODES", 1) * workers_per_node,
             max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
             version=version,
-            lease_ttl_s=number("DLROVER_LEASE_TTL_S", 5),
             history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
+            **timeouts,
         )
 
 
@@ -243,6 +247,7 @@ class World:
                 port=self._server.port,
                 lease_ttl_s=config.lease_ttl_s,
                 history_ttl_s=config.history_ttl_s,
+                patience=Patience(start_s=config.start_timeout_s, regroup_s=config.regroup_timeout_s),
             ),
             on_view=self._on_view,
             on_tick=self._on_tick,
@@ -839,7 +844,8 @@ class _Means:
                 membership.bury_the_dead(probe)
 
         try:
-            return membership.wait_for(found, timeout_s or self._world.config.wait_timeout_s, what, tick)
+            limit_s = timeout_s or self._world.config.wait_timeout_s
+            return membership.wait_for(found, limit_s, what, tick, membership.is_being_staffed)
         except TimeoutError as error:
             raise TooLateError(str(error)) from error
 

@@ -26,6 +26,7 @@ from lightning_dlrover.rdzv.handler import EtcdRendezvousHandler, create_backend
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     AgentRound,
+    ControllerRecord,
     JobRecord,
     Keys,
     WorkerRecord,
@@ -143,7 +144,7 @@ def test_a_worker_is_told_where_the_jobs_state_is(
     agent = start_agent(
         "import os\nfor k, v in sorted(os.environ.items()):\n    print(f'ENV {k}={v}') if k[:8] == 'DLROVER_' else 0",
         nnodes="1:3",
-        conf="last_call_timeout=0",
+        conf="last_call_timeout=0,lease_ttl=7,wait_timeout=90,etcd_timeout=6",
         env={"DLROVER_USER": "left from an outer job"},
     )
     assert agent.wait() == 0, agent.output
@@ -158,6 +159,13 @@ def test_a_worker_is_told_where_the_jobs_state_is(
         "DLROVER_MIN_NODES": "1",
         "DLROVER_MAX_NODES": "3",
         "DLROVER_HISTORY_TTL_S": "604800",
+        "DLROVER_LEASE_TTL_S": "7",
+        "DLROVER_WAIT_TIMEOUT_S": "90",
+        "DLROVER_FORM_TIMEOUT_S": "120",
+        "DLROVER_START_TIMEOUT_S": "60",
+        "DLROVER_REGROUP_TIMEOUT_S": "120",
+        "DLROVER_COLLECTIVE_TIMEOUT_S": "1800",
+        "DLROVER_ETCD_TIMEOUT_S": "6",
     }
 
 
@@ -288,6 +296,17 @@ def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: Ma
 def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_handler: MakeHandler) -> None:
     with pytest.raises(RendezvousTimeoutError, match="only 1 of at least 2"):
         make_handler(2, 2, join_timeout="1").next_rendezvous()
+
+
+def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(make_handler(2, 2, join_timeout="0.5").next_rendezvous)
+        with pytest.raises(TimeoutError):
+            waiting.result(2.0)
+        client.delete(keys.controller)
+        with pytest.raises(RendezvousTimeoutError, match=r"only 1 of at least 2.*join_timeout=SECONDS"):
+            waiting.result(10)
 
 
 def test_every_round_has_a_store_and_a_port_of_its_own_and_old_stores_are_deleted(
@@ -495,6 +514,9 @@ def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still
         ("join_timeout", "0"),
         ("join_timeout", "nan"),
         ("lease_ttl", "-1"),
+        ("wait_timeout", "10m"),
+        ("form_timeout", "inf"),
+        ("last_call_timeout", "-1"),
         ("live", "maybe"),
         ("nproc", "0"),
         ("key_prefix", "dlrover"),

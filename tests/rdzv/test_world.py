@@ -6,18 +6,40 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, Keys, encode
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.member import TooLateError
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, ControllerRecord, Keys, encode
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.world import WorldConfig, _inet_sockets, _shut_down, is_group_failure
+from lightning_dlrover.rdzv.timeouts import Timeouts
+from lightning_dlrover.rdzv.world import World, WorldConfig, _inet_sockets, _shut_down, is_group_failure
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
+
+
+WorldOf = Callable[..., World]
+
+
+@pytest.fixture
+def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
+    """A worker's world in this process."""
+    made: list[World] = []
+
+    def make(min_workers: int = 1, **config: float) -> World:
+        place = WorldConfig(EtcdConfig(etcd.endpoint), keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1", **config)
+        made.append(World(place))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.leave()
 
 
 # --- configuration ------------------------------------------------------------------------------------------------------------
@@ -46,6 +68,45 @@ def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
     config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
     assert config is not None
     assert config.etcd.access == {"user": "me", "password_file": "/secret"}
+
+
+def test_timeouts_of_the_agent_reach_its_workers() -> None:
+    timeouts = Timeouts(*(float(number) for number in range(11, 18)))
+    config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
+    assert config is not None
+    assert config.etcd.timeout_s == timeouts.etcd_timeout_s
+    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
+        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
+    }
+
+
+@pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])
+def test_malformed_timeout_is_named(value: str) -> None:
+    with pytest.raises(ValueError, match=f"DLROVER_WAIT_TIMEOUT_S='{value}' cannot be used: it must be a number of seconds"):
+        WorldConfig.from_environment(JOB | {"DLROVER_WAIT_TIMEOUT_S": value}, "1")
+
+
+def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
+    assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
+
+
+# --- too few workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_worker_gives_up_without_a_controller(world_of: WorldOf) -> None:
+    with pytest.raises(TooLateError, match="the first round"):
+        world_of(min_workers=2, wait_timeout_s=0.3).start()
+
+
+def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
+    leaves = threading.Timer(2.0, client.delete, [keys.controller])
+    leaves.start()
+    began = time.monotonic()
+    with pytest.raises(TooLateError, match="the first round"):
+        world_of(min_workers=2, wait_timeout_s=0.3).start()
+    assert time.monotonic() - began > 2.0
+    leaves.join()
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------------
