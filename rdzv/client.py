@@ -42,6 +42,7 @@ __all__ = [
     "EtcdClient",
     "EtcdConfig",
     "EtcdError",
+    "EtcdFullError",
     "EtcdUnavailableError",
     "Get",
     "KeyValue",
@@ -90,6 +91,10 @@ class EtcdError(RuntimeError):
 
 class EtcdUnavailableError(EtcdError):
     """No answer from any endpoint within the timeout. Whether a write was carried out is unknown."""
+
+
+class EtcdFullError(EtcdUnavailableError):
+    """Etcd takes no writes, as its database has reached its quota. It still answers reads and refreshes leases."""
 
 
 class LeaseLostError(EtcdError):
@@ -281,8 +286,9 @@ class EtcdClient:
         scheme = re.compile(r"^https?://")
         self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
-        self._credentials = _tls_credentials(config)
+        self._credentials = _tls_credentials(config)  # as last read; see `_open`
         _password(config)  # an unreadable file is an error at once, not when the first token is asked for
+        self._is_full = False  # etcd, as its last answer to a write showed
         self._target_index = random.randrange(len(self._targets))
         self._connection: _Connection | None = None
         self._spare: _Connection | None = None  # asked, too, while the connection in use is late
@@ -529,11 +535,16 @@ class EtcdClient:
                 except grpc.RpcError as error:
                     self._judge(action, connection, error, pending, late_s)
                     last_error = error
+                except _UnreadablePasswordError as error:
+                    if time.monotonic() + _RETRY_PAUSE_S >= deadline:
+                        raise EtcdUnavailableError(f"cannot {action}: {error}") from error
                 except (ValueError, grpc.FutureCancelledError):
                     # "Cannot invoke RPC on closed channel": another thread replaced the connection.
                     self._drop(connection)
                 else:
                     revision = response.header.revision
+                    if self._is_full and service == "KV" and method in ("Put", "Txn"):
+                        self._is_full = False
                     with self._lock:
                         self._last_revision = max(self._last_revision, revision)
                         self._answered_at = time.monotonic()
@@ -583,8 +594,19 @@ class EtcdClient:
         elif "too large" in details:
             advice = "; values are limited to about 1 MB"
         elif "database space exceeded" in details:
-            advice = "; compact and defragment etcd, then disarm its NOSPACE alarm"
+            raise self._full(action, connection) from error
         raise EtcdError(f"{where}: {code.name}: {details}{advice}") from error
+
+    def _full(self, action: str, connection: _Connection) -> EtcdFullError:
+        problem = (
+            f"etcd at {connection.target} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
+            "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
+            "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
+        )
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("%s. Training goes on; changes of the job's workers wait until then", problem)
+        return EtcdFullError(f"cannot {action}: {problem}")
 
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
         cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
@@ -612,6 +634,11 @@ class EtcdClient:
             return [connection] if self._spare is None else [connection, self._spare]
 
     def _open(self) -> _Connection:
+        # Certificates are renewed while a job runs, every few hours in some clusters.
+        try:
+            self._credentials = _tls_credentials(self.config)
+        except EtcdError as error:
+            logger.warning("%s; going on with the certificates as they were read before", error)
         self._target_index = (self._target_index + 1) % len(self._targets)
         return _Connection(self._targets[self._target_index], self._credentials)
 
@@ -661,7 +688,12 @@ class EtcdClient:
         with self._lock:
             token = self._token
         if token is None:
-            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=_password(self.config))
+            try:
+                password = _password(self.config)
+            except EtcdError as error:
+                # It could be read at the start: it is being replaced, or its file system is away for a moment.
+                raise _UnreadablePasswordError(str(error)) from error
+            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=password)
             token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
             with self._lock:
                 self._token = token
@@ -889,8 +921,10 @@ class Mirror:
                     if response.events:
                         self._apply(response.events)
                 stream.cancel()
-            except (grpc.RpcError, ValueError) as error:
+            except (grpc.RpcError, ValueError, EtcdError) as error:
                 logger.debug("watch of %r ended: %r", self.prefix, error)
+            except Exception:  # without this thread nobody would notice that the copy grows old
+                logger.exception("watch of %r ended; it is begun again", self.prefix)
             if not self._closed.is_set():
                 self._reload()
 
@@ -1033,6 +1067,10 @@ class _WatchStream:
     def cancel(self) -> None:
         self._requests.put(None)
         self._call.cancel()
+
+
+class _UnreadablePasswordError(EtcdUnavailableError):
+    """The password's file cannot be read at this moment."""
 
 
 def _put_answer(answers: queue.SimpleQueue[tuple[_Connection, Any]], connection: _Connection, future: Any) -> None:

@@ -538,6 +538,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             except EtcdUnavailableError:
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(0.1)  # a full etcd refuses at once
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._config.run_id!r} could not be closed in time")
 

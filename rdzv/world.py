@@ -93,6 +93,9 @@ NEWS_S = 3.0
 AWAKE_S = 0.5
 """After a group was cut off: all that gloo tells of it has failed by then."""
 
+FULL_PAUSE_S = 0.2
+"""Between two attempts to write a record into an etcd that takes none."""
+
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
 
@@ -576,8 +579,8 @@ class World:
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
-            if not self._can_meet(hellos):
-                # Said before anyone connects: the others would wait for a member that has gone away again.
+            # Before anyone connects: the others would wait for a member that has gone away again.
+            if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
             self._groups.append(gloo)
@@ -626,6 +629,14 @@ class World:
                     f"{target.store_address}:{target.store_port}",
                 )
             self._pause(0.02)
+
+    def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
+        try:
+            return self._can_meet(hellos)
+        except ValueError as error:
+            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+            log.warning("run %s: round %d is given up: %s", self.config.run_id, target.number, error)
+            return False
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         missing = list(target.members)
@@ -861,6 +872,7 @@ class _Means:
             except EtcdUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise WorldError(f"worker {self._world.worker_id} could not say that it is {state}: {error}") from error
+                time.sleep(FULL_PAUSE_S)  # a full etcd refuses at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         self._world.membership.bury_the_dead(workers)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faulty_etcd import EtcdProxy
+from full_etcd import full
 from torchrun_agent import eventually
 
 from lightning_dlrover.rdzv.client import (
@@ -19,6 +20,7 @@ from lightning_dlrover.rdzv.client import (
     EtcdClient,
     EtcdConfig,
     EtcdError,
+    EtcdFullError,
     EtcdUnavailableError,
     Get,
     KeyValue,
@@ -439,6 +441,24 @@ def test_forked_loader_workers_neither_disturb_the_mirror_nor_print_anything(
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"19" or None, 5)
         assert not lease.lost.is_set()
     assert capfd.readouterr().err == ""
+
+
+# -- the server is full
+
+
+def test_full_etcd_refuses_writes_until_there_is_room(
+    private_etcd: EmbeddedEtcd, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
+        lease = client.lease(2).keep_alive()
+        client.put(keys.job, b"1", lease)
+        with full(client):
+            for _ in range(2):
+                with pytest.raises(EtcdFullError, match=r"NOSPACE.*etcdctl compact.*etcdctl defrag.*alarm disarm"):
+                    client.put(keys.job, b"2")
+            assert not lease.has_ended()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert client.put(keys.job, b"3")
 
 
 # -- the server goes and comes back
