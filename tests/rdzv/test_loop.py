@@ -41,7 +41,7 @@ def test_joiners_are_given_the_state_by_as_many_others_as_there_are() -> None:
 def test_hello_that_is_no_number_ends_the_round() -> None:
     round_ = RoundRecord(3, ["a", "b"], "", "start", planned=True)
     assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
-    with pytest.raises(RoundEndedError, match="round 3.*garbage"):
+    with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
         updates_made(Formation(round_, {"a": b"7", "b": b"garbage"}, 0))
 
 
