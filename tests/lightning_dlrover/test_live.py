@@ -32,7 +32,7 @@ def test_a_joiner_has_no_position() -> None:
 
 @pytest.mark.parametrize("hello", [b"garbage", b"\xff", b"[]", b"null", b"{}", BETWEEN.encode().replace(b"5", b'"5"')])
 def test_bytes_that_are_no_position_are_a_value_error(hello: bytes) -> None:
-    with pytest.raises(ValueError, match="position|decode|Expecting"):
+    with pytest.raises(ValueError, match=r"position|decode|Expecting"):
         Position.decode(hello)
 
 
