@@ -474,15 +474,19 @@ class EtcdClient:
     def close(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
         """End all threads of this client, its leases (which are not revoked) and its mirrors."""
         self._closed.set()
-        deadline = time.monotonic() + timeout_s
-        for child in list(self._children):
-            child.close(max(0.1, deadline - time.monotonic()))
+        self.end_children(timeout_s)
         with self._lock:
             connections = [self._connection, self._spare]
             self._connection = self._spare = None
         for connection in connections:
             if connection is not None:
                 connection.channel.close()
+
+    def end_children(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
+        """End the threads of all leases and mirrors of this client, which itself stays open."""
+        deadline = time.monotonic() + timeout_s
+        for child in list(self._children):
+            child.close(max(0.1, deadline - time.monotonic()))
 
     def _call(
         self,

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -69,6 +70,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.store import is_in_use
 from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
 
 __all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "create_backend"]
@@ -245,16 +247,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._mirror: Mirror | None = None
         self._lease: Lease | None = None
         self._store: RoundStore | None = None
-        self._reader = RecordReader(config.run_id, self._is_joining)
+        # What runs in threads holds this handler weakly: one that is dropped without a shutdown must not run on.
+        is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
+        self._reader = RecordReader(config.run_id, lambda: bool(is_joining()))
         self._convener = AgentConvener(
             self._client,
             self._keys,
             self._agent_id,
             config.limits,
             0.0 if config.live else config.last_call_timeout_s,
-            RecordReader(config.run_id, self._is_joining),
-            self._on_convener_error,
+            RecordReader(config.run_id, lambda: bool(is_joining())),
+            on_error,
         )
+        self._shutdown_at_exit = _weakly(self.shutdown)
+        weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
         self._convener_error: RecordError | None = None
         self._num_members = 0  # of the round that this agent takes part in
         self._num_agents = 0  # about, alive
@@ -335,7 +341,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._is_shut_down:
             return True
         self._is_shut_down = True
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._shutdown_at_exit)
         self._convener.stop()
         # Without etcd our leases tell the others; waiting for it here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
@@ -371,9 +377,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _next_rendezvous(self) -> RendezvousInfo:
         patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
         if self._mirror is None:
-            self._mirror = Mirror(self._client, self._keys.for_agents, self._on_change, check_interval_s=_CHECK_S)
+            self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
-            atexit.register(self.shutdown)
+            atexit.register(self._shutdown_at_exit)
         else:
             # The agent has ended all its workers before it came here; nobody need wait for their leases.
             self._delete_own_workers()
@@ -423,7 +429,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             # Nobody can still be in the round before the last one.
             self._client.delete_prefix(self._store_prefix(number - 2))
         self._num_members = len(members)
-        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), self)
+        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), weakref.proxy(self))
         self._export_environment()
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
@@ -671,6 +677,34 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
             else:
                 os.environ[name] = value
+
+
+def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """`method`, without keeping its object alive; None when that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T | None:
+        bound = reference()
+        return bound(*args) if bound is not None else None
+
+    return call
+
+
+def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
+    """End what a handler ran that was collected. Its agent's lease ends by itself, so the others take it for lost."""
+
+    def end() -> None:
+        convener.stop()
+        if is_in_use(client):  # by the store of a round, which may be that of a process group
+            client.end_children()
+        else:
+            client.close()
+
+    if os.getpid() != pid:
+        return  # a forked copy of the process: they run in the original
+    # Not here: whoever triggered the collection may hold any lock.
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
+        threading.Thread(target=end, name="dlrover-end", daemon=True).start()
 
 
 def _address_towards(endpoints: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -291,6 +293,20 @@ def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: Ma
     with pytest.raises(RendezvousTimeoutError, match="maximum of 1 nodes"):
         make_handler(1, 1, join_timeout="1").next_rendezvous()
     assert inside.num_nodes_waiting() == 0
+
+
+def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> None:
+    before = set(threading.enumerate())
+    params = RendezvousParameters("etcd-v3", etcd.endpoint, run_id, 1, 1, last_call_timeout="0")
+    handler = create_backend()(params)
+    store = handler.next_rendezvous().store
+    assert set(threading.enumerate()) - before
+    del handler
+    gc.collect()
+    eventually(lambda: not set(threading.enumerate()) - before, "all of its threads have ended", 15)
+    store.set("key", "value")  # may be that of a process group
+    assert store.get("key") == b"value"
+    store.close()
 
 
 def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_handler: MakeHandler) -> None:
