@@ -69,6 +69,9 @@ etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 # Oldest release of each line in which a user's permissions on a prefix hold (CVE-2026-33413, -33343, -44283).
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
+MANY_REVISIONS = 200_000
+"""Writes after which an etcd that was never compacted is worth a warning: some hundred MiB, and many to come."""
+
 _RETRY_PAUSE_S = 0.05
 _LATE_S = 1.5  # without an answer for so long, another connection is asked, too
 _CLOSE_DEADLINE_S = 2.0
@@ -323,7 +326,26 @@ class EtcdClient:
             # A loopback etcd is nobody else's: its users and its data are the job's own.
             shared = not all(_is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
             logger.log(logging.WARNING if shared else logging.DEBUG, "%s: %s", self.config.endpoints, warning)
+        if self._lifetime[0] and self._keeps_all_revisions(int(status.header.revision)):
+            logger.warning(
+                "%s: etcd has kept each of its %d revisions, %d MiB by now: at its quota (2 GiB unless set) writes fail. "
+                "Start it with --auto-compaction-retention=1h",
+                self.config.endpoints,
+                status.header.revision,
+                status.dbSize >> 20,
+            )
         return str(status.version)
+
+    def _keeps_all_revisions(self, revision: int) -> bool:
+        """Whether nothing was compacted though there have been many writes; also when it merely cannot be asked: False."""
+        if revision < MANY_REVISIONS:
+            return False
+        request = etcdrpc.RangeRequest(key=self._lifetime[0].encode(), revision=2, keys_only=True, limit=1)
+        try:
+            self._call("read an old revision", "KV", "Range", request)
+        except EtcdError:  # it was compacted, as it should be
+            return False
+        return True
 
     def get(self, key: str) -> KeyValue | None:
         response = self._call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
@@ -363,6 +385,18 @@ class EtcdClient:
         """How many keys were deleted."""
         request = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=_range_end(prefix))
         return int(self._call(f"delete prefix {prefix!r}", "KV", "DeleteRange", request).deleted)
+
+    def trim_prefix(self, prefix: str, most: int) -> int:
+        """Delete the first keys of a prefix beyond `most`; returns how many were deleted. Reads no values."""
+        excess = self.count(prefix) - most
+        if excess <= 0:
+            return 0
+        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=_range_end(prefix), keys_only=True, limit=excess)
+        oldest = self._call(f"list prefix {prefix!r}", "KV", "Range", request).kvs
+        if not oldest:
+            return 0
+        cut = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=oldest[-1].key + b"\0")
+        return int(self._call(f"trim prefix {prefix!r}", "KV", "DeleteRange", cut).deleted)
 
     def txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()) -> Txn:
         """Carry out `success` if every condition holds, else `failure`, atomically.

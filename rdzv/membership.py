@@ -88,6 +88,9 @@ R = TypeVar("R")
 MAX_EVENTS = 4000
 """Events kept per job; the oldest go first."""
 
+TRIM_EVERY = 50
+"""A worker removes the oldest events with the first one that it writes, and then after so many: also where each writes few."""
+
 
 class JobClosedError(MembershipError):
     """The job has finished or failed; there is nothing to join."""
@@ -800,10 +803,8 @@ class Membership:
                 self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
                 self._events.popleft()
                 self._num_events_written += 1
-                if self._num_events_written % 500 == 0:
-                    _, entries = self._client.get_prefix(self.keys.events)
-                    for entry in sorted(entries, key=lambda e: e.key)[:-MAX_EVENTS]:
-                        self._client.delete(entry.key)
+                if self._num_events_written % TRIM_EVERY == 1:
+                    self._client.trim_prefix(self.keys.events, MAX_EVENTS)
 
     def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
         for _ in range(100):

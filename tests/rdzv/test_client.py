@@ -15,6 +15,7 @@ from faulty_etcd import EtcdProxy
 from full_etcd import full
 from torchrun_agent import eventually
 
+from lightning_dlrover.rdzv import client as client_module
 from lightning_dlrover.rdzv.client import (
     Delete,
     EtcdClient,
@@ -459,6 +460,32 @@ def test_full_etcd_refuses_writes_until_there_is_room(
             assert not lease.has_ended()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert client.put(keys.job, b"3")
+
+
+def test_etcd_that_never_compacts_is_pointed_out(
+    private_etcd: EmbeddedEtcd, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MANY_REVISIONS", 10)
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
+        client.share_lifetime(keys.root, 3600)
+        for _ in range(12):
+            newest = client.put(keys.job, b"")
+        client.check()
+        assert "--auto-compaction-retention=1h" in caplog.text
+        caplog.clear()
+        client._call("compact", "KV", "Compact", etcdrpc.CompactionRequest(revision=newest))
+        client.check()
+    assert "compaction" not in caplog.text
+
+
+def test_prefix_is_trimmed_from_its_beginning(client: EtcdClient, keys: Keys) -> None:
+    for number in range(7):
+        client.put(f"{keys.events}{number}", b"")
+    client.put(keys.job, b"")
+    assert client.trim_prefix(keys.events, 3) == 4
+    assert [kv.key[-1] for kv in client.get_prefix(keys.events)[1]] == ["4", "5", "6"]
+    assert client.trim_prefix(keys.events, 3) == 0
+    assert client.get(keys.job) is not None
 
 
 # -- the server goes and comes back
