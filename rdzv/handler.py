@@ -73,7 +73,7 @@ from lightning_dlrover.rdzv.records import (
 from lightning_dlrover.rdzv.store import is_in_use
 from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
 
-__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "create_backend"]
+__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "RunIsOverError", "create_backend"]
 
 BACKEND = "etcd-v3"
 
@@ -83,6 +83,22 @@ T = TypeVar("T")
 _POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
 _WORD_TTL_S = 5.0  # how long at least an agent that has signed off is remembered; a dead convener may have to be replaced first
 _CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
+
+
+_NODES_FINISHED = "its nodes have finished"  # why a run of plain scripts is closed
+_FINISHED = JobRecord("finished", live=True, min_workers=1, max_workers=1, version="")
+
+
+class RunIsOverError(RendezvousClosedError, SystemExit):
+    """Nobody can join the run any more.
+
+    A `SystemExit`, too, so that torchrun ends with its code; else it would print thirty lines of traceback under the one that
+    matters, which is logged before.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.code = exit_code
 
 
 def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -286,7 +302,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Wait for the next round; in a live job, return at once.
 
         Raises:
-            RendezvousClosedError: the job has finished or failed, or was closed.
+            RunIsOverError: the job has finished or failed, or was closed.
             RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`, and no controller that starts more.
             RendezvousConnectionError: etcd cannot be reached.
             RendezvousStateError: a record of this run cannot be read.
@@ -366,15 +382,21 @@ class EtcdRendezvousHandler(RendezvousHandler):
         entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
         return why_over(self._read(AgentRound, entries.get(keys.agent_round)), self._read(JobRecord, entries.get(keys.job)))
 
-    def _raise_if_over(self, why: str) -> None:
-        if why:
-            raise RendezvousClosedError(
-                f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
-            )
+    def _raise_if_over(self, why: str, has_waited: bool) -> None:
+        if not why:
+            return
+        text = f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
+        was_spare = has_waited and (why == why_over(None, _FINISHED) or _NODES_FINISHED in why)
+        if was_spare:
+            logger.warning("run %r was finished by other nodes before this one was needed", self._config.run_id)
+        else:
+            logger.error("%s", text)
+        raise RunIsOverError(text, exit_code=0 if was_spare else 1)
 
     # -- a round
 
     def _next_rendezvous(self) -> RendezvousInfo:
+        has_worked = self._mirror is not None  # its workers have failed, or were ended for another round
         patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
@@ -390,13 +412,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         job = self._read(JobRecord, self._client.get(self._keys.job))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
-        self._raise_if_over(why_over(self._known().round, job))
+        self._raise_if_over(why_over(self._known().round, job), has_waited=False)
         self._register(state="waiting", round_number=last_round, port=0)
         while True:
             self._wake.clear()
             self._stay_registered()
             known = self._known()
-            self._raise_if_over(known.over)
+            self._raise_if_over(known.over, has_waited=not has_worked)
             if self._convener_error is not None:
                 raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
@@ -519,7 +541,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._delete_own_workers()
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
-            self._close_job("its nodes have finished", time.monotonic() + 2.0)
+            self._close_job(_NODES_FINISHED, time.monotonic() + 2.0)
         words: list[Op] = []
         if not self._is_live:
             # Under a lease of its own, which ends when the convener has read it.

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,12 +118,31 @@ def test_a_wrong_endpoint_ends_torchrun_with_an_error_that_names_it(start_agent:
     assert "no etcd v3 answered at 127.0.0.1:1 within 1 s" in agent.output
 
 
-def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent) -> None:
+def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent, keys: Keys) -> None:
     assert start_agent("").wait() == 0
     again = start_agent("print('STARTED')")
-    assert again.wait() != 0
+    assert again.wait() == 1
     assert not again.lines("STARTED")
-    assert "choose" in again.output or "another --rdzv-id" in again.output
+    assert "Traceback" not in again.output
+    [line] = [line for line in again.output.splitlines() if keys.run_id in line]
+    assert line.endswith("start a new job with another --rdzv-id")
+
+
+def test_spare_node_of_a_successful_run_ends_with_0(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
+    running = start_agent(script)
+    _started(running, "STARTED")
+    spare = start_agent(script)
+    eventually(lambda: len(client.get_prefix(keys.agents)[1]) == 2, "the spare has registered")
+    end.touch()
+    assert running.wait() == 0, running.output
+    assert spare.wait() == 0, spare.output
+    assert not spare.lines("STARTED")
+    assert "Traceback" not in spare.output
+    assert "was finished by other nodes before this one was needed" in spare.output
 
 
 def test_a_failed_run_can_be_started_again(start_agent: StartAgent) -> None:
