@@ -88,6 +88,19 @@ _CHANNEL_OPTIONS = (
 )
 
 
+_open_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+_is_cut_off_by_fork = False
+
+
+def _note_fork() -> None:
+    global _is_cut_off_by_fork
+    with_support = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0").lower() not in ("0", "false")
+    _is_cut_off_by_fork |= len(_open_connections) > 0 and not with_support
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class EtcdError(RuntimeError):
     """etcd refused a request, or cannot be used the way it is configured."""
 
@@ -514,7 +527,7 @@ class EtcdClient:
             self._connection = self._spare = None
         for connection in connections:
             if connection is not None:
-                connection.channel.close()
+                connection.close()
 
     def end_children(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
         """End the threads of all leases and mirrors of this client, which itself stays open."""
@@ -537,6 +550,13 @@ class EtcdClient:
         and a busy etcd a storm of connections, so it is asked on while the next endpoint is asked too: whichever answers first
         is kept.
         """
+        if _is_cut_off_by_fork:
+            # gRPC's threads are in the parent; a call would wait for them in vain, or for a lock that one of them held.
+            raise EtcdError(
+                f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
+                "connected to etcd, and gRPC does not survive that. Start it with the method 'spawn' or 'forkserver', or shut "
+                "the parent's rendezvous handler down first; or set GRPC_ENABLE_FORK_SUPPORT=1: a fork may then take a second"
+            )
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         late_s = min(max(limit_s / (2 * len(self._targets)), _LATE_S), 0.6 * limit_s)
@@ -692,7 +712,7 @@ class EtcdClient:
                 return
             self._spare = self._open()
         if late is not None:
-            late.channel.close()
+            late.close()
 
     def _prefer(self, connection: _Connection) -> None:
         """It has answered: use it, and give up the one that has not."""
@@ -704,7 +724,7 @@ class EtcdClient:
             late = self._connection if connection is self._spare else self._spare
             self._connection, self._spare = connection, None
         if late is not None:
-            late.channel.close()
+            late.close()
 
     def _drop(self, connection: _Connection) -> None:
         """Do without it from now on: with the spare, or a fresh connection to the next endpoint."""
@@ -717,7 +737,7 @@ class EtcdClient:
                 self._spare = None
             else:
                 return
-        connection.channel.close()
+        connection.close()
 
     def _metadata(self, connection: _Connection, timeout_s: float) -> tuple[tuple[str, str], ...]:
         """The token of our user; asks for a new one where needed."""
@@ -1076,6 +1096,12 @@ class _Connection:
             request_serializer=etcdrpc.LeaseKeepAliveRequest.SerializeToString,
             response_deserializer=etcdrpc.LeaseKeepAliveResponse.FromString,
         )
+
+        _open_connections.add(self)
+
+    def close(self) -> None:
+        _open_connections.discard(self)
+        self.channel.close()
 
     def method(self, service: str, name: str) -> Any:
         """The unary call of this name."""

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -442,6 +444,50 @@ def test_forked_loader_workers_neither_disturb_the_mirror_nor_print_anything(
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"19" or None, 5)
         assert not lease.lost.is_set()
     assert capfd.readouterr().err == ""
+
+
+FORKS = """
+import gc, multiprocessing, sys, threading, time
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, Mirror
+from lightning_dlrover.rdzv.handler import create_backend
+
+def child():
+    began = time.monotonic()
+    try:
+        with EtcdClient(EtcdConfig(sys.argv[1])) as client, Mirror(client, "/forked/") as mirror:
+            client.put("/forked/key", b"1", client.lease(2).keep_alive())
+            mirror.wait_for(lambda found: found.get("/forked/key"), 5)
+            print("CHILD REACHED", flush=True)
+    except EtcdError as error:
+        print("CHILD", time.monotonic() - began < 1, error, flush=True)
+
+def fork():
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(20)
+
+alone = set(threading.enumerate())
+handler = create_backend()(RendezvousParameters("etcd-v3", sys.argv[1], sys.argv[2], 1, 1, last_call_timeout="0"))
+handler.next_rendezvous().store.close()
+fork()
+del handler
+gc.collect()
+deadline = time.monotonic() + 15
+while set(threading.enumerate()) - alone and time.monotonic() < deadline:
+    time.sleep(0.05)
+fork()
+"""
+
+
+def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: str) -> None:
+    """Refused while its parent is connected; not after a handler that was merely dropped."""
+    command = [sys.executable, "-c", FORKS, etcd.endpoint, run_id]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    refused, reached = (line for line in ran.stdout.splitlines() if line.startswith("CHILD"))
+    assert refused.startswith("CHILD True cannot read"), ran
+    assert "was forked while its parent was connected to etcd" in refused
+    assert reached == "CHILD REACHED", ran
 
 
 # -- the server is full
