@@ -30,6 +30,7 @@ from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
+from lightning_dlrover.profile_log import PublishedProfile, WindowLog
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import Membership
 from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, encode, from_fields
@@ -89,6 +90,8 @@ class Analyst:
         self._intentions = intentions
         self._node_cores = node_cores
         self._memory = _Memory()
+        self._published = PublishedProfile()
+        self._windows = WindowLog()
         self._planned_at = 0.0
         self._stayed_at = 0.0
         self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
@@ -131,6 +134,7 @@ class Analyst:
         self._inbox.put(None)
         self._thread.join(timeout_s)
         if self._is_rank_0 and not self._thread.is_alive():
+            self._log(self._windows.flush())
             self._remember(end)
         return self._last
 
@@ -156,16 +160,18 @@ class Analyst:
 
     def _digest(self, news: _News) -> None:
         profile, membership = news.profile, self._membership
-        if membership is not None:
+        if membership is not None and self._published.is_news(profile):
             membership.put_profile(encode(profile))
         was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
         if not self._is_rank_0:
+            if was_rank_0:
+                self._log(self._windows.flush())
             return
         if not was_rank_0:
             # What earlier rank 0s have learned and decided; this worker may be the first one or the tenth.
             self._memory = self._recalled()
         if membership is not None:
-            membership.event("profile", "", dataclasses.asdict(profile))
+            self._log(self._windows.add(profile))
             if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
                 return  # nodes may be of two sizes now: what is measured is neither's
         self._memory.add(profile)
@@ -181,6 +187,10 @@ class Analyst:
         if every_s and waited and self._num_in_place >= WINDOWS_PER_DECISION and not self._is_under_way(profile):
             self._planned_at = time.monotonic()
             self._plan(news)
+
+    def _log(self, windows: Sequence[StepProfile]) -> None:
+        for window in windows if self._membership is not None else ():
+            self._membership.event("profile", "", dataclasses.asdict(window))
 
     def _is_under_way(self, profile: StepProfile) -> bool:
         """Whether the current plan is still being carried out; judging it now would take it back."""

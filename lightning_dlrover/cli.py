@@ -737,7 +737,8 @@ def _run_job(
         try:
             while (end := controller.step()) is None:
                 if server is not None and not server.is_running():
-                    raise EtcdServerError("the embedded etcd has ended unasked; the job cannot go on without it")
+                    why = server.why_it_ended()
+                    raise EtcdServerError(f"the embedded etcd has ended unasked, the job cannot go on without it: {why}")
                 announce()
                 controller.wait(0.2)
         except (_Interrupted, EtcdServerError):

@@ -474,7 +474,8 @@ def show_status(
                 "waits": agent_waits[agent],
                 "for_s": _elapsed(seen.record.since, now),
                 "gives_up_in_s": seen.record.join_timeout_s - _elapsed(seen.record.since, now)
-                if seen.record.state == "waiting" and seen.record.join_timeout_s
+                # It waits for as long as there is a controller, and `join_timeout` longer.
+                if seen.record.state == "waiting" and seen.record.join_timeout_s and found.controller is None
                 else None,
             }
             for agent, seen in found.agents.agents.items()

@@ -37,7 +37,7 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
-from lightning_dlrover.rdzv.records import CheckpointRecord
+from lightning_dlrover.rdzv.records import CheckpointRecord, from_fields
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
 from lightning_dlrover.resources import available_cores
@@ -85,8 +85,17 @@ class Position:
 
     @staticmethod
     def decode(hello: bytes) -> Position | None:
-        """None for a joiner, who has no position yet."""
-        return Position(**json.loads(hello)) if hello else None
+        """None for a joiner, who has no position yet.
+
+        Raises:
+            ValueError: these bytes are no position.
+        """
+        if not hello:
+            return None
+        fields = json.loads(hello)
+        if not isinstance(fields, dict):
+            raise ValueError(f"a worker's position is {hello!r:.80}; another program may write into the round's store")
+        return from_fields(Position, fields, "a worker's position")
 
 
 Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"]

@@ -42,6 +42,7 @@ __all__ = [
     "EtcdClient",
     "EtcdConfig",
     "EtcdError",
+    "EtcdFullError",
     "EtcdUnavailableError",
     "Get",
     "KeyValue",
@@ -68,6 +69,9 @@ etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 # Oldest release of each line in which a user's permissions on a prefix hold (CVE-2026-33413, -33343, -44283).
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
+MANY_REVISIONS = 200_000
+"""Writes after which an etcd that was never compacted is worth a warning: some hundred MiB, and many to come."""
+
 _RETRY_PAUSE_S = 0.05
 _LATE_S = 1.5  # without an answer for so long, another connection is asked, too
 _CLOSE_DEADLINE_S = 2.0
@@ -84,12 +88,29 @@ _CHANNEL_OPTIONS = (
 )
 
 
+_open_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+_is_cut_off_by_fork = False
+
+
+def _note_fork() -> None:
+    global _is_cut_off_by_fork
+    with_support = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0").lower() not in ("0", "false")
+    _is_cut_off_by_fork |= len(_open_connections) > 0 and not with_support
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class EtcdError(RuntimeError):
     """etcd refused a request, or cannot be used the way it is configured."""
 
 
 class EtcdUnavailableError(EtcdError):
     """No answer from any endpoint within the timeout. Whether a write was carried out is unknown."""
+
+
+class EtcdFullError(EtcdUnavailableError):
+    """Etcd takes no writes, as its database has reached its quota. It still answers reads and refreshes leases."""
 
 
 class LeaseLostError(EtcdError):
@@ -281,8 +302,9 @@ class EtcdClient:
         scheme = re.compile(r"^https?://")
         self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
-        self._credentials = _tls_credentials(config)
+        self._credentials = _tls_credentials(config)  # as last read; see `_open`
         _password(config)  # an unreadable file is an error at once, not when the first token is asked for
+        self._is_full = False  # etcd, as its last answer to a write showed
         self._target_index = random.randrange(len(self._targets))
         self._connection: _Connection | None = None
         self._spare: _Connection | None = None  # asked, too, while the connection in use is late
@@ -317,7 +339,26 @@ class EtcdClient:
             # A loopback etcd is nobody else's: its users and its data are the job's own.
             shared = not all(_is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
             logger.log(logging.WARNING if shared else logging.DEBUG, "%s: %s", self.config.endpoints, warning)
+        if self._lifetime[0] and self._keeps_all_revisions(int(status.header.revision)):
+            logger.warning(
+                "%s: etcd has kept each of its %d revisions, %d MiB by now: at its quota (2 GiB unless set) writes fail. "
+                "Start it with --auto-compaction-retention=1h",
+                self.config.endpoints,
+                status.header.revision,
+                status.dbSize >> 20,
+            )
         return str(status.version)
+
+    def _keeps_all_revisions(self, revision: int) -> bool:
+        """Whether nothing was compacted though there have been many writes; also when it merely cannot be asked: False."""
+        if revision < MANY_REVISIONS:
+            return False
+        request = etcdrpc.RangeRequest(key=self._lifetime[0].encode(), revision=2, keys_only=True, limit=1)
+        try:
+            self._call("read an old revision", "KV", "Range", request)
+        except EtcdError:  # it was compacted, as it should be
+            return False
+        return True
 
     def get(self, key: str) -> KeyValue | None:
         response = self._call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
@@ -357,6 +398,18 @@ class EtcdClient:
         """How many keys were deleted."""
         request = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=_range_end(prefix))
         return int(self._call(f"delete prefix {prefix!r}", "KV", "DeleteRange", request).deleted)
+
+    def trim_prefix(self, prefix: str, most: int) -> int:
+        """Delete the first keys of a prefix beyond `most`; returns how many were deleted. Reads no values."""
+        excess = self.count(prefix) - most
+        if excess <= 0:
+            return 0
+        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=_range_end(prefix), keys_only=True, limit=excess)
+        oldest = self._call(f"list prefix {prefix!r}", "KV", "Range", request).kvs
+        if not oldest:
+            return 0
+        cut = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=oldest[-1].key + b"\0")
+        return int(self._call(f"trim prefix {prefix!r}", "KV", "DeleteRange", cut).deleted)
 
     def txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()) -> Txn:
         """Carry out `success` if every condition holds, else `failure`, atomically.
@@ -468,15 +521,19 @@ class EtcdClient:
     def close(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
         """End all threads of this client, its leases (which are not revoked) and its mirrors."""
         self._closed.set()
-        deadline = time.monotonic() + timeout_s
-        for child in list(self._children):
-            child.close(max(0.1, deadline - time.monotonic()))
+        self.end_children(timeout_s)
         with self._lock:
             connections = [self._connection, self._spare]
             self._connection = self._spare = None
         for connection in connections:
             if connection is not None:
-                connection.channel.close()
+                connection.close()
+
+    def end_children(self, timeout_s: float = _CLOSE_DEADLINE_S) -> None:
+        """End the threads of all leases and mirrors of this client, which itself stays open."""
+        deadline = time.monotonic() + timeout_s
+        for child in list(self._children):
+            child.close(max(0.1, deadline - time.monotonic()))
 
     def _call(
         self,
@@ -493,6 +550,13 @@ class EtcdClient:
         and a busy etcd a storm of connections, so it is asked on while the next endpoint is asked too: whichever answers first
         is kept.
         """
+        if _is_cut_off_by_fork:
+            # gRPC's threads are in the parent; a call would wait for them in vain, or for a lock that one of them held.
+            raise EtcdError(
+                f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
+                "connected to etcd, and gRPC does not survive that. Start it with the method 'spawn' or 'forkserver', or shut "
+                "the parent's rendezvous handler down first; or set GRPC_ENABLE_FORK_SUPPORT=1: a fork may then take a second"
+            )
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         late_s = min(max(limit_s / (2 * len(self._targets)), _LATE_S), 0.6 * limit_s)
@@ -529,11 +593,16 @@ class EtcdClient:
                 except grpc.RpcError as error:
                     self._judge(action, connection, error, pending, late_s)
                     last_error = error
+                except _UnreadablePasswordError as error:
+                    if time.monotonic() + _RETRY_PAUSE_S >= deadline:
+                        raise EtcdUnavailableError(f"cannot {action}: {error}") from error
                 except (ValueError, grpc.FutureCancelledError):
                     # "Cannot invoke RPC on closed channel": another thread replaced the connection.
                     self._drop(connection)
                 else:
                     revision = response.header.revision
+                    if self._is_full and service == "KV" and method in ("Put", "Txn"):
+                        self._is_full = False
                     with self._lock:
                         self._last_revision = max(self._last_revision, revision)
                         self._answered_at = time.monotonic()
@@ -583,8 +652,19 @@ class EtcdClient:
         elif "too large" in details:
             advice = "; values are limited to about 1 MB"
         elif "database space exceeded" in details:
-            advice = "; compact and defragment etcd, then disarm its NOSPACE alarm"
+            raise self._full(action, connection) from error
         raise EtcdError(f"{where}: {code.name}: {details}{advice}") from error
+
+    def _full(self, action: str, connection: _Connection) -> EtcdFullError:
+        problem = (
+            f"etcd at {connection.target} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
+            "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
+            "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
+        )
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("%s. Training goes on; changes of the job's workers wait until then", problem)
+        return EtcdFullError(f"cannot {action}: {problem}")
 
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
         cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
@@ -612,6 +692,11 @@ class EtcdClient:
             return [connection] if self._spare is None else [connection, self._spare]
 
     def _open(self) -> _Connection:
+        # Certificates are renewed while a job runs, every few hours in some clusters.
+        try:
+            self._credentials = _tls_credentials(self.config)
+        except EtcdError as error:
+            logger.warning("%s; going on with the certificates as they were read before", error)
         self._target_index = (self._target_index + 1) % len(self._targets)
         return _Connection(self._targets[self._target_index], self._credentials)
 
@@ -627,7 +712,7 @@ class EtcdClient:
                 return
             self._spare = self._open()
         if late is not None:
-            late.channel.close()
+            late.close()
 
     def _prefer(self, connection: _Connection) -> None:
         """It has answered: use it, and give up the one that has not."""
@@ -639,7 +724,7 @@ class EtcdClient:
             late = self._connection if connection is self._spare else self._spare
             self._connection, self._spare = connection, None
         if late is not None:
-            late.channel.close()
+            late.close()
 
     def _drop(self, connection: _Connection) -> None:
         """Do without it from now on: with the spare, or a fresh connection to the next endpoint."""
@@ -652,7 +737,7 @@ class EtcdClient:
                 self._spare = None
             else:
                 return
-        connection.channel.close()
+        connection.close()
 
     def _metadata(self, connection: _Connection, timeout_s: float) -> tuple[tuple[str, str], ...]:
         """The token of our user; asks for a new one where needed."""
@@ -661,7 +746,12 @@ class EtcdClient:
         with self._lock:
             token = self._token
         if token is None:
-            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=_password(self.config))
+            try:
+                password = _password(self.config)
+            except EtcdError as error:
+                # It could be read at the start: it is being replaced, or its file system is away for a moment.
+                raise _UnreadablePasswordError(str(error)) from error
+            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=password)
             token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
             with self._lock:
                 self._token = token
@@ -889,8 +979,10 @@ class Mirror:
                     if response.events:
                         self._apply(response.events)
                 stream.cancel()
-            except (grpc.RpcError, ValueError) as error:
+            except (grpc.RpcError, ValueError, EtcdError) as error:
                 logger.debug("watch of %r ended: %r", self.prefix, error)
+            except Exception:  # without this thread nobody would notice that the copy grows old
+                logger.exception("watch of %r ended; it is begun again", self.prefix)
             if not self._closed.is_set():
                 self._reload()
 
@@ -1005,6 +1097,12 @@ class _Connection:
             response_deserializer=etcdrpc.LeaseKeepAliveResponse.FromString,
         )
 
+        _open_connections.add(self)
+
+    def close(self) -> None:
+        _open_connections.discard(self)
+        self.channel.close()
+
     def method(self, service: str, name: str) -> Any:
         """The unary call of this name."""
         return self._refresh if name == "LeaseKeepAlive" else getattr(self._stubs[service], name)
@@ -1033,6 +1131,10 @@ class _WatchStream:
     def cancel(self) -> None:
         self._requests.put(None)
         self._call.cancel()
+
+
+class _UnreadablePasswordError(EtcdUnavailableError):
+    """The password's file cannot be read at this moment."""
 
 
 def _put_answer(answers: queue.SimpleQueue[tuple[_Connection, Any]], connection: _Connection, future: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -19,8 +20,9 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -68,8 +70,10 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.store import is_in_use
+from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
 
-__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "create_backend"]
+__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "RunIsOverError", "create_backend"]
 
 BACKEND = "etcd-v3"
 
@@ -79,6 +83,22 @@ T = TypeVar("T")
 _POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
 _WORD_TTL_S = 5.0  # how long at least an agent that has signed off is remembered; a dead convener may have to be replaced first
 _CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
+
+
+_NODES_FINISHED = "its nodes have finished"  # why a run of plain scripts is closed
+_FINISHED = JobRecord("finished", live=True, min_workers=1, max_workers=1, version="")
+
+
+class RunIsOverError(RendezvousClosedError, SystemExit):
+    """Nobody can join the run any more.
+
+    A `SystemExit`, too, so that torchrun ends with its code; else it would print thirty lines of traceback under the one that
+    matters, which is logged before.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.code = exit_code
 
 
 def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -99,10 +119,10 @@ class HandlerConfig:
     limits: Limits
     key_prefix: str = DEFAULT_PREFIX
     local_address: str | None = None
-    join_timeout_s: float = 600.0
+    join_timeout_s: float = 600.0  # until a round has room; not counted while a controller is there
     last_call_timeout_s: float = 3.0  # how long a round with enough nodes waits for more
     close_timeout_s: float = 30.0
-    lease_ttl_s: float = 5.0  # an agent that was not heard from for so long is dead
+    timeouts: Timeouts = field(default_factory=Timeouts)  # of this agent and its workers
     live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
     num_workers: int = 1  # of this node, until the agent tells
     history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
@@ -119,7 +139,10 @@ class HandlerConfig:
         for foreign in ("timeout", "rank"):
             conf.pop(foreign, None)
 
+        known = {"user", "password_file", "ca_cert", "cert", "cert_key"}
+
         def take(key: str, parse: Callable[[str], T], default: T) -> T:
+            known.add(key)
             if key not in conf:
                 return default
             text = str(conf.pop(key))
@@ -128,28 +151,29 @@ class HandlerConfig:
             except (ValueError, OSError) as error:
                 raise ValueError(f"--rdzv-conf {key}={text!r} cannot be used: {error}") from error
 
-        etcd_timeout_s = take("etcd_timeout", _seconds, 5.0)
+        def take_seconds(key: str, default_s: float) -> float:
+            return take(key, functools.partial(seconds, key), default_s)
+
+        defaults = Timeouts()
+        timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
         user = take("user", str, None)
         files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
         config = HandlerConfig(
-            etcd=EtcdConfig(params.endpoint, user, timeout_s=etcd_timeout_s, **files),
+            etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
             run_id=params.run_id,
             limits=Limits(params.min_nodes, params.max_nodes),
             key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
             local_address=params.local_addr,
-            join_timeout_s=take("join_timeout", _seconds, 600.0),
+            join_timeout_s=take_seconds("join_timeout", 600.0),
             last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
-            close_timeout_s=take("close_timeout", _seconds, 30.0),
-            lease_ttl_s=take("lease_ttl", _seconds, 5.0),
+            close_timeout_s=take_seconds("close_timeout", 30.0),
+            timeouts=timeouts,
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
         if conf:
-            known = "close_timeout etcd_timeout history_ttl join_timeout key_prefix last_call_timeout lease_ttl live nproc"
-            raise ValueError(
-                f"--rdzv-conf has unknown keys {sorted(conf)}; known are {known} user password_file ca_cert cert cert_key"
-            )
+            raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
         Keys(config.run_id, config.key_prefix)
         return config
 
@@ -178,6 +202,29 @@ class _Known:
     @property
     def over(self) -> str:
         return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
+
+
+class _Patience:
+    """How long an agent still waits for a round: `timeout_s` from when a controller was last there.
+
+    A controller starts the nodes that are missing as soon as its scheduler has room, which may take hours.
+    """
+
+    def __init__(self, client: EtcdClient, controller_key: str, timeout_s: float) -> None:
+        self._client = client
+        self._controller_key = controller_key
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+        self._next_look = 0.0  # a request per look: rare, as there may be many agents
+
+    def remaining_s(self) -> float:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._timeout_s / 10
+            with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts nothing
+                if self._client.get(self._controller_key) is not None:
+                    self._ends_at = now + self._timeout_s
+        return self._ends_at - now
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
@@ -216,16 +263,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._mirror: Mirror | None = None
         self._lease: Lease | None = None
         self._store: RoundStore | None = None
-        self._reader = RecordReader(config.run_id, self._is_joining)
+        # What runs in threads holds this handler weakly: one that is dropped without a shutdown must not run on.
+        is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
+        self._reader = RecordReader(config.run_id, lambda: bool(is_joining()))
         self._convener = AgentConvener(
             self._client,
             self._keys,
             self._agent_id,
             config.limits,
             0.0 if config.live else config.last_call_timeout_s,
-            RecordReader(config.run_id, self._is_joining),
-            self._on_convener_error,
+            RecordReader(config.run_id, lambda: bool(is_joining())),
+            on_error,
         )
+        self._shutdown_at_exit = _weakly(self.shutdown)
+        weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
         self._convener_error: RecordError | None = None
         self._num_members = 0  # of the round that this agent takes part in
         self._num_agents = 0  # about, alive
@@ -251,13 +302,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Wait for the next round; in a live job, return at once.
 
         Raises:
-            RendezvousClosedError: the job has finished or failed, or was closed.
-            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`.
+            RunIsOverError: the job has finished or failed, or was closed.
+            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`, and no controller that starts more.
             RendezvousConnectionError: etcd cannot be reached.
             RendezvousStateError: a record of this run cannot be read.
         """
         with self._rendezvous_errors():
-            return self._next_rendezvous(time.monotonic() + self._config.join_timeout_s)
+            return self._next_rendezvous()
 
     def is_closed(self) -> bool:
         """Whether nobody can join any more.
@@ -306,7 +357,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._is_shut_down:
             return True
         self._is_shut_down = True
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._shutdown_at_exit)
         self._convener.stop()
         # Without etcd our leases tell the others; waiting for it here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
@@ -331,19 +382,26 @@ class EtcdRendezvousHandler(RendezvousHandler):
         entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
         return why_over(self._read(AgentRound, entries.get(keys.agent_round)), self._read(JobRecord, entries.get(keys.job)))
 
-    def _raise_if_over(self, why: str) -> None:
-        if why:
-            raise RendezvousClosedError(
-                f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
-            )
+    def _raise_if_over(self, why: str, has_waited: bool) -> None:
+        if not why:
+            return
+        text = f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
+        was_spare = has_waited and (why == why_over(None, _FINISHED) or _NODES_FINISHED in why)
+        if was_spare:
+            logger.warning("run %r was finished by other nodes before this one was needed", self._config.run_id)
+        else:
+            logger.error("%s", text)
+        raise RunIsOverError(text, exit_code=0 if was_spare else 1)
 
     # -- a round
 
-    def _next_rendezvous(self, deadline: float) -> RendezvousInfo:
+    def _next_rendezvous(self) -> RendezvousInfo:
+        has_worked = self._mirror is not None  # its workers have failed, or were ended for another round
+        patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
         if self._mirror is None:
-            self._mirror = Mirror(self._client, self._keys.for_agents, self._on_change, check_interval_s=_CHECK_S)
+            self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
-            atexit.register(self.shutdown)
+            atexit.register(self._shutdown_at_exit)
         else:
             # The agent has ended all its workers before it came here; nobody need wait for their leases.
             self._delete_own_workers()
@@ -354,13 +412,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         job = self._read(JobRecord, self._client.get(self._keys.job))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
-        self._raise_if_over(why_over(self._known().round, job))
+        self._raise_if_over(why_over(self._known().round, job), has_waited=False)
         self._register(state="waiting", round_number=last_round, port=0)
         while True:
             self._wake.clear()
             self._stay_registered()
             known = self._known()
-            self._raise_if_over(known.over)
+            self._raise_if_over(known.over, has_waited=not has_worked)
             if self._convener_error is not None:
                 raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
@@ -377,7 +435,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
                 self._register(state="waiting", round_number=last_round, port=0)
-            remaining_s = deadline - time.monotonic()
+            remaining_s = patience.remaining_s()
             if remaining_s <= 0:
                 self._give_up(known)
             self._wake.wait(min(_POLL_S, remaining_s))
@@ -393,7 +451,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             # Nobody can still be in the round before the last one.
             self._client.delete_prefix(self._store_prefix(number - 2))
         self._num_members = len(members)
-        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), self)
+        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), weakref.proxy(self))
         self._export_environment()
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
@@ -428,7 +486,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             why = f"only {num_waiting} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
-            f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}"
+            f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}. "
+            "To wait longer, set --rdzv-conf join_timeout=SECONDS"
         )
 
     # -- what the store of our round tells and asks (RoundAgent)
@@ -482,11 +541,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._delete_own_workers()
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
-            self._close_job("its nodes have finished", time.monotonic() + 2.0)
+            self._close_job(_NODES_FINISHED, time.monotonic() + 2.0)
         words: list[Op] = []
         if not self._is_live:
             # Under a lease of its own, which ends when the convener has read it.
-            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.lease_ttl_s)).id
+            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
             words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
         self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
         if self._lease is not None:
@@ -507,6 +566,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             except EtcdUnavailableError:
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(0.1)  # a full etcd refuses at once
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._config.run_id!r} could not be closed in time")
 
@@ -547,7 +607,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         key = self._keys.agents + self._agent_id
         while True:
             if self._lease is None or self._lease.lost.is_set():
-                self._lease = self._client.lease(self._config.lease_ttl_s).keep_alive()
+                self._lease = self._client.lease(self._config.timeouts.lease_ttl_s).keep_alive()
             unchanged = modified(key) == self._record_revision
             try:
                 written = self._client.txn([unchanged], [Put(key, encode(self._record), self._lease.id)], [Get(key)])
@@ -631,6 +691,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
             "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
+            **self._config.timeouts.to_environment(),
             **etcd.to_environment(),
         }
         for name, value in values.items():
@@ -638,6 +699,34 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
             else:
                 os.environ[name] = value
+
+
+def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """`method`, without keeping its object alive; None when that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T | None:
+        bound = reference()
+        return bound(*args) if bound is not None else None
+
+    return call
+
+
+def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
+    """End what a handler ran that was collected. Its agent's lease ends by itself, so the others take it for lost."""
+
+    def end() -> None:
+        convener.stop()
+        if is_in_use(client):  # by the store of a round, which may be that of a process group
+            client.end_children()
+        else:
+            client.close()
+
+    if os.getpid() != pid:
+        return  # a forked copy of the process: they run in the original
+    # Not here: whoever triggered the collection may hold any lock.
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
+        threading.Thread(target=end, name="dlrover-end", daemon=True).start()
 
 
 def _address_towards(endpoints: str) -> str:
@@ -663,22 +752,18 @@ def _free_port(address: str) -> int:
 # -- values of --rdzv-conf
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError("it must be a number of seconds above 0")
-    return value
-
-
 def _lifetime(text: str) -> float:
-    if not 60 <= (value := _seconds(text)) <= 9e9:
+    if not 60 <= (value := float(text)) <= 9e9:
         # Should all of a running job be cut off from etcd for so long, it would be forgotten.
         raise ValueError("it must be at least 60 seconds")
     return value
 
 
 def _seconds_or_zero(text: str) -> float:
-    return 0.0 if float(text) == 0 else _seconds(text)
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return seconds("last_call_timeout", text)
 
 
 def _positive(text: str) -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv.member import RoundEndedError
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.world import Formation, World
@@ -151,6 +152,21 @@ def handover(members: Sequence[str], updates: Mapping[str, int | None]) -> Hando
         behind=[(source, w) for w in senders if standing[w] < newest],
         joining=[(senders[i % len(senders)], w) for i, w in enumerate(joiners)],
     )
+
+
+def updates_made(formation: Formation) -> dict[str, int | None]:
+    """Updates that each member of a round of plain loops has made, by its hello; None: it has no state.
+
+    Raises:
+        RoundEndedError: a hello is no number; the next round is formed with another store.
+    """
+    try:
+        return {worker: int(hello) if hello else None for worker, hello in formation.hellos.items()}
+    except ValueError as error:
+        raise RoundEndedError(
+            f"round {formation.round.number}: what a member is said to have done cannot be read ({error}); "
+            "another program may write into the round's store"
+        ) from error
 
 
 def model_fingerprint(*modules: torch.nn.Module) -> str:
@@ -296,7 +312,13 @@ class _Loop:
     def _settle(self) -> None:
         """Bring everyone in a new round to the most advanced worker's state."""
         formation, me = self._formation, self._world.worker_id
-        updates = {w: int(hello) if hello else None for w, hello in formation.hellos.items()}
+        try:
+            updates = {w: int(hello) if hello else None for w, hello in formation.hellos.items()}
+        except ValueError as error:
+            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+            raise RoundEndedError(
+                f"round {formation.round.number}: a member's number of steps is unreadable: {error}"
+            ) from error
         plan = handover(formation.round.members, updates)
         for sender, receiver in (*plan.behind, *plan.joining):
             if me == sender:

@@ -66,7 +66,7 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, losses
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, lacks_workers, losses
 
 __all__ = [
     "EvictedError",
@@ -89,6 +89,9 @@ R = TypeVar("R")
 MAX_EVENTS = 4000
 """Events kept per job; the oldest go first."""
 
+TRIM_EVERY = 50
+"""A worker removes the oldest events with the first one that it writes, and then after so many: also where each writes few."""
+
 
 class JobClosedError(MembershipError):
     """The job has finished or failed; there is nothing to join."""
@@ -105,7 +108,7 @@ class MembershipConfig:
     version: str
     address: str  # where other workers reach this one
     port: int  # its TCPStore
-    lease_ttl_s: int = 5
+    lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S
     patience: Patience = field(default_factory=Patience)
 
@@ -505,11 +508,13 @@ class Membership:
         timeout_s: float,
         what: str,
         tick: Callable[[], None] | None = None,
+        is_excused: Callable[[], bool] | None = None,
     ) -> T:
         """What `found` returns as soon as it is not None.
 
         Args:
             tick: called between looks, at least every 50 ms.
+            is_excused: called between looks; when true the timeout begins anew.
 
         Raises:
             TimeoutError: naming `what` was awaited and from whom.
@@ -532,6 +537,8 @@ class Membership:
                         + ("" if self._mirror.healthy else "; etcd does not answer")
                     )
                 self._changed.wait(min(left, 0.05))
+            if is_excused is not None and is_excused():
+                deadline = time.monotonic() + timeout_s
             if tick is not None:
                 tick()
 
@@ -626,7 +633,14 @@ class Membership:
         return decode(SearchRecord, entry.value, entry.key) if entry is not None else None
 
     def has_controller(self) -> bool:
-        return self.keys.controller in self._mirror.snapshot()
+        return self._mirror.get(self.keys.controller) is not None
+
+    def is_being_staffed(self) -> bool:
+        """Whether the job has too few workers, and a controller that is there to start more.
+
+        However long that takes, as in a full cluster, what the living hold in memory is worth waiting for.
+        """
+        return self.has_controller() and lacks_workers(self._view)
 
     @property
     def nodes(self) -> NodesRecord | None:
@@ -798,10 +812,8 @@ class Membership:
                 self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
                 self._events.popleft()
                 self._num_events_written += 1
-                if self._num_events_written % 500 == 0:
-                    _, entries = self._client.get_prefix(self.keys.events)
-                    for entry in sorted(entries, key=lambda e: e.key)[:-MAX_EVENTS]:
-                        self._client.delete(entry.key)
+                if self._num_events_written % TRIM_EVERY == 1:
+                    self._client.trim_prefix(self.keys.events, MAX_EVENTS)
 
     def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
         for _ in range(100):

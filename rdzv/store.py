@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # the same class; torch.distributed does not re-export it for
 else:
     from torch.distributed import Store
 
-__all__ = ["MAX_VALUE_BYTES", "EtcdStore"]
+__all__ = ["MAX_VALUE_BYTES", "EtcdStore", "is_in_use"]
 
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests above 1.5 MiB
 _MAX_OPS_PER_TXN = 100  # etcd refuses more than 128
@@ -48,6 +48,11 @@ _ESCAPED_NUL, _ESCAPED_BYTE, _QUEUED = "\0\1", "\0\2", "\0\3"
 # keeps just its own half alive: without this reference `PrefixStore("x", EtcdStore(...))` would lose every
 # override.
 _open_stores: set[EtcdStore] = set()
+
+
+def is_in_use(client: EtcdClient) -> bool:
+    """Whether a store that is not closed uses this client."""
+    return any(store._client is client for store in list(_open_stores))
 
 
 class EtcdStore(Store):
@@ -70,7 +75,7 @@ class EtcdStore(Store):
         super().__init__()
         self._client = client
         self.prefix = prefix.rstrip("/") + "/"
-        self._timeout = timeout
+        self.set_timeout(timeout)  # kept in C++, where a PrefixStore around this store sets it, too
         self._writer = _Writer(client, self.prefix)
         _open_stores.add(self)
 
@@ -93,7 +98,7 @@ class EtcdStore(Store):
             return all(self._path(key) in found or self._queued(key) for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait_for(keys, self._timeout if timeout is None else timeout)
+        self._wait_for(keys, self.timeout if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
         with _torch_errors():
@@ -108,7 +113,7 @@ class EtcdStore(Store):
         return [_unescaped(kv.key.removeprefix(self._path(""))) for kv in found if _QUEUED not in kv.key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        found = self._wait_for(keys, self._timeout)
+        found = self._wait_for(keys, self.timeout)
         try:
             return [found[self._path(key)].value for key in keys]
         except KeyError:
@@ -184,7 +189,7 @@ class EtcdStore(Store):
                         return kv.value
                 if not block:
                     raise QueueEmptyError(f"queue {self._path(key)!r} is empty")
-                self._wait_for([key], self._timeout)
+                self._wait_for([key], self.timeout)
 
     def queue_len(self, key: str) -> int:
         with _torch_errors():
@@ -197,15 +202,8 @@ class EtcdStore(Store):
 
     # -- the rest of the interface
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
     def clone(self) -> EtcdStore:
-        other = EtcdStore(self._client, self.prefix, self._timeout)
+        other = EtcdStore(self._client, self.prefix, self.timeout)
         other._writer = self._writer
         return other
 

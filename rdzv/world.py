@@ -76,7 +76,8 @@ from lightning_dlrover.rdzv.records import (
     RoundRecord,
     WorkerState,
 )
-from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.rdzv.rounds import Patience, View
+from lightning_dlrover.rdzv.timeouts import Timeouts
 
 __all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
 
@@ -100,6 +101,9 @@ NEWS_S = 3.0
 AWAKE_S = 0.5
 """After a group was cut off: all that gloo tells of it has failed by then."""
 
+FULL_PAUSE_S = 0.2
+"""Between two attempts to write a record into an etcd that takes none."""
+
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
 
@@ -116,9 +120,11 @@ class WorldConfig:
     min_workers: int
     max_workers: int
     version: str
-    lease_ttl_s: int = 5
-    form_timeout_s: float = 120.0  # all members of a round have arrived; they may be saving a checkpoint
-    wait_timeout_s: float = 600.0  # enough workers are there for a round
+    lease_ttl_s: float = 5.0  # this and the following as in `Timeouts`
+    form_timeout_s: float = 120.0
+    wait_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
 
@@ -147,8 +153,9 @@ class WorldConfig:
                 "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
             ) from error
         workers_per_node = number("LOCAL_WORLD_SIZE", 1)
+        timeouts = dataclasses.asdict(Timeouts.from_environment(environ))
         return cls(
-            etcd=EtcdConfig.from_environment(endpoints, environ),
+            etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.pop("etcd_timeout_s")),
             run_id=environ["DLROVER_RUN_ID"],
             prefix=environ.get("DLROVER_PREFIX", DEFAULT_PREFIX),
             agent_id=agent_id,
@@ -156,8 +163,8 @@ class WorldConfig:
             min_workers=number("DLROVER_MIN_NODES", 1) * workers_per_node,
             max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
             version=version,
-            lease_ttl_s=number("DLROVER_LEASE_TTL_S", 5),
             history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
+            **timeouts,
         )
 
 
@@ -251,6 +258,7 @@ class World:
                 port=self._server.port,
                 lease_ttl_s=config.lease_ttl_s,
                 history_ttl_s=config.history_ttl_s,
+                patience=Patience(start_s=config.start_timeout_s, regroup_s=config.regroup_timeout_s),
             ),
             on_view=self._on_view,
             on_tick=self._on_tick,
@@ -605,8 +613,8 @@ class World:
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{self.worker_id}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
-            if not self._can_meet(hellos):
-                # Said before anyone connects: the others would wait for a member that has gone away again.
+            # Before anyone connects: the others would wait for a member that has gone away again.
+            if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
             self._groups.append(gloo)
@@ -655,6 +663,14 @@ class World:
                     f"{target.store_address}:{target.store_port}",
                 )
             self._pause(0.02)
+
+    def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
+        try:
+            return self._can_meet(hellos)
+        except ValueError as error:
+            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+            log.warning("run %s: round %d is given up: %s", self.config.run_id, target.number, error)
+            return False
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         missing = list(target.members)
@@ -873,7 +889,8 @@ class _Means:
                 membership.bury_the_dead(probe)
 
         try:
-            return membership.wait_for(found, timeout_s or self._world.config.wait_timeout_s, what, tick)
+            limit_s = timeout_s or self._world.config.wait_timeout_s
+            return membership.wait_for(found, limit_s, what, tick, membership.is_being_staffed)
         except TimeoutError as error:
             raise TooLateError(str(error)) from error
 
@@ -889,6 +906,7 @@ class _Means:
             except EtcdUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise WorldError(f"worker {self._world.worker_id} could not say that it is {state}: {error}") from error
+                time.sleep(FULL_PAUSE_S)  # a full etcd refuses at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         self._world.membership.bury_the_dead(workers)

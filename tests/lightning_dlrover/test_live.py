@@ -31,6 +31,12 @@ def test_a_joiner_has_no_position() -> None:
     assert Position.decode(JOINER) is None
 
 
+@pytest.mark.parametrize("hello", [b"garbage", b"\xff", b"[]", b"null", b"{}", BETWEEN.encode().replace(b"5", b'"5"')])
+def test_bytes_that_are_no_position_are_a_value_error(hello: bytes) -> None:
+    with pytest.raises(ValueError, match=r"position|decode|Expecting"):
+        Position.decode(hello)
+
+
 @pytest.mark.parametrize(
     "said, expected",
     [

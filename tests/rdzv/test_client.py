@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,13 +14,16 @@ from pathlib import Path
 
 import pytest
 from faulty_etcd import EtcdProxy
+from full_etcd import full
 from torchrun_agent import eventually
 
+from lightning_dlrover.rdzv import client as client_module
 from lightning_dlrover.rdzv.client import (
     Delete,
     EtcdClient,
     EtcdConfig,
     EtcdError,
+    EtcdFullError,
     EtcdUnavailableError,
     Get,
     KeyValue,
@@ -439,6 +444,94 @@ def test_forked_loader_workers_neither_disturb_the_mirror_nor_print_anything(
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"19" or None, 5)
         assert not lease.lost.is_set()
     assert capfd.readouterr().err == ""
+
+
+FORKS = """
+import gc, multiprocessing, sys, threading, time
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, Mirror
+from lightning_dlrover.rdzv.handler import create_backend
+
+def child():
+    began = time.monotonic()
+    try:
+        with EtcdClient(EtcdConfig(sys.argv[1])) as client, Mirror(client, "/forked/") as mirror:
+            client.put("/forked/key", b"1", client.lease(2).keep_alive())
+            mirror.wait_for(lambda found: found.get("/forked/key"), 5)
+            print("CHILD REACHED", flush=True)
+    except EtcdError as error:
+        print("CHILD", time.monotonic() - began < 1, error, flush=True)
+
+def fork():
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(20)
+
+alone = set(threading.enumerate())
+handler = create_backend()(RendezvousParameters("etcd-v3", sys.argv[1], sys.argv[2], 1, 1, last_call_timeout="0"))
+handler.next_rendezvous().store.close()
+fork()
+del handler
+gc.collect()
+deadline = time.monotonic() + 15
+while set(threading.enumerate()) - alone and time.monotonic() < deadline:
+    time.sleep(0.05)
+fork()
+"""
+
+
+def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: str) -> None:
+    """Refused while its parent is connected; not after a handler that was merely dropped."""
+    command = [sys.executable, "-c", FORKS, etcd.endpoint, run_id]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    refused, reached = (line for line in ran.stdout.splitlines() if line.startswith("CHILD"))
+    assert refused.startswith("CHILD True cannot read"), ran
+    assert "was forked while its parent was connected to etcd" in refused
+    assert reached == "CHILD REACHED", ran
+
+
+# -- the server is full
+
+
+def test_full_etcd_refuses_writes_until_there_is_room(
+    private_etcd: EmbeddedEtcd, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
+        lease = client.lease(2).keep_alive()
+        client.put(keys.job, b"1", lease)
+        with full(client):
+            for _ in range(2):
+                with pytest.raises(EtcdFullError, match=r"NOSPACE.*etcdctl compact.*etcdctl defrag.*alarm disarm"):
+                    client.put(keys.job, b"2")
+            assert not lease.has_ended()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert client.put(keys.job, b"3")
+
+
+def test_etcd_that_never_compacts_is_pointed_out(
+    private_etcd: EmbeddedEtcd, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MANY_REVISIONS", 10)
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
+        client.share_lifetime(keys.root, 3600)
+        for _ in range(12):
+            newest = client.put(keys.job, b"")
+        client.check()
+        assert "--auto-compaction-retention=1h" in caplog.text
+        caplog.clear()
+        client._call("compact", "KV", "Compact", etcdrpc.CompactionRequest(revision=newest))
+        client.check()
+    assert "compaction" not in caplog.text
+
+
+def test_prefix_is_trimmed_from_its_beginning(client: EtcdClient, keys: Keys) -> None:
+    for number in range(7):
+        client.put(f"{keys.events}{number}", b"")
+    client.put(keys.job, b"")
+    assert client.trim_prefix(keys.events, 3) == 4
+    assert [kv.key[-1] for kv in client.get_prefix(keys.events)[1]] == ["4", "5", "6"]
+    assert client.trim_prefix(keys.events, 3) == 0
+    assert client.get(keys.job) is not None
 
 
 # -- the server goes and comes back

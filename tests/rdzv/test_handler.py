@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from lightning_dlrover.rdzv.handler import EtcdRendezvousHandler, create_backend
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
     AgentRound,
+    ControllerRecord,
     JobRecord,
     Keys,
     WorkerRecord,
@@ -114,12 +118,31 @@ def test_a_wrong_endpoint_ends_torchrun_with_an_error_that_names_it(start_agent:
     assert "no etcd v3 answered at 127.0.0.1:1 within 1 s" in agent.output
 
 
-def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent) -> None:
+def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent, keys: Keys) -> None:
     assert start_agent("").wait() == 0
     again = start_agent("print('STARTED')")
-    assert again.wait() != 0
+    assert again.wait() == 1
     assert not again.lines("STARTED")
-    assert "choose" in again.output or "another --rdzv-id" in again.output
+    assert "Traceback" not in again.output
+    [line] = [line for line in again.output.splitlines() if keys.run_id in line]
+    assert line.endswith("start a new job with another --rdzv-id")
+
+
+def test_spare_node_of_a_successful_run_ends_with_0(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
+    running = start_agent(script)
+    _started(running, "STARTED")
+    spare = start_agent(script)
+    eventually(lambda: len(client.get_prefix(keys.agents)[1]) == 2, "the spare has registered")
+    end.touch()
+    assert running.wait() == 0, running.output
+    assert spare.wait() == 0, spare.output
+    assert not spare.lines("STARTED")
+    assert "Traceback" not in spare.output
+    assert "was finished by other nodes before this one was needed" in spare.output
 
 
 def test_a_failed_run_can_be_started_again(start_agent: StartAgent) -> None:
@@ -143,7 +166,7 @@ def test_a_worker_is_told_where_the_jobs_state_is(
     agent = start_agent(
         "import os\nfor k, v in sorted(os.environ.items()):\n    print(f'ENV {k}={v}') if k[:8] == 'DLROVER_' else 0",
         nnodes="1:3",
-        conf="last_call_timeout=0",
+        conf="last_call_timeout=0,lease_ttl=7,wait_timeout=90,etcd_timeout=6",
         env={"DLROVER_USER": "left from an outer job"},
     )
     assert agent.wait() == 0, agent.output
@@ -158,6 +181,13 @@ def test_a_worker_is_told_where_the_jobs_state_is(
         "DLROVER_MIN_NODES": "1",
         "DLROVER_MAX_NODES": "3",
         "DLROVER_HISTORY_TTL_S": "604800",
+        "DLROVER_LEASE_TTL_S": "7",
+        "DLROVER_WAIT_TIMEOUT_S": "90",
+        "DLROVER_FORM_TIMEOUT_S": "120",
+        "DLROVER_START_TIMEOUT_S": "60",
+        "DLROVER_REGROUP_TIMEOUT_S": "120",
+        "DLROVER_COLLECTIVE_TIMEOUT_S": "1800",
+        "DLROVER_ETCD_TIMEOUT_S": "6",
     }
 
 
@@ -285,9 +315,34 @@ def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: Ma
     assert inside.num_nodes_waiting() == 0
 
 
+def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> None:
+    before = set(threading.enumerate())
+    params = RendezvousParameters("etcd-v3", etcd.endpoint, run_id, 1, 1, last_call_timeout="0")
+    handler = create_backend()(params)
+    store = handler.next_rendezvous().store
+    assert set(threading.enumerate()) - before
+    del handler
+    gc.collect()
+    eventually(lambda: not set(threading.enumerate()) - before, "all of its threads have ended", 15)
+    store.set("key", "value")  # may be that of a process group
+    assert store.get("key") == b"value"
+    store.close()
+
+
 def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_handler: MakeHandler) -> None:
     with pytest.raises(RendezvousTimeoutError, match="only 1 of at least 2"):
         make_handler(2, 2, join_timeout="1").next_rendezvous()
+
+
+def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(make_handler(2, 2, join_timeout="0.5").next_rendezvous)
+        with pytest.raises(TimeoutError):
+            waiting.result(2.0)
+        client.delete(keys.controller)
+        with pytest.raises(RendezvousTimeoutError, match=r"only 1 of at least 2.*join_timeout=SECONDS"):
+            waiting.result(10)
 
 
 def test_every_round_has_a_store_and_a_port_of_its_own_and_old_stores_are_deleted(
@@ -495,6 +550,9 @@ def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still
         ("join_timeout", "0"),
         ("join_timeout", "nan"),
         ("lease_ttl", "-1"),
+        ("wait_timeout", "10m"),
+        ("form_timeout", "inf"),
+        ("last_call_timeout", "-1"),
         ("live", "maybe"),
         ("nproc", "0"),
         ("key_prefix", "dlrover"),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dlrover.rdzv.loop import handover, model_fingerprint
+from lightning_dlrover.rdzv.loop import handover, model_fingerprint, updates_made
+from lightning_dlrover.rdzv.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.records import RoundRecord
 
 # --- who has the state --------------------------------------------------------------------------------------------------------
 
@@ -34,6 +36,13 @@ def test_everyone_gets_the_most_advanced_state_from_somebody_who_has_it(
 def test_joiners_are_given_the_state_by_as_many_others_as_there_are() -> None:
     plan = handover(WORKERS, {"a": 5, "b": 5, "c": None, "d": None})
     assert plan.joining == [("a", "c"), ("b", "d")]
+
+
+def test_hello_that_is_no_number_ends_the_round() -> None:
+    round_ = RoundRecord(3, ["a", "b"], "", "start", planned=True)
+    assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
+    with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
+        updates_made(Formation(round_, {"a": b"7", "b": b"garbage"}, 0))
 
 
 # --- models -------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from lightning_dlrover.rdzv import membership
 from lightning_dlrover.rdzv.client import Delete, EtcdClient, EtcdConfig, EtcdUnavailableError, Put
 from lightning_dlrover.rdzv.membership import (
     EvictedError,
@@ -480,6 +481,20 @@ def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     worker.membership.flush()
     texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
     assert texts == [str(number) for number in range(5)]
+
+
+def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_EVENTS", 20)
+    workers = job_of(start, 2)
+    keys = workers[0].membership.keys
+    for number in range(60):
+        workers[0].client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
+    workers[1].membership.event("test", "newest")
+    workers[1].membership.flush()
+    texts = [event.text for event in workers[1].membership.past_events()]
+    assert len(texts) <= 22  # two workers may write beside each other
+    assert "newest" in texts
+    assert "0" not in texts
 
 
 def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[..., Worker], client: EtcdClient) -> None:

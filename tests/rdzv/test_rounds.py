@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.rdzv.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, losses, next_round, waits
+from lightning_dlrover.rdzv.rounds import Patience, View, awaited, cause, lacks_workers, losses, next_round, waits
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
 NAMES = [f"w{i}" for i in range(7)]
@@ -72,6 +72,20 @@ def test_whatever_the_view_a_new_round_has_living_distinct_members_and_the_next_
         return
     first = seen.workers[proposal.members[0]]
     assert (proposal.store_address, proposal.store_port) == (first.address, first.port)
+
+
+def test_survivors_below_min_lack_workers_until_one_comes() -> None:
+    two = replace(JOB, min_workers=2)
+    assert lacks_workers(view("01", gone="1", job=two))
+    assert not lacks_workers(view("01", "2", gone="1", job=two))
+    assert not lacks_workers(view("01", gone="1"))
+    assert not lacks_workers(view("01", job=two))
+
+
+def test_starting_workers_below_min_lack_others() -> None:
+    one = {"w0": worker("w0", "starting", 0)}
+    assert lacks_workers(view(workers=one, job=replace(JOB, min_workers=2)))
+    assert not lacks_workers(view(workers=one))
 
 
 @settings(max_examples=500, deadline=None)

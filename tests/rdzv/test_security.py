@@ -133,3 +133,37 @@ def test_a_changed_password_is_picked_up_while_the_client_lives(tmp_path: Path, 
                 client.put(keys.job, b"")
             (tmp_path / "wrong.password").write_text(PASSWORD)
             client.put(keys.job, b"")
+
+
+def test_replaced_certificates_are_read_again(secured: SecureEtcd, keys: Keys, tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_bytes((secured.folder / "other-ca.pem").read_bytes())
+    with EtcdClient(EtcdConfig(secured.endpoint, **{**secured.access, "ca_cert": str(authority)}, timeout_s=2.0)) as client:
+        with pytest.raises(EtcdError, match="handshake failed"):
+            client.check()
+        authority.write_bytes((secured.folder / "ca.pem").read_bytes())
+        client.check()
+        authority.unlink()  # for a moment, as while it is replaced
+        client._drop(client._connect())
+        assert client.put(keys.job, b"")
+
+
+def test_unreadable_password_is_waited_for(secured: SecureEtcd, keys: Keys, tmp_path: Path) -> None:
+    password, away = tmp_path / "password", tmp_path / "away"
+    password.write_text(f"{PASSWORD}\n")
+    access = {**secured.access, "password_file": str(password)}
+    with (
+        EtcdClient(EtcdConfig(secured.endpoint, **access)) as client,
+        EtcdClient(EtcdConfig(secured.endpoint, **secured.access)) as writer,
+        Mirror(client, keys.live) as mirror,
+    ):
+        password.rename(away)
+        client._token = None
+        mirror._resubscribe()  # needs a token
+        eventually(lambda: not mirror.healthy, "the mirror notices", 20)
+        returns = threading.Timer(0.5, away.rename, [password])
+        returns.start()
+        client.put(keys.plan, b"own")
+        writer.put(keys.job, b"other")
+        mirror.wait_for(lambda found: found.get(keys.job), 10)
+        returns.join()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from torchrun_agent import eventually
 
-from lightning_dlrover.rdzv import server
+from lightning_dlrover.rdzv import server, server_failure
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.server import EmbeddedEtcd, EtcdServerError, find_binary
 
@@ -71,10 +73,92 @@ def test_a_port_lost_to_another_program_is_chosen_again(monkeypatch: pytest.Monk
             assert embedded.port != taken.getsockname()[1]
 
 
-def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_failed_start_names_cause_and_kept_log(tmp_path: Path) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    (folder / "data").write_text("a file where etcd wants a folder")
+    with pytest.raises(EtcdServerError, match=r"exited with code \d+ [\d.]+ s after its start: .*not a directory") as failed:
+        EmbeddedEtcd(folder).start()
+    assert len(str(failed.value).splitlines()) == 1
+    assert f"Its log is kept in {tmp_path}/etcd.log" in str(failed.value)
+    assert "not a directory" in (tmp_path / "etcd.log").read_text()
+
+
+LIMITED = """
+import resource, sys, tempfile
+from lightning_dlrover.rdzv.server import EmbeddedEtcd, EtcdServerError
+limit = int(sys.argv[2])
+resource.setrlimit(getattr(resource, sys.argv[1]), (limit, limit))
+try:
+    EmbeddedEtcd().start()
+except EtcdServerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "cause", "remedy"),
+    [
+        ("RLIMIT_NOFILE", 16, "file descriptor limit .* is too low", "ulimit -n"),
+        ("RLIMIT_AS", 150 << 20, "cannot be run: .*(failed to reserve|cannot allocate|out of memory)", "more memory"),
+        ("RLIMIT_FSIZE", 100_000, "failed to create WAL: error file too large", "ulimit -f"),
+    ],
+)
+def test_limit_that_keeps_etcd_from_starting_is_named(kind: str, limit: int, cause: str, remedy: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIMITED, kind, str(limit)]
+    output = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=60
+    ).stdout
+    assert re.search(cause, output), output
+    assert remedy in output
+    assert len(output.splitlines()) == 1
+    if "log is kept in" in output:
+        [kept] = tmp_path.iterdir()  # the data are gone
+        assert f"kept in {kept}" in output
+
+
+def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is not full: what the system answers about it is, and etcd fails for another reason."""
     (tmp_path / "data").write_text("a file where etcd wants a folder")
-    with pytest.raises(EtcdServerError, match="not a directory"):
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(EtcdServerError, match=f"no space left on device: 4096 bytes are free for {tmp_path}.*free space there"):
         EmbeddedEtcd(tmp_path).start()
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EtcdServerError, match=f"cannot be started: Not a directory .*{tmp_path}/file/etcd"):
+        EmbeddedEtcd(tmp_path / "file" / "etcd").start()
+
+
+def test_etcd_that_was_killed_is_described(tmp_path: Path) -> None:
+    with EmbeddedEtcd(tmp_path / "etcd") as embedded:
+        assert embedded.pid is not None
+        os.kill(embedded.pid, signal.SIGKILL)
+        eventually(lambda: not embedded.is_running(), "etcd has ended", 10)
+        assert embedded.why_it_ended().startswith("it was killed by SIGKILL; give it more memory")
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            "runtime/cgo: pthread_create failed: Resource temporarily unavailable\nSIGABRT: abort\nPC=0x45",
+            "pthread_create failed",
+        ),
+        (
+            '{"level":"info","msg":"a"}\n{"level":"panic","msg":"b","error":"no space left"}\npanic: b\n\ngoroutine 1',
+            "b: error no space",
+        ),
+        ('{"level":"info","msg":"ready"}', ""),
+        ("", ""),
+    ],
+)
+def test_cause_is_found_in_a_log(log: str, cause: str) -> None:
+    found = server_failure.reason(log)
+    assert cause in found
+    assert bool(found) == bool(cause)
 
 
 def test_the_server_dies_with_its_parent() -> None:

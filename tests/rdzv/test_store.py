@@ -111,6 +111,16 @@ def test_the_timeout_can_be_changed_and_read(store: Any) -> None:
     assert store.timeout == timedelta(seconds=7)
 
 
+def test_prefix_store_sets_the_timeout_of_the_store_below(client: EtcdClient, keys: Keys) -> None:
+    store = EtcdStore(client, keys.store + "1/", timedelta(seconds=30))
+    above = dist.PrefixStore("prefix", store)
+    above.set_timeout(timedelta(seconds=0.2))
+    for wait in (lambda: above.get("k"), lambda: above.wait(["k"]), lambda: above.multi_get(["k"])):
+        with pytest.raises(dist.DistStoreError, match=r"0\.2 s"):
+            wait()
+    store.close()
+
+
 ALL_BYTES = bytes(range(256))
 
 

@@ -468,7 +468,7 @@ def test_a_spare_node_does_not_run_the_script_of_a_job_that_has_finished(
     agents.leave("done")
     succeeded([running])
     outcome = spare.wait(SOON_S)
-    assert outcome.error.startswith("RendezvousClosedError")
+    assert outcome.error.startswith("RunIsOverError")
     assert "another --rdzv-id" in outcome.error
     assert len(agents.starts()) == 1
 
@@ -523,7 +523,7 @@ def test_workers_of_a_closed_run_go_on_and_are_not_started_again(
     agents.leave("end")
     succeeded([running[0]], SOON_S)
     outcome = running[1].wait(SOON_S)
-    assert outcome.error.startswith("RendezvousClosedError")
+    assert outcome.error.startswith("RunIsOverError")
     assert "is closed" in outcome.error
     assert len(agents.starts()) == 2
 

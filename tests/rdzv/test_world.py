@@ -6,18 +6,42 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from full_etcd import full
+from torchrun_agent import eventually
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, Keys, encode
+from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.member import TooLateError
+from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, ControllerRecord, Keys, encode
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.world import WorldConfig, _inet_sockets, _shut_down, is_group_failure
+from lightning_dlrover.rdzv.timeouts import Timeouts
+from lightning_dlrover.rdzv.world import World, WorldConfig, _inet_sockets, _shut_down, is_group_failure
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
+
+
+WorldOf = Callable[..., World]
+
+
+@pytest.fixture
+def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
+    """A worker's world in this process."""
+    made: list[World] = []
+
+    def make(min_workers: int = 1, **config: float) -> World:
+        place = WorldConfig(EtcdConfig(etcd.endpoint), keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1", **config)
+        made.append(World(place))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.leave()
 
 
 # --- configuration ------------------------------------------------------------------------------------------------------------
@@ -46,6 +70,45 @@ def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
     config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
     assert config is not None
     assert config.etcd.access == {"user": "me", "password_file": "/secret"}
+
+
+def test_timeouts_of_the_agent_reach_its_workers() -> None:
+    timeouts = Timeouts(*(float(number) for number in range(11, 18)))
+    config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
+    assert config is not None
+    assert config.etcd.timeout_s == timeouts.etcd_timeout_s
+    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
+        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
+    }
+
+
+@pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])
+def test_malformed_timeout_is_named(value: str) -> None:
+    with pytest.raises(ValueError, match=f"DLROVER_WAIT_TIMEOUT_S='{value}' cannot be used: it must be a number of seconds"):
+        WorldConfig.from_environment(JOB | {"DLROVER_WAIT_TIMEOUT_S": value}, "1")
+
+
+def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
+    assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
+
+
+# --- too few workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_worker_gives_up_without_a_controller(world_of: WorldOf) -> None:
+    with pytest.raises(TooLateError, match="the first round"):
+        world_of(min_workers=2, wait_timeout_s=0.3).start()
+
+
+def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
+    leaves = threading.Timer(2.0, client.delete, [keys.controller])
+    leaves.start()
+    began = time.monotonic()
+    with pytest.raises(TooLateError, match="the first round"):
+        world_of(min_workers=2, wait_timeout_s=0.3).start()
+    assert time.monotonic() - began > 2.0
+    leaves.join()
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------------
@@ -118,6 +181,7 @@ def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
 MEMBER = """
 import os, signal, sys, threading, time
 import torch.distributed as dist
+from lightning_dlrover.live import Position, can_meet
 from lightning_dlrover.rdzv.world import World, WorldConfig
 
 connect = dist.ProcessGroupGloo
@@ -133,21 +197,32 @@ def fail_after_the_others_have_formed(*args, **kwargs):
     initialise(*args, **kwargs)
     raise RuntimeError("the last answer of the store was lost")
 
+set_in_store = dist.PrefixStore.set
+
+def set_garbage(store, key, value):
+    if key.startswith("hello/"):
+        dist.PrefixStore.set = set_in_store
+        value = "garbage"
+    set_in_store(store, key, value)
+
 match sys.argv[1:]:
+    case ["garbage"]:
+        dist.PrefixStore.set = set_garbage
     case ["fail"]:
         dist.init_process_group = fail_after_the_others_have_formed
     case [_]:
         dist.ProcessGroupGloo = die_while_connecting
 config = WorldConfig.from_environment(os.environ, "1")
-world = World(config)
+world = World(config, can_meet=can_meet)
 formation = world.start()
 print("FORMED", formation.round.number, formation.size, flush=True)
+hello = Position(1, 1, False, 0, 0, True).encode()
 while (formation.round.number, formation.size) == (1, 3):
     try:
         dist.barrier()
         time.sleep(0.01)
     except RuntimeError:
-        formation = world.recover(b"{}")
+        formation = world.recover(hello)
         print("FORMED", formation.round.number, formation.size, flush=True)
 dist.barrier()
 world.leave()
@@ -155,8 +230,35 @@ print("DONE", flush=True)
 """
 
 
-def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path) -> list[str]:
-    """Three workers of one job; returns what each printed, with its exit code in front."""
+def test_loss_while_etcd_is_full_waits_for_room(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
+        members = start_members([[], [], []], private_etcd, client, keys, tmp_path)
+        try:
+            outputs = [tmp_path / f"{number}.out" for number in range(3)]
+            eventually(lambda: all("FORMED 1 3" in output.read_text() for output in outputs), "the first round has formed", 60)
+            with full(client):
+                members[2].kill()
+                eventually(
+                    lambda: all("is full" in output.read_text() for output in outputs[:2]), "both have tried to write", 30
+                )
+            codes = [member.wait(60) for member in members]
+        finally:
+            end(members)
+    assert codes == [0, 0, -9], "\n".join(output.read_text() for output in outputs)
+    assert all("FORMED 2 2" in output.read_text() for output in outputs[:2])
+
+
+def test_bytes_that_are_no_position_cost_a_round(etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """As when another program writes into the store of a round, which only the port guards."""
+    outputs = run_members([[], ["garbage"], []], etcd, client, keys, tmp_path)
+    assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
+    assert all("round 1 is given up" in output and "FORMED 2 3\nDONE" in output for output in outputs), "\n".join(outputs)
+
+
+def start_members(
+    arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path
+) -> list[subprocess.Popen[bytes]]:
+    """Three workers of one job; what they print goes to `0.out` to `2.out`."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -178,12 +280,23 @@ def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClie
                     stderr=subprocess.STDOUT,
                 )
             )
+    return processes
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait(10)
+
+
+def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path) -> list[str]:
+    """What each of three workers of one job printed, with its exit code in front."""
+    processes = start_members(arguments, etcd, client, keys, folder)
     try:
         deadline = time.monotonic() + 60
         codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
     return [f"{code}\n{(folder / f'{number}.out').read_text()}" for number, code in enumerate(codes)]
 
 

@@ -1,0 +1,110 @@
+"""Choose which measured windows are written to etcd: every change, and otherwise few.
+
+A job makes a window every two seconds on each worker, for weeks. Written as they come they would fill an etcd that many jobs
+share. Pure: no clock, no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.space import settings_of
+
+__all__ = ["PublishedProfile", "WindowLog"]
+
+PUBLISH_EVERY_S = 10.0
+"""A worker's newest window is published at least so often, though nothing has changed."""
+
+CHANGE = 0.25
+"""Share by which a figure has to differ for its window to be published or logged at once."""
+
+NUM_LOGGED_SINGLY = 10
+"""Windows of one round and setting that are logged one by one, as the planner's first judgement needs them."""
+
+LOG_EVERY_S = 60.0
+"""Later windows are merged into one of this length."""
+
+_MEANS = (
+    "step_time_s",
+    "data_wait_s",
+    "forward_s",
+    "backward_s",
+    "communication_s",
+    "optimizer_s",
+    "other_s",
+    "cpu_percent",
+    "gpu_percent",
+)
+_HIGHEST = ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes")
+
+
+class PublishedProfile:
+    """What others see of one worker's windows."""
+
+    def __init__(self) -> None:
+        self._last: StepProfile | None = None
+
+    def is_news(self, window: StepProfile) -> bool:
+        """Whether a window tells others something; it is then taken for published."""
+        last = self._last
+        if last is not None and _place(last) == _place(window) and window.at - last.at < PUBLISH_EVERY_S:
+            figures = ("step_time_s", "memory_bytes", "peak_memory_bytes")
+            if not any(_differs(getattr(last, name), getattr(window, name)) for name in figures):
+                return False
+        self._last = window
+        return True
+
+
+class WindowLog:
+    """The windows of rank 0 that become events of the job's history: contiguous, but merged where nothing changes."""
+
+    def __init__(self) -> None:
+        self._pending: list[StepProfile] = []
+        self._num_in_place = 0
+        self._place: object = None
+
+    def add(self, window: StepProfile) -> list[StepProfile]:
+        """The windows to be logged now."""
+        due: list[StepProfile] = []
+        place = _place(window)
+        if place != self._place:
+            due = self.flush()
+            self._place, self._num_in_place = place, 0
+        self._num_in_place += 1
+        if self._num_in_place <= NUM_LOGGED_SINGLY:
+            return [*due, window]
+        if self._pending and _differs(merged(self._pending).step_time_s, window.step_time_s):
+            due = self.flush()
+        self._pending.append(window)
+        if window.at - self._pending[0].at >= LOG_EVERY_S:
+            due += self.flush()
+        return due
+
+    def flush(self) -> list[StepProfile]:
+        """What has not been logged yet."""
+        pending, self._pending = self._pending, []
+        return [merged(pending)] if pending else []
+
+
+def merged(windows: Sequence[StepProfile]) -> StepProfile:
+    """One window with the steps of several that follow each other: means by step, and the highest use of memory."""
+    num_steps = sum(window.num_steps for window in windows)
+    weights = [window.num_steps / num_steps if num_steps else 1 / len(windows) for window in windows]
+    figures: dict[str, Any] = {
+        name: sum(getattr(window, name) * weight for window, weight in zip(windows, weights, strict=True)) for name in _MEANS
+    }
+    figures |= {name: max(getattr(window, name) for window in windows) for name in _HIGHEST}
+    step_time_s = figures["step_time_s"]
+    figures["samples_per_s"] = windows[-1].global_batch / step_time_s if step_time_s else 0.0
+    return replace(windows[-1], first_step=windows[0].first_step, num_steps=num_steps, **figures)
+
+
+def _place(window: StepProfile) -> object:
+    return window.worker_id, window.round_number, settings_of(window), window.global_batch
+
+
+def _differs(before: float, now: float) -> bool:
+    return abs(now - before) > CHANGE * max(abs(before), abs(now))
