@@ -756,7 +756,11 @@ def _run_job(
         failure = controller.failure_text()
     if end.exit_code:
         print(f"dlrover: job {place.run_id} failed: {end.reason}", file=sys.stderr)
-        print(first_traceback(folder / EVENTS_FILE) or failure, file=sys.stderr)
+        # What workers have reported is about the training only.
+        reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
+        print(reported or failure, file=sys.stderr)
+    elif not end.is_trained:
+        print(f"dlrover: job {place.run_id}: {end.reason}", file=sys.stderr)
     return end.exit_code
 
 
