@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from lightning_dlrover._version import __version__
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
+from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
 from lightning_dlrover.rdzv.membership import JobClosedError
@@ -220,6 +221,8 @@ class DLRoverStrategy(DDPStrategy):
         self._take_loaders_as_they_are()
         if self._world_config is None or self._live is not None:
             return
+        if "DLROVER_NODE" in os.environ:  # `dlrover run` has chosen where the output goes
+            drop_what_cannot_be_written()
         reset_seed()
         if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
             self._go_on_from(former)

@@ -667,16 +667,14 @@ def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: Embe
     assert errors.startswith("dlrover: ")
 
 
-def test_a_job_outlives_the_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
-        cli._say("round 1")
-        cli._say("round 2")
-        monkeypatch.undo()
-        with contextlib.suppress(BrokenPipeError):
-            nobody.close()
+def test_escape_sequences_of_others_reach_no_terminal(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
+    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
+    assert "\x1b" not in text
 
 
 def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
