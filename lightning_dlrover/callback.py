@@ -18,7 +18,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dlrover.analyst import Analyst, Intentions
-from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes
+from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
 from lightning_dlrover.history import history_url
 from lightning_dlrover.live import batches_done, remaining_batches
 from lightning_dlrover.perf.samples import StepProfile
@@ -99,8 +99,9 @@ class DLRoverCallback(L.Callback):
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
-        self._watch = ForwardWatch(pl_module)
-        strategy.watch_next_forward(self._watch)
+        self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
+        if self._watch is not None:
+            strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live, self._patience) if live is not None else None
         self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1))
 
