@@ -48,6 +48,10 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _OUTPUT_S = 60.0
 """How long output that is followed may not be readable."""
 
+LOCAL_WORKERS_PER_CORE = 4
+LEAST_LOCAL_WORKERS = 16
+"""Workers that may run on one machine however few cores it has."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SETTINGS = {
@@ -164,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument("--workers", default="1:2", type=_workers, metavar="MIN:MAX", help="least and most workers (default 1:2)")
-    run.add_argument("--rdzv-id", metavar="JOB", help="name of the job; default: made from the script's name")
+    run.add_argument("--rdzv-id", type=_given, metavar="JOB", help="name of the job; default: made from the script's name")
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
@@ -415,7 +419,9 @@ def _objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _place_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint", metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one")
+    parser.add_argument(
+        "--endpoint", type=_given, metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one"
+    )
     access = parser.add_argument_group("an etcd that asks who one is", "default: as of the job, else DLROVER_USER and so on")
     access.add_argument("--user", metavar="NAME")
     access.add_argument("--password-file", metavar="FILE", help="its first line is the password")
@@ -426,6 +432,12 @@ def _place_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders (default runs)"
     )
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("its value is empty, as of a variable that is not set; give a value, or leave it out")
+    return text
 
 
 def _option(setting: str) -> str:
@@ -487,7 +499,12 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
     _pairs(options, "env", "NAME=VALUE")
-    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT") or None
+    if endpoint is None and (access := _access(options)):
+        raise UsageError(
+            f"{', '.join(map(_flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
+            "and no TLS"
+        )
     _check_target(options, endpoint)
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()
@@ -572,8 +589,19 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     """
     from lightning_dlrover.components.devices import DEVICES_VARIABLE, visible_devices
 
+    cores = len(os.sched_getaffinity(0))
+    limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
+    fewest, most = options.workers
+    if fewest > limit:
+        raise UsageError(
+            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for {limit} workers at most "
+            f"({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use --target slurm or kubernetes"
+        )
+    if most > limit:
+        say(f"at most {limit} workers, not {most}: this machine has {cores} cores")
+        options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
-    if high > (cores := len(os.sched_getaffinity(0))):
+    if high > cores:
         asked = f"{low}:{high}" if low < high else f"{high}"
         raise UsageError(f"--cpus {asked}, and only {cores} cores may be used here; ask for so many at most")
     if not options.gpus:
