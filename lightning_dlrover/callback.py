@@ -24,6 +24,7 @@ from lightning_dlrover.live import batches_done, remaining_batches
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.profiler import Model, Place, StepProfiler
+from lightning_dlrover.resources import MachineLoad
 from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.strategy import DLRoverStrategy
 from lightning_dlrover.watchdog import HangPatience, Watchdog
@@ -103,7 +104,7 @@ class DLRoverCallback(L.Callback):
         if self._watch is not None:
             strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live, self._patience) if live is not None else None
-        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1))
+        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._strategy is not None

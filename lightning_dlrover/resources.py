@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_dlrover.perf.samples import AGENT_BYTES
 
 __all__ = [
     "CpuUse",
+    "MachineLoad",
     "MemoryUse",
     "MemoryWatch",
     "available_cores",
@@ -61,6 +62,31 @@ def cpu_use(children: Iterable[int] = ()) -> CpuUse:
             fields = (PROC / f"{process_id}/stat").read_text().rpartition(")")[2].split()
             cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
     return CpuUse(cpu_s, time.perf_counter())
+
+
+class MachineLoad:
+    """Cores of this machine that are busy, since it was asked for last."""
+
+    def __init__(self, busy_s: Callable[[], float] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._busy_s = busy_s or _busy_s
+        self._clock = clock
+        self._before = clock(), self._busy_s()
+
+    def foreign_cores(self, own_cores: float) -> float:
+        """Cores that other programs keep busy.
+
+        Args:
+            own_cores: that this job has kept busy on this machine meanwhile.
+        """
+        (then, busy_then), self._before = self._before, (self._clock(), self._busy_s())
+        now, busy_now = self._before
+        return max(0.0, (busy_now - busy_then) / max(1e-3, now - then) - own_cores)
+
+
+def _busy_s() -> float:
+    """CPU time of this machine in which it was not idle, also not waiting for a disk."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:

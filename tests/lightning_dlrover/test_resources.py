@@ -18,7 +18,14 @@ from dlrover_process import eventually
 
 from lightning_dlrover import resources
 from lightning_dlrover.perf.samples import AGENT_BYTES
-from lightning_dlrover.resources import MemoryWatch, available_cores, cpu_use, memory_limit_bytes, own_memory_limit_bytes
+from lightning_dlrover.resources import (
+    MachineLoad,
+    MemoryWatch,
+    available_cores,
+    cpu_use,
+    memory_limit_bytes,
+    own_memory_limit_bytes,
+)
 
 MIB = 1 << 20
 
@@ -188,3 +195,15 @@ def test_cpu_time_of_children_counts_without_a_search(monkeypatch: pytest.Monkey
         child.kill()
     assert 0.25 <= family.cpu_s - own.cpu_s < 10.0
     assert own.cpu_s == pytest.approx(time.process_time(), abs=0.5)
+
+
+def test_load_of_others_is_what_this_job_does_not_use() -> None:
+    clock, busy = iter([0.0, 2.0, 4.0, 6.0]), iter([100.0, 103.0, 107.0, 107.5])
+    load = MachineLoad(lambda: next(busy), lambda: next(clock))
+    assert [load.foreign_cores(own_cores) for own_cores in (1.0, 0.5, 1.0)] == [0.5, 1.5, 0.0]
+
+
+def test_machine_is_busy_while_a_child_computes() -> None:
+    load = MachineLoad()
+    subprocess.run([sys.executable, "-c", BUSY.partition("print")[0]], check=True, timeout=60)
+    assert load.foreign_cores(0.0) > 0.05
