@@ -126,6 +126,7 @@ class _App:
     cancelled_at: float | None = None  # last time that the scheduler was told; None also while it could not be
     post_mortem: PostMortem | None = None
     stopped_job: bool = False
+    after_training: bool = False
     warned: bool = False
     cancelled: bool = False
     all_shown: bool = False
@@ -165,6 +166,7 @@ class _App:
             outcome=self.status,  # type: ignore[arg-type]
             error=self.post_mortem.error[:2000] if self.post_mortem else "",
             stopped_job=self.stopped_job,
+            after_training=self.after_training,
         )
 
 
@@ -210,6 +212,7 @@ class Controller:
         self._failures_in_a_row = 0
         self._failed_at = 0.0
         self._had_member = False
+        self._finished_at: float | None = None  # when the job's training was first seen to be done
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
@@ -581,6 +584,8 @@ class Controller:
             # While others trained, failures said nothing about a start without them: they may have held what a new node needs.
             self._failures_in_a_row = 0
         self._had_member = bool(with_member)
+        if self._finished_at is None and view.job is not None and view.job.phase == "finished":
+            self._finished_at = now
         for name, app in self._apps.items():
             app.agent_seen = app.agent_seen or name in with_agent
             app.has_worker, app.is_member = name in with_worker, name in with_member
@@ -708,6 +713,9 @@ class Controller:
             can_grow = app.size.memory_mb < self._limits.max_size.memory_mb
             app.post_mortem = dataclasses.replace(app.post_mortem, error="" if can_grow else "out of memory")
         app.stopped_job = is_last
+        # Without an error of the script, the node may have been killed in its last step, which others finished without it.
+        has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
+        app.after_training = has_finished_s >= (0.0 if app.post_mortem.error else self._patience.settle_s)
         round_number = view.round.number if view.round else 0
         # A round formed since the last failure is progress: the two have nothing to do with each other.
         # Nor has that of the last member, of which the scheduler may know before etcd does, with starts that failed beside it.
@@ -731,6 +739,7 @@ class Controller:
                 ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
                 error=app.post_mortem.error if app.post_mortem else "",
                 stopped_job=app.stopped_job,
+                after_training=app.after_training,
                 warned=app.warned,
             )
             for name, app in self._apps.items()
@@ -939,6 +948,7 @@ def _restored(record: NodeRecord, now: float) -> _App:
         app.ended_at = now - max(0.0, time.time() - record.ended_at)
         app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
         app.stopped_job, app.all_shown = record.stopped_job, True
+        app.after_training = record.after_training
     return app
 
 

@@ -50,6 +50,7 @@ class Node:
     ended_s: float = 0.0  # since it ended
     error: str = ""  # failed: by an error of the script; empty when it was killed
     stopped_job: bool = False  # failed, and with it the last member of the round was gone
+    after_training: bool = False  # failed in the script's code that follows `fit`
     warned: bool = False
 
     @property
@@ -94,6 +95,7 @@ class Give:
 
     exit_code: int
     reason: str
+    is_trained: bool = False  # the training was done, whatever the script did afterwards
 
 
 Action = AddNode | CancelNode | Warn | Give
@@ -106,10 +108,10 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
-        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop)]
+        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop, not exit_code)]
     if view.phase == "finished":
         if not living:
-            return [Give(0, "the job has finished")]
+            return [_end_after_training(view)]
         # A worker may go on with the script's code after `fit` for as long as it likes; a node without one may not.
         done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > patience.exit_s]
         return [CancelNode(n.name, "the job has finished") for n in done]
@@ -159,6 +161,15 @@ def _recent_errors(nodes: Sequence[Node], patience: Patience) -> Counter[str]:
     return Counter(n.error for n in nodes if n.error and n.ended_s <= patience.same_error_s)
 
 
+def _end_after_training(view: JobView) -> Give:
+    """The end of a job whose training is done: the exit code is that of the script, as it may have saved its model last."""
+    failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
+    if failed is None:
+        return Give(0, "the job has finished", is_trained=True)
+    why = failed.error or "it was killed"
+    return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
+
+
 def _end_without_job(view: JobView, patience: Patience) -> Give | None:
     """The job's end when all nodes have ended but no worker said that the job has."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
@@ -171,7 +182,9 @@ def _end_without_job(view: JobView, patience: Patience) -> Give | None:
         return None
     if last.status == "failed":
         return Give(1, f"{last.name} was killed after other nodes had ended")
-    return Give(0, "the script has ended on all nodes")
+    if view.phase == "none":
+        return Give(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
+    return Give(0, "the script ended without training: no Trainer reached its first step")
 
 
 def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
@@ -191,7 +204,7 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
     # Cut off, or hung in the absence of any controller that could have seen it.
-    silent = [n for n in living if not n.agent_seen and n.age_s > patience.come_s]
+    silent = [n for n in living if not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
     # A node whose worker has left is about to end: none that is on its way must go for it.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]

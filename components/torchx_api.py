@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from torchx.runner import get_runner
 from lightning_dlrover.components.reconcile import AppStatus
 
 __all__ = ["TorchXRunner"]
+
+log = logging.getLogger(__name__)
 
 _STATES: dict[str, AppStatus] = {
     "UNSUBMITTED": "pending",
@@ -36,6 +39,7 @@ class TorchXRunner:
         self._runner = get_runner()
         self._scheduler = scheduler
         self._config = dict(config)
+        self._has_failed = False
         # Made now: creating the local scheduler replaces the process's signal handlers, and ours must come after.
         self._runner.scheduler_run_opts(scheduler)
 
@@ -46,13 +50,39 @@ class TorchXRunner:
 
     def status(self, handle: str) -> AppStatus:
         """An app that the scheduler does not know is `gone`."""
-        status = self._runner.status(handle)
+        try:
+            status = self._runner.status(handle)
+        except (OSError, ValueError) as error:
+            if self._scheduler == "local_cwd":
+                return self._state_of_processes(handle, error)
+            raise
         return _STATES.get(status.state.name, "running") if status is not None else "gone"
 
     def cancel(self, handle: str) -> None:
         """End an app. The local scheduler returns once it has ended: SIGTERM, and SIGKILL after 10 s."""
-        self._runner.cancel(handle)
+        try:
+            self._runner.cancel(handle)
+        except (OSError, ValueError) as error:
+            if self._scheduler != "local_cwd":
+                raise
+            self._report(error)
 
     def close(self) -> None:
         """End all apps that the local scheduler has started."""
         self._runner.close()
+
+    def _state_of_processes(self, handle: str, error: Exception) -> AppStatus:
+        """The state of an app of the local scheduler, which fails when it cannot write or read files of its own in the logs.
+
+        A disk that is full ends no job, nor does a file with an agent's error that is half written.
+        """
+        self._report(error)
+        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]  # type: ignore[attr-defined]
+        processes = [replica.proc for replicas in app.role_replicas.values() for replica in replicas]
+        codes = [process.poll() for process in processes]
+        return "running" if None in codes else "failed" if any(codes) else "succeeded"
+
+    def _report(self, error: Exception) -> None:
+        if not self._has_failed:
+            log.warning("TorchX cannot keep its own files among the nodes' logs, the job goes on: %s", error)
+        self._has_failed = True

@@ -16,6 +16,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -27,13 +28,14 @@ from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.autoscale import Situation, plan
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
+from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
 from lightning_dlrover.profile_log import PublishedProfile, WindowLog
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.membership import Membership
 from lightning_dlrover.rdzv.records import EventRecord, PlanRecord, encode, from_fields
+from lightning_dlrover.resources import MachineLoad
 
 __all__ = ["Analyst", "Intentions"]
 
@@ -47,6 +49,7 @@ MAX_WINDOWS_PER_SETTINGS = 30
 MAX_STAYS = 50  # decisions not to change anything, that are kept in memory; each is written down soon
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
+WINDOWS_OF_LOAD = 5  # over which the load of the machine by other programs is taken; the median
 STAY_EVERY_S = 60.0  # that nothing changes is recorded no more often
 HISTORY_EVERY_S = 30.0
 
@@ -83,9 +86,18 @@ class Analyst:
     Args:
         membership: of a job whose workers can change; None: one that runs alone.
         node_cores: cores of one node.
+        load: of this worker's node; None: there are no other programs on it.
     """
 
-    def __init__(self, membership: Membership | None, intentions: Intentions, node_cores: float) -> None:
+    def __init__(
+        self,
+        membership: Membership | None,
+        intentions: Intentions,
+        node_cores: float,
+        load: MachineLoad | None = None,
+    ) -> None:
+        self._load = load
+        self._foreign_cores: deque[float] = deque(maxlen=WINDOWS_OF_LOAD)
         self._membership = membership
         self._intentions = intentions
         self._node_cores = node_cores
@@ -175,22 +187,31 @@ class Analyst:
             if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
                 return  # nodes may be of two sizes now: what is measured is neither's
         self._memory.add(profile)
+        if self._load is not None:
+            workers_here = profile.fullest_node or math.ceil(profile.num_workers / profile.num_nodes)
+            self._foreign_cores.append(self._load.foreign_cores(workers_here * profile.cpu_percent / 100))
         place = profile.round_number, settings_of(profile)
         self._num_in_place = self._num_in_place + 1 if place == self._place else 1
         self._place = place
-        if self._num_in_place == WINDOWS_PER_DECISION:
+        has_failed = self._num_in_place < WINDOWS_PER_DECISION and self._is_failed_trial(profile)
+        if self._num_in_place == WINDOWS_PER_DECISION or has_failed:
             self._judge(place[1])
         if self._keeper is not None and self._keeper.is_due:
             self._remember("running")
         every_s = self._intentions.plan_every_s
         waited = time.monotonic() - self._planned_at >= every_s or self._last is None
-        if every_s and waited and self._num_in_place >= WINDOWS_PER_DECISION and not self._is_under_way(profile):
+        is_time = has_failed or (waited and self._num_in_place >= WINDOWS_PER_DECISION)
+        if every_s and is_time and not self._is_under_way(profile):
             self._planned_at = time.monotonic()
             self._plan(news)
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
         for window in windows if self._membership is not None else ():
             self._membership.event("profile", "", dataclasses.asdict(window))
+
+    def _is_failed_trial(self, profile: StepProfile) -> bool:
+        last = self._memory.decisions[-1] if self._memory.decisions else None
+        return last is not None and last.chosen == settings_of(profile) and has_failed(last, profile.step_time_s)
 
     def _is_under_way(self, profile: StepProfile) -> bool:
         """Whether the current plan is still being carried out; judging it now would take it back."""
@@ -221,6 +242,8 @@ class Analyst:
             # The name of an axis is a setting's, or its plural.
             free = {axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}}
             limits = replace(limits, **free)  # type: ignore[arg-type]
+        if self._foreign_cores:
+            limits = replace(limits, foreign_cores=median(self._foreign_cores))
         if "num_workers" in news.untunable:
             limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
         now = time.time()

@@ -17,13 +17,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dlrover.analyst import Analyst, Intentions
-from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes
+from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
 from lightning_dlrover.history import history_url
 from lightning_dlrover.live import batches_done, remaining_batches
 from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.profiler import Model, Place, StepProfiler
+from lightning_dlrover.resources import MachineLoad
 from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.strategy import DLRoverStrategy
 from lightning_dlrover.watchdog import HangPatience, Watchdog
@@ -108,10 +109,11 @@ class DLRoverCallback(Callback):
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
-        self._watch = ForwardWatch(pl_module)
-        strategy.watch_next_forward(self._watch)
+        self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
+        if self._watch is not None:
+            strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live, self._patience) if live is not None else None
-        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1))
+        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._strategy is not None

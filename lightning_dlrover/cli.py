@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ from urllib.parse import unquote
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.components.target import ESCAPED
+from lightning_dlrover.output import complain, flush, printable, say, show
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.kubernetes_pod import KubernetesOptions
@@ -45,6 +47,10 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _OUTPUT_S = 60.0
 """How long output that is followed may not be readable."""
+
+LOCAL_WORKERS_PER_CORE = 4
+LEAST_LOCAL_WORKERS = 16
+"""Workers that may run on one machine however few cores it has."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -70,7 +76,16 @@ class _Interrupted(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the process's exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    with _quiet_start() as started:
+        result = _main(list(sys.argv[1:] if arguments is None else arguments), started)
+    problem = flush()
+    if problem is not None and problem.errno != errno.EPIPE and result == EXIT_OK:
+        complain(f"standard output cannot be written: {problem.strerror}")
+        return EXIT_FAILED
+    return result
+
+
+def _main(given: list[str], started: Callable[[], None]) -> int:
     if given[:2] == ["run", ESCAPED]:
         given[1:] = map(unquote, given[2:])
     options = _parser().parse_args(given)
@@ -95,17 +110,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RecordError,
         TargetError,
     )
+    if options.run is not _run:  # which has a longer start, and handlers of its own after it
+        started()
     try:
         result: int = options.run(options)
         return result
     except BrokenPipeError:
-        _stop_printing()
         return EXIT_OK
     except (*refusals, ValueError, OSError) as error:
-        print(f"dlrover: {error}", file=sys.stderr)
+        complain(str(error))
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C end this process without a traceback, as long as nothing was started that would have to be ended first.
+
+    The function that it gives ends that time.
+    """
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        # At once: an exception in the middle of an import would be an import's error to some modules.
+        with contextlib.suppress(OSError):
+            os.write(2, b"dlrover: interrupted\n")
+        os._exit(128 + number)
+
+    def started() -> None:
+        if is_ours and signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield started
+    finally:
+        started()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument("--workers", default="1:2", type=_workers, metavar="MIN:MAX", help="least and most workers (default 1:2)")
-    run.add_argument("--rdzv-id", metavar="JOB", help="name of the job; default: made from the script's name")
+    run.add_argument("--rdzv-id", type=_given, metavar="JOB", help="name of the job; default: made from the script's name")
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
@@ -376,7 +419,9 @@ def _objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _place_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint", metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one")
+    parser.add_argument(
+        "--endpoint", type=_given, metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one"
+    )
     access = parser.add_argument_group("an etcd that asks who one is", "default: as of the job, else DLROVER_USER and so on")
     access.add_argument("--user", metavar="NAME")
     access.add_argument("--password-file", metavar="FILE", help="its first line is the password")
@@ -387,6 +432,12 @@ def _place_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders (default runs)"
     )
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("its value is empty, as of a variable that is not set; give a value, or leave it out")
+    return text
 
 
 def _option(setting: str) -> str:
@@ -448,7 +499,12 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     _objective(options)
     _pairs(options, "env", "NAME=VALUE")
-    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT") or None
+    if endpoint is None and (access := _access(options)):
+        raise UsageError(
+            f"{', '.join(map(_flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
+            "and no TLS"
+        )
     _check_target(options, endpoint)
     prefix = _checked_prefix(options.key_prefix)
     hurry = threading.Event()
@@ -467,7 +523,7 @@ def _run(options: argparse.Namespace) -> int:
                 return _run_job(options, script, place, folder, server, hurry)
         except _Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
-            print(f"dlrover: job {run_id} was ended by {name}; nothing it started is left", file=sys.stderr)
+            complain(f"job {run_id} was ended by {name}; nothing it started is left")
             return 128 + interrupted.signal_number
 
 
@@ -490,7 +546,7 @@ def _surrounding_target(options: argparse.Namespace) -> str:
         setattr(options, name, None)
     place = {"local": "on this machine", "slurm": "on Slurm", "kubernetes": "on Kubernetes"}[target]
     said = f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(_flag, ignored))}" if ignored else "")
-    _say(said + ("; `--target local` keeps them on this host" if target != "local" else ""))
+    say(said + ("; `--target local` keeps them on this host" if target != "local" else ""))
     return target
 
 
@@ -533,8 +589,19 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     """
     from lightning_dlrover.components.devices import DEVICES_VARIABLE, visible_devices
 
+    cores = len(os.sched_getaffinity(0))
+    limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
+    fewest, most = options.workers
+    if fewest > limit:
+        raise UsageError(
+            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for {limit} workers at most "
+            f"({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use --target slurm or kubernetes"
+        )
+    if most > limit:
+        say(f"at most {limit} workers, not {most}: this machine has {cores} cores")
+        options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
-    if high > (cores := len(os.sched_getaffinity(0))):
+    if high > cores:
         asked = f"{low}:{high}" if low < high else f"{high}"
         raise UsageError(f"--cpus {asked}, and only {cores} cores may be used here; ask for so many at most")
     if not options.gpus:
@@ -646,13 +713,13 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
                 time.sleep(0.5)
         with server:
             if not host.startswith("127."):
-                _say(
+                say(
                     f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
                     "stays, and docs/security.md says how it asks who one is"
                 )
             if "VC_TASK_INDEX" in os.environ:
                 # TorchX asks for its plugin `svc`, whose network policy lets in pods of the same Job only.
-                _say(
+                say(
                     "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
                 )
             yield server
@@ -728,9 +795,9 @@ def _run_job(
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = _Announcer(log)
-        controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), _say, patience, hurry))
+        controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), say, patience, hurry))
         place.write(folder, target.name, controller.mark)
-        _say(
+        say(
             f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
             f"files in {folder}"
         )
@@ -756,8 +823,12 @@ def _run_job(
                 _write_report(place.run_id, folder)
         failure = controller.failure_text()
     if end.exit_code:
-        print(f"dlrover: job {place.run_id} failed: {end.reason}", file=sys.stderr)
-        print(first_traceback(folder / EVENTS_FILE) or failure, file=sys.stderr)
+        complain(f"job {place.run_id} failed: {end.reason}")
+        # What workers have reported is about the training only.
+        reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
+        complain(reported or failure, prefix="")
+    elif not end.is_trained:
+        complain(f"job {place.run_id}: {end.reason}")
     return end.exit_code
 
 
@@ -781,18 +852,6 @@ def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: t
     asked = {name: getattr(options, name) for name in (*_SLURM_OPTIONS, *_NODE_OPTIONS)}
     asked |= {"notice_s": options.notice} if options.notice is not None else {}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
-
-
-def _say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        # Nobody reads any more; the job goes on, and its files say what happened.
-        _stop_printing()
-
-
-def _stop_printing() -> None:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (or the interpreter complains when it flushes at exit)
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:
@@ -835,7 +894,7 @@ class _Announcer:
                     continue
                 self._stays_at = chosen if chosen == current else None
             if event.kind in ("round", "decision", "scale", "loss", "resume", "straggler", "memory", "hang") and event.text:
-                _say(f"[{event.kind}] {event.text}")
+                say(printable(f"[{event.kind}] {event.text}"))
 
 
 def _write_report(run_id: str, folder: Path) -> None:
@@ -849,10 +908,10 @@ def _write_report(run_id: str, folder: Path) -> None:
     try:
         write_report(run_id, events, folder / "report.html")
     except OSError as error:
-        print(f"dlrover: no report was written: {error}", file=sys.stderr)
+        complain(f"no report was written: {error}")
         return
-    _say(summary_text(run_id, events))
-    _say(f"report: {folder / 'report.html'}")
+    say(printable(summary_text(run_id, events)))
+    say(f"report: {folder / 'report.html'}")
 
 
 def _checked_script(text: str) -> Path:
@@ -979,7 +1038,7 @@ def _scale(options: argparse.Namespace) -> int:
         _check_node_size(place, found.nodes, settings)
         wanted = _wanted_text(options.num_workers, settings)
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
-    print(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
+    show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
     return EXIT_OK
 
 
@@ -1084,12 +1143,12 @@ def _divide(options: argparse.Namespace) -> int:
             wanted, unit = _wanted_text(share.settings.num_workers, settings), devices[job.name]
             now = next((o for o in job.options if o.settings == current), None)
             beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
-            print(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
             if options.apply:
                 reason = f"its share of {options.budget:g} {unit} among {len(jobs)} jobs: {wanted}"
                 _plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
     if not options.apply:
-        print("nothing was changed; --apply makes these the jobs' plans")
+        show("nothing was changed; --apply makes these the jobs' plans")
     return EXIT_OK
 
 
@@ -1121,7 +1180,7 @@ def _drain(options: argparse.Namespace) -> int:
         request = DrainRecord(options.worker, "asked for by `dlrover drain`", once_replaced=options.replace)
         client.put(place.keys.drains + options.worker, encode(request))
     when = " when another worker is ready" if options.replace else ""
-    print(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
+    show(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
     return EXIT_OK
 
 
@@ -1160,7 +1219,7 @@ def _cancel(options: argparse.Namespace) -> int:
                 f"process {job.pid}"
             ) from None
         count = _cancel_by_name(place, job.target, job.mark, deadline)
-        print(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
+        show(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
         return EXIT_OK
     with client:
         view = read_job(client, place.keys).view  # says so if there is no such job
@@ -1172,7 +1231,7 @@ def _cancel(options: argparse.Namespace) -> int:
             _let_workers_leave(client, place, deadline)
             _mark_as_cancelled(client, place.keys)
     what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
-    print(f"job {place.run_id}: {what}")
+    show(f"job {place.run_id}: {what}")
     return EXIT_OK
 
 
@@ -1408,7 +1467,7 @@ def _follow(options: argparse.Namespace, output: _Output) -> None:
                 failing_since = None
             elif failing_since is None:
                 failing_since = time.monotonic()
-                print(f"dlrover: output cannot be read now ({problem}); trying again for {_OUTPUT_S:.0f} s", file=sys.stderr)
+                complain(f"output cannot be read now ({problem}); trying again for {_OUTPUT_S:.0f} s")
             elif time.monotonic() - failing_since > _OUTPUT_S:
                 raise UsageError(f"output cannot be read for {_OUTPUT_S:.0f} s: {problem}") from problem
             if not is_over or problem is not None:
@@ -1468,12 +1527,12 @@ def _stacks(options: argparse.Namespace) -> int:
             time.sleep(0.1)
     for answer in sorted(answers.values(), key=lambda a: a.global_rank):
         waits = ", waits for others in a collective" if answer.in_collective else ""
-        print(
+        show(
             f"{answer.worker_id} (rank {answer.global_rank}, {answer.host}:{answer.pid}, in {answer.phase} "
             f"since {answer.since_s:.1f} s{waits}) is at {answer.place}\n{answer.stacks}\n"
         )
     for worker in missing:
-        print(f"{worker} has not answered within {options.timeout:g} s: it has no DLRoverCallback, was stopped, or runs C code")
+        show(f"{worker} has not answered within {options.timeout:g} s: it has no DLRoverCallback, was stopped, or runs C code")
     return EXIT_FAILED if missing else EXIT_OK
 
 
@@ -1491,14 +1550,14 @@ def _status(options: argparse.Namespace) -> int:
                 profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
         events = read_events(client.get_prefix(place.keys.events)[1])
     status = show_status(place, found, profiles, events)
-    print(json.dumps(status, indent=2) if options.json else _status_text(status))
+    show(json.dumps(status, indent=2) if options.json else _status_text(status))
     _tell_problems(found.problems)
     return EXIT_OK
 
 
 def _tell_problems(problems: list[str]) -> None:
     for problem in problems:
-        print(f"dlrover: ignored a record: {problem}", file=sys.stderr)
+        complain(f"ignored a record: {problem}")
 
 
 def _status_text(status: dict[str, Any]) -> str:
@@ -1564,8 +1623,8 @@ def _report(options: argparse.Namespace) -> int:
     events = _events_of(options) or read_event_file(folder / EVENTS_FILE)  # the latter says what is missing
     output = options.output or folder / "report.html"
     write_report(options.job, events, output)
-    print(summary_text(options.job, events))
-    print(f"report: {output}")
+    show(summary_text(options.job, events))
+    show(f"report: {output}")
     return EXIT_OK
 
 
@@ -1576,12 +1635,12 @@ def _explain(options: argparse.Namespace) -> int:
 
     events = _events_of(options) or _events_of_history(options)
     story = tell(options.job, events)
-    print(explain_text(story, options.plan))
+    show(explain_text(story, options.plan))
     if story.decisions:
         output = options.output or options.run_dir / options.job / "plans.png"
         output.parent.mkdir(parents=True, exist_ok=True)
         plans_picture(story).savefig(output, dpi=130)
-        print(f"picture: {output}")
+        show(f"picture: {output}")
     return EXIT_OK
 
 
@@ -1641,9 +1700,9 @@ def _history_list(options: argparse.Namespace) -> int:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
         lasted = f"{job.updated_at - job.started_at:.0f} s"
         tried = f"{job.num_settings} settings measured"
-        print(f"{job.key:<44} {when}  {lasted:>9}  {job.outcome:<9} {job.descriptor.device:<8} {tried}")
+        show(f"{job.key:<44} {when}  {lasted:>9}  {job.outcome:<9} {job.descriptor.device:<8} {tried}")
     if not jobs:
-        print("no jobs are remembered yet")
+        show("no jobs are remembered yet")
     return EXIT_OK
 
 
@@ -1653,14 +1712,14 @@ def _history_show(options: argparse.Namespace) -> int:
     with _open_history(options) as history:
         job = _find_in_history(history, options.job)[0]
         windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
-    print(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
+    show(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
     for name, value in vars(job.descriptor).items():
-        print(f"  {name.replace('_', ' '):<20} {value if isinstance(value, str) else f'{value:,.6g}'}")
+        show(f"  {name.replace('_', ' '):<20} {value if isinstance(value, str) else f'{value:,.6g}'}")
     if windows:
         times = PastJob(job.key, job.updated_at, job.descriptor, windows).step_times_s()
-        print("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
+        show("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
         for settings, seconds in sorted(times.items(), key=lambda item: item[1]):
-            print(f"    {settings.short:<12} {1000 * seconds:8.3g} ms")
+            show(f"    {settings.short:<12} {1000 * seconds:8.3g} ms")
     return EXIT_OK
 
 
@@ -1682,7 +1741,7 @@ def _list(options: argparse.Namespace) -> int:
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, _access(options))
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     if not jobs:
-        print(f"no jobs in {where}")
+        show(f"no jobs in {where}")
         return EXIT_OK
     rows: list[tuple[str, ...]] = [("JOB", "STATE", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
     for job in jobs:
@@ -1690,7 +1749,7 @@ def _list(options: argparse.Namespace) -> int:
         rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     return EXIT_OK
 
 

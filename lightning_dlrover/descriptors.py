@@ -5,6 +5,7 @@ One forward pass is watched for each process: `with watch: training_step(...)`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-__all__ = ["Descriptors", "ForwardWatch", "dense_gradient_bytes", "embedding_bytes"]
+__all__ = ["Descriptors", "ForwardWatch", "dense_gradient_bytes", "embedding_bytes", "uses_dynamo"]
 
 FORWARD_AND_BACKWARD = 3
 """Times the forward pass's FLOPs: backward computes two products for each one (Kaplan et al., 2020, section 2.1)."""
@@ -33,7 +34,8 @@ class Descriptors:
 class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs and the rows looked up by what is computed inside of its block, once.
 
-    What torch has no formula for counts nothing, and no error of a formula reaches what is watched.
+    What torch has no formula for counts nothing, and no error of a formula reaches what is watched. What `torch.compile` has
+    compiled is run as it is, unseen, so where Dynamo is in use nothing is known.
 
     Args:
         module: whose sharded tables are watched, too.
@@ -48,7 +50,14 @@ class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def descriptors(self, num_samples: int) -> Descriptors:
         """Of one of the samples that were computed on."""
+        if uses_dynamo(self._module):
+            return Descriptors()
         return Descriptors(FORWARD_AND_BACKWARD * self.flops // num_samples, self.lookups / num_samples)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether Dynamo compiles within the block. Otherwise it skips each frame that it meets there, and for good."""
+        return True
 
     def __enter__(self) -> ForwardWatch:
         self.flops = self.lookups = 0  # a step that failed is made again
@@ -87,6 +96,14 @@ class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for features in inputs:
                 rows = dict(zip(features.keys(), features.length_per_key(), strict=True))
                 self.lookups += sum(rows.get(name, 0) for table in tables for name in table.feature_names)
+
+
+def uses_dynamo(module: nn.Module) -> bool:
+    """Whether parts of `module` are compiled, or Dynamo has met any code of this process."""
+    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in module.modules()):
+        return True
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and bool(convert_frame.input_codes.seen)
 
 
 def embedding_bytes(module: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -392,20 +393,42 @@ class EventLog:
     _seen: set[str] = field(default_factory=set)
     _revision: int = -1
     _began: bool = False
+    _unwritten: bytes = b""
+    _failed: bool = False
 
     def new(self) -> list[EventRecord]:
-        """Events since the last call; they are in the file when this returns."""
+        """Events since the last call; they are in the file when this returns, unless that cannot be written.
+
+        What was not written is written by a later call: a full disk ends no job.
+        """
         if self.mirror.revision == self._revision:
+            self._write()
             return []
         self._revision = self.mirror.revision
         fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
         events = read_events(fresh)
-        with self.file.open("ab" if self._began else "wb") as stream:
-            for event in events:
-                stream.write(encode(event) + b"\n")
-        self._began = True
+        self._unwritten += b"".join(encode(event) + b"\n" for event in events)
+        self._write()
         return events
+
+    def _write(self) -> None:
+        if self._began and not self._unwritten:
+            return
+        try:
+            # Unbuffered: what a full disk has taken on is known to the byte.
+            with self.file.open("ab" if self._began else "wb", buffering=0) as stream:
+                self._began = True
+                while self._unwritten:
+                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
+            self._failed = False
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._failed:
+            log.warning("events are missing in %s for now, the job goes on: %s", self.file, error.strerror)
+        self._failed = True
 
     def complete(self, client: EtcdClient) -> None:
         """Bring the file up to what etcd holds now: the watch may be a moment behind the last words of a job.
@@ -418,12 +441,19 @@ class EventLog:
             log.warning("the last events may be missing in %s: %s", self.file, error)
             last = []
         self._seen.update(entry.key for entry in last)
-        known = read_event_file(self.file) if self.file.exists() else []
-        events = sorted([*known, *read_events(last)], key=lambda event: event.at)
+        self._unwritten += b"".join(encode(event) + b"\n" for event in read_events(last))
+        self._write()
+        if self._unwritten:
+            return
         unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
-        unfinished.replace(self.file)
-        self._began = True
+        try:
+            events = sorted(read_event_file(self.file), key=lambda event: event.at)
+            unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
+            unfinished.replace(self.file)
+        except OSError as error:
+            self._complain(error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 def show_status(

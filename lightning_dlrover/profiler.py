@@ -124,7 +124,7 @@ class StepProfiler:
         times = self._times
         window = self._window
         if window is None or window.place != place:
-            self._window = _Window(place, step, now, cpu_use(), place.settling_steps - 1)
+            self._window = _Window(place, step, now, cpu_use(self._memory.children), place.settling_steps - 1)
         elif window.to_settle:
             window.to_settle -= 1
             window.first_step, window.started = step, now
@@ -161,7 +161,7 @@ class StepProfiler:
         scale = step_time_s / (sum(ordered) / num_steps) if sum(ordered) else 1.0
         data_wait, forward, backward, communication, run = (window.parts[part] / num_steps * scale for part in PARTS)
         computed = forward + backward + communication
-        use, memory = cpu_use(), self._memory.take()
+        use, memory = cpu_use(self._memory.children), self._memory.take()
         elapsed = max(1e-9, use.at - window.use.at)
         gpu_memory, gpu_percent = _gpu_use(self._device)
         self._window = _Window(place, step, time.perf_counter(), use)

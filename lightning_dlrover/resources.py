@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_dlrover.perf.samples import AGENT_BYTES
 
 __all__ = [
     "CpuUse",
+    "MachineLoad",
     "MemoryUse",
     "MemoryWatch",
     "available_cores",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 SAMPLE_S = 0.5
+
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,45 @@ class MemoryUse:
     peak_bytes: int  # since it was asked for last
 
 
-def cpu_use() -> CpuUse:
-    process = psutil.Process()
-    cpu_s = 0.0
-    for each in (process, *process.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended since it was listed
-            times = each.cpu_times()
-            cpu_s += times.user + times.system
+def cpu_use(children: Iterable[int] = ()) -> CpuUse:
+    """CPU time of this process and of others, cheap enough for the training thread: nobody is searched for.
+
+    Args:
+        children: process ids, as of `MemoryWatch.children`.
+    """
+    own = os.times()
+    cpu_s = own.user + own.system
+    for process_id in children:
+        with suppress(OSError, ValueError, IndexError):  # it has ended since it was listed
+            # The name in parentheses may hold anything; the user and system time are the 12th and 13th field after it.
+            fields = (PROC / f"{process_id}/stat").read_text().rpartition(")")[2].split()
+            cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
     return CpuUse(cpu_s, time.perf_counter())
+
+
+class MachineLoad:
+    """Cores of this machine that are busy, since it was asked for last."""
+
+    def __init__(self, busy_s: Callable[[], float] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._busy_s = busy_s or _busy_s
+        self._clock = clock
+        self._before = clock(), self._busy_s()
+
+    def foreign_cores(self, own_cores: float) -> float:
+        """Cores that other programs keep busy.
+
+        Args:
+            own_cores: that this job has kept busy on this machine meanwhile.
+        """
+        (then, busy_then), self._before = self._before, (self._clock(), self._busy_s())
+        now, busy_now = self._before
+        return max(0.0, (busy_now - busy_then) / max(1e-3, now - then) - own_cores)
+
+
+def _busy_s() -> float:
+    """CPU time of this machine in which it was not idle, also not waiting for a disk."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
@@ -111,6 +145,8 @@ class MemoryWatch:
 
     def __init__(self, sample_s: float = SAMPLE_S) -> None:
         self._sample_s = sample_s
+        self.children: Sequence[int] = ()
+        """Process ids, as they were at the last sample."""
         self._resident = self._of_children = self._peak_of_children = 0
         self._closing = threading.Event()
         self._forget_peak()
@@ -138,7 +174,8 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._closing.is_set():
             # It walks the page tables of the children, so it is not done where training would wait for it.
-            self._of_children = sum(_private_bytes(pid) for pid in _children())
+            self.children = _children()
+            self._of_children = sum(map(_private_bytes, self.children))
             self._peak_of_children = max(self._peak_of_children, self._of_children)
             self._closing.wait(self._sample_s)
 

@@ -35,6 +35,7 @@ from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
 from lightning_dlrover.loader_checks import batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv import transfer
@@ -251,6 +252,8 @@ class DLRoverStrategy(EitherStrategy):
     def _enter_job(self) -> None:
         """The script's first Trainer starts the world, later ones go on with it."""
         assert self._world_config is not None
+        if "DLROVER_NODE" in os.environ:  # `dlrover run` has chosen where the output goes
+            drop_what_cannot_be_written()
         fabric_submodule(self._package, "utilities.seed").reset_seed()
         if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
             self._go_on_from(former)

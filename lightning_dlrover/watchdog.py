@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,17 @@ JUDGE_AGAIN_S = 10.0
 """A straggler whose replacement does not pay is judged again after so long, while it is one."""
 
 GIL_TIMEOUT_S = 15.0
-"""When no thread of a worker could run for so long, its stacks are written to its standard error, from outside of Python."""
+"""Seconds without a chance to run after which the watch reports that no Python thread of this worker could."""
+
+UNSAFE_STACKS_VARIABLE = "DLROVER_UNSAFE_STACKS"
+"""Set to 1: after `GIL_TIMEOUT_S` the stacks are written to standard error, by faulthandler's thread, which needs no GIL.
+
+Off by default: the thread reads frames that may change meanwhile. A worker that is not stuck but was stopped, or starved by an
+overloaded machine, may crash in that.
+"""
+
+TELL_AGAIN_S = 600.0
+"""Seconds between two reports that no Python thread could run."""
 
 MAX_EVENT_BYTES = 60_000
 """Of the stacks in one event, those of all workers together."""
@@ -108,13 +118,12 @@ class Watchdog:
     def _run(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        watches_gil = False
-        armed_at = polled_at = 0.0
+        gil = _GilWatch(os.environ)
+        polled_at = 0.0
         away = False
         while not self._closing.wait(POLL_S):
             now = time.monotonic()
-            if now - armed_at > GIL_TIMEOUT_S / 4:
-                armed_at, watches_gil = now, _watch_gil()
+            gil.look(now)
             try:
                 # A process that was stopped, or a host that slept, has missed its own polls.
                 self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
@@ -129,19 +138,40 @@ class Watchdog:
                 # Training must go on unwatched; what went wrong is said with its traceback.
                 log.exception("the watch over this worker failed")
             polled_at = time.monotonic()
-        if watches_gil:
+        gil.close()
+
+
+class _GilWatch:
+    """Reports times in which no Python thread could run, as when C code holds the GIL: nobody here can answer meanwhile."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1" and sys.__stderr__ is not None
+        self._looked_at = self._armed_at = self._told_at = -math.inf
+        if self._is_unsafe:
+            log.warning(
+                "%s is set: if no Python thread of this worker can run for %.0f s, lightning_dlrover has its stacks written "
+                "below the word 'Timeout', which may crash it; unset the variable to switch that off",
+                *(UNSAFE_STACKS_VARIABLE, GIL_TIMEOUT_S),
+            )
+
+    def look(self, now: float) -> None:
+        """To be called regularly, from a thread of its own."""
+        if self._is_unsafe and now - self._armed_at > GIL_TIMEOUT_S / 4:
+            self._armed_at = now
+            with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed, or no file
+                faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=sys.__stderr__)
+        silent_s, self._looked_at = now - self._looked_at, now
+        if GIL_TIMEOUT_S < silent_s < math.inf and now - self._told_at > TELL_AGAIN_S:
+            self._told_at = now
+            log.warning(
+                "no Python thread of this worker ran for %.0f s: it was stopped, its machine is overloaded, or C code held the "
+                "GIL; it is at %s now",
+                *(silent_s, innermost_user_place()),
+            )
+
+    def close(self) -> None:
+        if self._is_unsafe:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _watch_gil() -> bool:
-    """Begin to wait anew for a time in which no thread can run, as when C code holds Python's lock."""
-    if sys.__stderr__ is None:
-        return False
-    try:
-        faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=sys.__stderr__)
-    except (ValueError, OSError, RuntimeError):
-        return False  # standard error is closed, or no file
-    return True
 
 
 # --- hangs --------------------------------------------------------------------------------------------------------------------

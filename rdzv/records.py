@@ -415,6 +415,7 @@ class NodeRecord:
     outcome: Literal["", "succeeded", "failed", "cancelled", "gone"] = ""
     error: str = ""  # failed: what the script has raised; empty when it was killed
     stopped_job: bool = False  # with it the last member of the round was gone
+    after_training: bool = False  # failed in the script's code that follows `fit`
     had_worker: bool = False  # its training process was registered: without one now it is about to end, or hangs
     cpus: int = 0  # that it was asked for with; 0: as the scheduler has it
     memory_mb: int = 0

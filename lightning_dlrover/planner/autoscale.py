@@ -20,7 +20,7 @@ from lightning_dlrover.perf import Configuration, MemoryModel, Prediction
 from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
 from lightning_dlrover.planner.memory_growth import node_memory_bytes
 from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, has_failed, step_text
 from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
 from lightning_dlrover.planner.warm_start import Suggestion
 
@@ -403,7 +403,9 @@ class _Search:
             return warm, True, self._reason_to_follow(warm)
         loss, promise = self._scale()
         best = self._best_measured(allowed, loss)
-        trial, worth_s = self._trial(allowed, best, loss, promise)
+        # Whoever comes from a trial that has failed goes home first.
+        fled = best != now and self._has_failed()
+        trial, worth_s = self._trial(allowed, best, loss, promise) if not fled else (None, 0.0)
         if trial is not None:
             return trial, True, self._reason_to_try(trial, best, worth_s)
         if best != now and self._is_worth_moving(best, loss):
@@ -424,6 +426,12 @@ class _Search:
             return None  # it is not expected to keep the deadline or the budget, as what runs now does
         gain_s = field.left_s * (1 - 1 / suggestion.gain)
         return fits[0] if gain_s > field.change_cost_s(field.now, fits[0]) + self.rules.min_gain * field.left_s else None
+
+    def _has_failed(self) -> bool:
+        """Whether what runs now is a trial far outside of what was predicted for it."""
+        last = max(self.situation.past, key=lambda d: d.decision_id, default=None)
+        runs = self.field.settings[self.field.now]
+        return last is not None and last.chosen == runs and has_failed(last, self.situation.current.step_time_s)
 
     def _scale(self) -> tuple[Floats, Floats]:
         """What is minimised, and the step time above which settings do not count.

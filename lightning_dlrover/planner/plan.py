@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "step_text"]
+__all__ = ["Candidate", "Decision", "Outcome", "Settings", "has_failed", "outcome", "step_text"]
+
+FAR_OUT = 1.5
+"""A trial whose first window is slower by this factor than the slowest step that was predicted has failed."""
 
 
 LARGEST = 1e18  # of any quantity; beyond lies a broken record, infinity or a whole number that is no float
@@ -156,6 +159,13 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
         before = decision.observed_step_time_s / observed_step_time_s
         text += f"; {before:.2f} times as fast as with {decision.current.short}"
     return Outcome(decision.decision_id, observed_step_time_s, ratio, expected, text)
+
+
+def has_failed(decision: Decision, step_time_s: float) -> bool:
+    """Whether a trial makes steps so slow that a single window of them is enough to leave it."""
+    if not decision.explored or not decision.is_change:
+        return False
+    return step_time_s > FAR_OUT * max(decision.choice.high_s, decision.observed_step_time_s)
 
 
 def step_text(seconds: float) -> str:

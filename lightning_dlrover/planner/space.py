@@ -25,6 +25,7 @@ Floats = NDArray[np.float64]
 
 MAX_ENUMERATED = 50_000  # 100,000 predictions take half a second
 NUM_GENERATIONS = 60
+SPARE_THREADS = 0.5  # a bit of foreign load is on any machine
 POPULATION = 100
 
 
@@ -41,6 +42,7 @@ class Limits:
     # What a worker's node may be given, where each worker has one of its own; 0: it has what it has.
     max_cores: float = 0.0
     max_memory_bytes: int = 0
+    foreign_cores: float = 0.0  # of a node that other programs keep busy: no more threads than now are considered for these
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -54,6 +56,8 @@ class Limits:
                 raise ValueError(f"cannot plan with {name} of {wrong[0]}: each must be {low} or more")
         if self.workers_per_node < 0:
             raise ValueError(f"cannot plan with {self.workers_per_node} workers per node; 0 leaves them where they are")
+        if not 0 <= self.foreign_cores < math.inf:
+            raise ValueError(f"cannot plan with {self.foreign_cores} cores that others keep busy; 0 leaves all to the job")
         if not 0 <= self.max_cores < math.inf or self.max_memory_bytes < 0:
             raise ValueError(
                 f"cannot plan with nodes of up to {self.max_cores} cores and {self.max_memory_bytes} bytes; "
@@ -144,6 +148,12 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     threads = asked.workers_on_node * asked.threads
     if asked.threads > 1 and threads > asked.node_cores:
         return f"{threads:g} threads on {asked.node_cores:g} cores of a node"
+    # Threads meet at a barrier many times in each step. One that has to share its core makes all others wait.
+    free_cores = asked.node_cores - limits.foreign_cores
+    if asked.threads > max(1, now.threads) and threads > free_cores + SPARE_THREADS:
+        return (
+            f"{threads:g} threads on a node of {asked.node_cores:g} cores, of which others keep {limits.foreign_cores:.1f} busy"
+        )
     loaders = asked.workers_on_node * asked.loader_workers
     # Workers that are each bound to cores of their own do not get those of a node that none of them has.
     cores = min(asked.node_cores, asked.workers_on_node * asked.cores)

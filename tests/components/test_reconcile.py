@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,10 @@ def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: lis
     ("view", "exit_code"),
     [
         (JobView("finished", 1, [ended()]), 0),
+        (JobView("finished", 2, [ended("a"), killed("b")]), 0),
+        (JobView("finished", 2, [ended("a"), faulty("b")]), 0),
+        (JobView("finished", 2, [ended("a"), replace(faulty("b"), after_training=True)]), 1),
+        (JobView("finished", 2, [ended("a"), replace(killed("b"), after_training=True)]), 1),
         (JobView("none", 1, [ended()]), 0),
         (JobView("failed", 1, [ended()]), 1),
         (JobView("none", 1, [], stop="enough"), 1),
@@ -245,3 +250,17 @@ def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> 
     now, later = (bool(reconcile(view, patience)) for view in views_)
     assert now or not later
     assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]
+
+
+def test_failure_after_training_is_named() -> None:
+    first, second = (replace(faulty(name, ended_s=s), after_training=True) for name, s in (("a", 9.0), ("b", 5.0)))
+    [end] = reconcile(JobView("finished", 2, [second, first]))
+    assert end == Give(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
+
+
+@pytest.mark.parametrize(("phase", "reason"), [("none", "no worker joined"), ("starting", "no Trainer reached")])
+def test_end_without_training_is_told(phase: Any, reason: str) -> None:
+    [end] = reconcile(JobView(phase, 1, [ended()]))
+    assert isinstance(end, Give)
+    assert (end.exit_code, end.is_trained) == (0, False)
+    assert f"the script ended without training: {reason}" in end.reason

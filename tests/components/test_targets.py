@@ -95,6 +95,23 @@ def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
     assert "ValueError: bad" in output(target, handle)
 
 
+@pytest.mark.parametrize("code, status", [(0, "succeeded"), (3, "failed")])
+def test_node_outlives_the_files_torchx_cannot_write(make_target: MakeTarget, tmp_path: Path, code: int, status: str) -> None:
+    """A full disk leaves an agent's error file empty, and no room for TorchX's own."""
+    end = tmp_path / "end"
+    source = f"import os, sys, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\nsys.exit({code})"
+    target = make_target(source)
+    handle = target.start("node1")
+    [log, *_] = target.logs(handle)
+    log.with_name("error.json").touch()
+    (log.parents[2] / "SUCCESS").mkdir()
+    assert target.status(handle) == "running"
+    end.touch()
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == status
+    target.cancel([handle])
+
+
 def test_cancelling_leaves_nothing_of_the_node_and_spares_everything_else(make_target: MakeTarget) -> None:
     target = make_target(STUBBORN, grace_s=1.0)
     handles = [target.start("node1"), target.start("node2")]

@@ -218,6 +218,25 @@ def test_a_script_that_cannot_be_imported_is_run_once_and_its_traceback_comes_la
     assert last == "ModuleNotFoundError: No module named 'nowhere'"
 
 
+def test_failure_after_fit_fails_the_job(dlrover: Dlrover) -> None:
+    run = dlrover.start("--workers", "1:1", SCRIPT, "--steps", 3, "--fail-after-fit")
+    assert run.wait_for_exit(90) == 1, run.output
+    dlrover.assert_all_ended()
+    last = run.output[run.output.rindex("dlrover: job job failed: training has finished, but node1 failed after it: ") :]
+    assert "OSError: could not write the final model" in last.splitlines()[0]
+    assert last.splitlines()[1] == "Traceback (most recent call last):"
+    assert last.rstrip().endswith("\nOSError: could not write the final model")
+    assert run.events[-1].kind == "error"
+
+
+def test_script_without_training_is_noted(dlrover: Dlrover, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)\n")
+    done = dlrover("run", "--rdzv-id", "job", "--workers", "1:1", script)
+    assert done.returncode == 0, done.stderr
+    assert "dlrover: job job: the script ended without training: no worker joined the job" in done.stderr
+
+
 def test_a_job_is_followed_and_cancelled_from_outside(dlrover: Dlrover, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")

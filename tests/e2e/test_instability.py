@@ -71,13 +71,14 @@ def test_of_workers_that_wait_in_different_collectives_it_is_told_that_all_wait(
 
 
 def test_a_worker_that_holds_pythons_lock_is_lost_and_writes_its_stack(make_job: MakeJob) -> None:
-    job = make_job(UnstableSettings(num_steps=400), script=train_unstable, lease_ttl_s=5)
+    job = make_job(UnstableSettings(num_steps=400, unsafe_stacks=True), script=train_unstable, lease_ttl_s=5)
     workers = [job.start() for _ in range(3)]
     train(job, 3)
     workers[2].doomed = True
     trouble(job, workers[2], "spin_in_c")
     job.wait_for_world(2)
     job.wait_until(lambda: "in spin_in_c" in workers[2].output, "the stack on standard error")
+    assert "DLROVER_UNSAFE_STACKS is set" in workers[2].output.partition("Timeout")[0]  # who writes it, and how to end that
     workers[2].kill()
 
 

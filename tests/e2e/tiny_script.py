@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--fail-after-fit", action="store_true")
     parser.add_argument("--greedy", type=Path, help="a file; the worker whose process id is in it takes more and more memory")
     parser.add_argument("--window-s", type=float, default=0.5)
     given = parser.parse_args()
@@ -70,6 +71,8 @@ def main() -> None:
     trainer.fit(TinyModel(given.until, given.step_s, given.fail_at, given.greedy), loader)
     if trainer.is_global_zero:
         print(f"trained for {trainer.global_step} steps", flush=True)
+    if given.fail_after_fit:
+        raise OSError("could not write the final model")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.watchdog import UNSAFE_STACKS_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class UnstableSettings:
     num_val_rows: int = 0
     val_every: int | None = None
     slow_s: float = 0.0  # of validation, of saving a checkpoint and of the first step
+    unsafe_stacks: bool = False
     stragglers: tuple[str, ...] = ()  # names of workers that take three times as long
 
 
@@ -84,6 +86,8 @@ class Saves(L.Callback):
 
 def train_unstable(recorder: Recorder, settings: UnstableSettings) -> None:
     L.seed_everything(SEED, verbose=False)
+    if settings.unsafe_stacks:
+        os.environ[UNSAFE_STACKS_VARIABLE] = "1"
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(global_batch_size=12, check_interval_s=0.03),

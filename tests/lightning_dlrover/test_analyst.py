@@ -282,3 +282,15 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
     job.analyst.close("finished")
     assert job.analyst._keeper is not None
     assert job.analyst._keeper._history.jobs() == []
+
+
+def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
+    job = start()
+    while job.settings == START:
+        job.run(1)
+    [trial] = [d for d in job.decisions() if d.is_change]
+    assert trial.explored
+    job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
+    assert job.settings == START
+    assert [event.data["expected"] for event in job.events("outcome")] == [False]
+    assert not job.decisions()[-1].explored

@@ -661,22 +661,54 @@ def test_run_refuses_a_job_that_others_have_started(dlrover: RunCli, etcd: Embed
     assert (code, "is training already" in errors) == (2, True)
 
 
+@pytest.mark.parametrize("option", ["--endpoint", "--rdzv-id"])
+def test_run_refuses_an_empty_value(dlrover: RunCli, option: str) -> None:
+    code, _, errors = dlrover("run", option, "", "script.py")
+    assert code == 2
+    assert f"argument {option}: its value is empty, as of a variable that is not set" in errors
+    assert not Path("runs").exists()
+
+
+def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
+    code, _, errors = dlrover("status", "--endpoint", "", "job")
+    assert (code, "argument --endpoint: its value is empty" in errors) == (2, True)
+
+
+def test_run_refuses_a_user_without_an_endpoint(dlrover: RunCli) -> None:
+    Path("password").write_text("secret")
+    code, _, errors = dlrover("run", "--user", "me", "--password-file", "password", "script.py")
+    assert code == 2
+    assert "--user, --password-file: only with --endpoint" in errors
+
+
+def test_run_refuses_more_workers_than_a_machine_can_bear(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    code, _, errors = dlrover("run", "--workers", "100000:200000", "script.py")
+    assert code == 2
+    assert "this machine has 8 cores, which is enough for 32 workers at most" in errors
+
+
+def test_run_caps_the_most_workers_of_a_machine(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    _, output, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:9999", "script.py")
+    limit = max(16, 4 * len(os.sched_getaffinity(0)))
+    assert f"at most {limit} workers, not 9999" in output
+    assert "is training already" in errors
+
+
 def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
     code, _, errors = dlrover("report", "--endpoint", etcd.endpoint, job.run_id, "--output", str(tmp_path))
     assert code == 2
     assert errors.startswith("dlrover: ")
 
 
-def test_a_job_outlives_the_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
-        cli._say("round 1")
-        cli._say("round 2")
-        monkeypatch.undo()
-        with contextlib.suppress(BrokenPipeError):
-            nobody.close()
+def test_escape_sequences_of_others_reach_no_terminal(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
+    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
+    assert "\x1b" not in text
 
 
 def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,35 @@ def test_a_job_without_processes_is_stopped_unless_it_has_ended(client: EtcdClie
     shown = show_status(place, read_job(client, keys), {}, [])
     assert shown["phase"] == phase
     json.dumps(shown)
+
+
+def test_event_file_is_made_up_for_after_a_full_disk(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """A limit of the size of files stands for the disk: the first write is cut, the others fail."""
+    file = tmp_path / "events.jsonl"
+    mirror = Mirror(client, keys.events)
+    log = EventLog(mirror, file)
+    size = len(encode(EventRecord("round", 1.0, "event 1"))) + 1
+    with limited_files(size + 20):
+        put_event(client, keys, 1, 1.0)
+        put_event(client, keys, 2, 2.0)
+        eventually(lambda: len(mirror.snapshot()) == 2, "the events")
+        assert [event.text for event in log.new()] == ["event 1", "event 2"]
+        assert log.new() == []
+    assert file.stat().st_size == size + 20
+    with limited_files(size + 30):
+        log.complete(client)
+    assert [event.text for event in read_event_file(file)] == ["event 1"]
+    log.complete(client)
+    assert [event.text for event in read_event_file(file)] == ["event 1", "event 2"]
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    mirror.close()
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)

@@ -6,16 +6,26 @@ import gc
 import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import psutil
 import pytest
+from dlrover_process import eventually
 
 from lightning_dlrover import resources
 from lightning_dlrover.perf.samples import AGENT_BYTES
-from lightning_dlrover.resources import MemoryWatch, available_cores, memory_limit_bytes, own_memory_limit_bytes
+from lightning_dlrover.resources import (
+    MachineLoad,
+    MemoryWatch,
+    available_cores,
+    cpu_use,
+    memory_limit_bytes,
+    own_memory_limit_bytes,
+)
 
 MIB = 1 << 20
 
@@ -163,3 +173,37 @@ def test_memory_that_a_child_shares_with_this_process_counts_once(monkeypatch: p
     assert 290 * MIB < together.resident_bytes - alone.resident_bytes < 550 * MIB
     assert together.peak_bytes >= together.resident_bytes
     assert len(shared) < alone.resident_bytes
+
+
+BUSY = """
+import time
+while time.process_time() < 0.3:
+    pass
+print("done", flush=True)
+time.sleep(600)
+"""
+
+
+def test_cpu_time_of_children_counts_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        with MemoryWatch(sample_s=0.01) as watch:
+            eventually(lambda: child.pid in watch.children, "the child to be seen")
+        monkeypatch.setattr(psutil, "Process", None)  # the training thread must not walk the machine's processes
+        own, family = cpu_use(), cpu_use([child.pid, 2**22 + 1])
+        child.kill()
+    assert 0.25 <= family.cpu_s - own.cpu_s < 10.0
+    assert own.cpu_s == pytest.approx(time.process_time(), abs=0.5)
+
+
+def test_load_of_others_is_what_this_job_does_not_use() -> None:
+    clock, busy = iter([0.0, 2.0, 4.0, 6.0]), iter([100.0, 103.0, 107.0, 107.5])
+    load = MachineLoad(lambda: next(busy), lambda: next(clock))
+    assert [load.foreign_cores(own_cores) for own_cores in (1.0, 0.5, 1.0)] == [0.5, 1.5, 0.0]
+
+
+def test_machine_is_busy_while_a_child_computes() -> None:
+    load = MachineLoad()
+    subprocess.run([sys.executable, "-c", BUSY.partition("print")[0]], check=True, timeout=60)
+    assert load.foreign_cores(0.0) > 0.05

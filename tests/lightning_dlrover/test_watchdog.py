@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from test_memory_growth import MIB, window
 
 from lightning_dlrover.rdzv.records import EventRecord, JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.rounds import View
-from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _Memory
+from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _GilWatch, _Memory
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
 WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)
@@ -122,3 +127,66 @@ def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not
     assert membership.acts[-1] == "enlarge"
     assert membership.view.plan == replace(plan, node_memory_mb=3000)
     assert membership.view.replacements == {"w"}
+
+
+# --- times without the GIL -----------------------------------------------------------------------------------------------
+
+
+def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[object] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *given, **_: armed.append(given))
+    watch = _GilWatch({})
+    for now in (0.0, 0.25, 14.0, 34.0, 34.25, 54.0):
+        watch.look(now)
+    [record] = caplog.records
+    assert "no Python thread of this worker ran for 20 s" in record.getMessage()
+    assert f"{__file__}:" in record.getMessage()
+    watch.look(700.0)
+    assert "ran for 646 s" in caplog.records[-1].getMessage()
+    watch.close()
+    assert armed == []
+
+
+BUSY = """
+import sys, threading
+from lightning_dlrover.stacks import innermost_user_place, stacks
+
+def churn(depth):
+    for number in range(3):
+        try:
+            yield from churn(depth - 1) if depth else (1 / 0 for _ in [0])
+        except ZeroDivisionError:
+            yield number
+
+def work(end):
+    while not end.is_set():
+        sum(churn(4))
+
+end = threading.Event()
+sys.setswitchinterval(1e-4)
+
+def look():
+    try:
+        for _ in range(int(sys.argv[1])):
+            assert stacks().startswith("thread MainThread:")
+            innermost_user_place()
+        print("done")
+    finally:
+        end.set()
+
+threads = [threading.Thread(target=look, name="dlrover-looks"), threading.Thread(target=lambda: work(end), name="work")]
+for thread in threads:
+    thread.start()
+work(end)
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("num_looks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
+def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_looks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUSY)
+    command = [sys.executable, str(script), str(num_looks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

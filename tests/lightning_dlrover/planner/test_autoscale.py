@@ -30,7 +30,7 @@ from simulated_jobs import (
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
 from lightning_dlrover.planner.autoscale import Rules, Situation, expected_improvement, plan
 from lightning_dlrover.planner.objective import Objective, Prices
-from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.plan import Decision, Settings, has_failed
 from lightning_dlrover.planner.space import Limits, all_settings, configuration, why_not
 
 ONE = Settings(1, 0, 1, 0)
@@ -458,3 +458,26 @@ def test_expected_improvement_is_the_mean_of_what_is_saved() -> None:
         one = (np.array([value]) for value in (step_s, sigma, factor))
         found = expected_improvement(*one, best, np.array([bound]))[0]
         assert found == pytest.approx(saved, rel=0.02, abs=1e-6)
+
+
+def test_busy_machine_gets_no_trial_of_more_threads() -> None:
+    truth = dense_heavy(4)
+    limits = limits_of(truth, 1)
+    free = SimulatedJob(truth, ours, limits, ONE)
+    assert free.run(8).intra_op_threads == 4
+    busy = SimulatedJob(truth, ours, replace(limits, foreign_cores=3.0), ONE)
+    busy.run(8)
+    assert {settings.intra_op_threads for settings in busy.visited} == {1}
+
+
+def test_failed_trial_is_left_for_home_at_once() -> None:
+    truth, rng = dense_heavy(4), random.Random(0)
+    limits = limits_of(truth, 1)
+    samples = [window(truth, ONE, rng, 0.02, at=float(number)) for number in range(3)]
+    trial = ours(Situation(samples, node_cores=4.0), limits, 1)
+    assert trial.explored
+    good = replace(window(truth, trial.chosen, rng, 0.0), step_time_s=trial.predicted_step_time_s)
+    bad = replace(good, step_time_s=6 * trial.choice.high_s)
+    assert (has_failed(trial, good.step_time_s), has_failed(trial, bad.step_time_s)) == (False, True)
+    home = ours(Situation([*samples, bad], node_cores=4.0, past=[trial]), limits, 2)
+    assert (home.chosen, home.explored) == (ONE, False)

@@ -160,3 +160,19 @@ def test_without_pymoo_a_large_space_is_refused_with_the_line_to_install(monkeyp
 def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"cannot plan|workers"):
         Limits(**{"min_workers": 1, "max_workers": 4, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("foreign_cores", "threads", "is_considered"),
+    [(0.0, 8, True), (0.4, 8, True), (1.0, 8, False), (1.0, 4, True), (6.0, 4, False), (6.0, 2, True), (60.0, 2, True)],
+)
+def test_more_threads_are_considered_on_free_cores_only(foreign_cores: float, threads: int, is_considered: bool) -> None:
+    runs = Settings(1, 0, 2, 0)
+    truth = dense_heavy(8)
+    current = window(truth, runs, random.Random(0), 0.0)
+    limits = replace(limits_of(truth, 1), foreign_cores=foreign_cores)
+    here = configuration(runs, current, limits, 8.0)
+    asked = configuration(Settings(1, 1, threads, 2), current, limits, 8.0)
+    refused = why_not(Settings(1, 1, threads, 2), here, asked, truth.global_batch, limits)
+    assert bool(refused) != is_considered
+    assert is_considered or f"of which others keep {foreign_cores:.1f} busy" in refused

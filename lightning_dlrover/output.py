@@ -1,0 +1,105 @@
+"""Print for people: a terminal or log that cannot be written ends no job, and control characters reach no terminal."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import unicodedata
+from collections.abc import Callable
+from typing import Any, Literal
+
+__all__ = ["complain", "drop_what_cannot_be_written", "flush", "printable", "say", "show"]
+
+log = logging.getLogger(__name__)
+
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+"""Characters that reorder the text after them on a screen."""
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters spelled out, but for line ends and tabs: others may have written it."""
+    return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(line: str) -> None:
+    """Print a line of a job's progress as it is; a line that cannot be written is dropped, and that is reported once."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        _renew("stdout")
+        if error.errno != errno.EPIPE and not _State.is_reported:
+            _State.is_reported = True
+            complain(f"standard output cannot be written ({error.strerror}); the job goes on, its run folder has its events")
+
+
+def show(text: str) -> None:
+    """Print what a command was asked for.
+
+    Raises:
+        OSError: standard output cannot be written.
+    """
+    print(printable(text))
+
+
+def complain(text: str, prefix: str = "dlrover: ") -> None:
+    """Print to standard error. There is nowhere to report that this failed."""
+    try:
+        print(prefix + printable(text), file=sys.stderr, flush=True)
+    except OSError:
+        _renew("stderr")
+
+
+def flush() -> OSError | None:
+    """Write what is still buffered, so that the interpreter does not fail at its exit; the error of standard output if any."""
+    problem = None
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError as error:
+            problem = error if name == "stdout" else problem
+            _renew(name)
+    return problem
+
+
+def drop_what_cannot_be_written() -> None:
+    """Let prints of this process, such as those of a progress bar, go on when its log is full; reported once."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not hasattr(stream, "_dlrover_drops"):
+            stream.write = _dropping(stream.write)  # type: ignore[method-assign]
+            stream.flush = _dropping(stream.flush)  # type: ignore[method-assign]
+            stream._dlrover_drops = True  # type: ignore[union-attr]
+
+
+def _dropping(write: Callable[..., Any]) -> Callable[..., Any]:
+    def write_if_possible(*text: str) -> Any:
+        try:
+            return write(*text)
+        except OSError as error:
+            if not _State.is_reported:
+                _State.is_reported = True
+                log.warning("output of this process cannot be written (%s); training goes on without it", error.strerror)
+            return len(text[0]) if text else None
+
+    return write_if_possible
+
+
+class _State:
+    is_reported = False
+
+
+def _controls(character: str) -> bool:
+    return unicodedata.category(character) == "Cc" or ord(character) in _BIDI
+
+
+def _renew(name: Literal["stdout", "stderr"]) -> None:
+    """Forget what a stream has buffered: the next line must not wait for it, nor the interpreter's exit fail because of it."""
+    old = getattr(sys, name)
+    try:
+        new = open(old.fileno(), "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+    except (OSError, AttributeError, ValueError):
+        new = open(os.devnull, "w")  # noqa: SIM115
+    setattr(sys, name, new)

@@ -1,0 +1,117 @@
+"""What is printed, and what happens where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from lightning_dlrover.output import printable
+
+PRINTER = """
+import sys
+from lightning_dlrover.output import complain, flush, say
+for number in range(3):
+    say(f"line {number}" + "x" * 9000)
+complain("the end")
+flush()
+sys.exit(7)
+"""
+
+WORKER = """
+import sys
+from lightning_dlrover.output import drop_what_cannot_be_written
+drop_what_cannot_be_written()
+drop_what_cannot_be_written()
+for number in range(3):
+    print("x" * 9000, flush=True)
+    sys.stdout.write("y")
+sys.exit(7)
+"""
+
+
+def run(program: str, out: int | IO[str], errors: int | IO[str], *python: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *python, "-c", program]
+    return subprocess.run(command, stdout=out, stderr=errors, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    """A disk without any space left."""
+    with open("/dev/full", "w") as stream:
+        yield stream
+
+
+@pytest.fixture
+def lost_terminal() -> Iterator[int]:
+    """A terminal whose window has gone: writing to it fails with EIO."""
+    window, terminal = pty.openpty()
+    os.close(window)
+    yield terminal
+    os.close(terminal)
+
+
+def test_full_disk_is_reported_once(full: IO[str]) -> None:
+    done = run(PRINTER, full, subprocess.PIPE)
+    assert done.returncode == 7
+    lines = done.stderr.splitlines()
+    assert [line.partition("(")[0] for line in lines] == ["dlrover: standard output cannot be written ", "dlrover: the end"]
+    assert "No space left on device" in lines[0]
+
+
+def test_lost_terminal_changes_no_exit_code(lost_terminal: int) -> None:
+    assert run(PRINTER, lost_terminal, lost_terminal).returncode == 7
+
+
+def test_closed_pipe_changes_no_exit_code() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = run(PRINTER, pipe, subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (7, "dlrover: the end\n")
+
+
+@pytest.mark.parametrize("python", [(), ("-u",)])
+def test_worker_outlives_its_full_log(full: IO[str], python: tuple[str, ...]) -> None:
+    done = run(WORKER, full, subprocess.PIPE, *python)
+    assert done.returncode == 7
+    [line] = done.stderr.splitlines()
+    assert "output of this process cannot be written (No space left on device)" in line
+
+
+def test_worker_outlives_a_lost_terminal(lost_terminal: int) -> None:
+    assert run(WORKER, lost_terminal, lost_terminal).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode, 漢字 and 💡\n\tindented", "plain, ünïcode, 漢字 and 💡\n\tindented"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("a\rb\x7f\x9b2J", "a\\rb\\x7f\\x9b2J"),
+        ("a\u202eb\u2066", "a\\u202eb\\u2066"),
+    ],
+)
+def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize("place", ["_parser", "_check_target"])
+def test_early_ctrl_c_gets_one_line(place: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    program = f"""
+import os, signal, sys
+from lightning_dlrover import cli
+called = cli.{place}
+cli.{place} = lambda *given: (os.kill(os.getpid(), signal.SIGINT), called(*given))[1]
+sys.exit(cli.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))
+"""
+    done = run(program, subprocess.PIPE, subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "dlrover: interrupted\n")
