@@ -143,6 +143,9 @@ class KubernetesTarget:
         self._created_at[node] = time.monotonic()
         return self._handle(node)
 
+    def owns(self, node: str, handle: str) -> bool:
+        return handle == self._handle(node)
+
     def apps(self) -> Sequence[App]:
         self._refresh()
         if self._trouble is not None:

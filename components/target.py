@@ -87,6 +87,9 @@ class Target(Protocol):
             TargetError: it may have been taken on: `apps` will show it then.
         """
 
+    def owns(self, node: str, handle: str) -> bool:
+        """Whether `handle`, read from a record, has the form that `start` gives this job's node. Called after `open`."""
+
     def apps(self) -> Sequence[App]:
         """What the scheduler knows of the job's nodes, those of earlier controllers too; the ended ones it may have forgotten.
 

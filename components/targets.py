@@ -89,6 +89,9 @@ class LocalTarget:
     def open(self, mark: str) -> None:
         pass  # what was not started by this object has ended with whoever started it
 
+    def owns(self, node: str, handle: str) -> bool:
+        return self._nodes.get(handle) == node
+
     def apps(self) -> Sequence[App]:
         self._settle()
         return [App(node, handle, True) for handle, node in self._nodes.items()]

@@ -1522,6 +1522,7 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
             + (f"; waits for {nodes} to come" if nodes else "")
         )
+        lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "

@@ -23,10 +23,14 @@ from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
 
 from lightning_dlrover.components import kubernetes_api
+from lightning_dlrover.components.controller import Controller, Limits
 from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget, known_target
 from lightning_dlrover.components.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS, Mount, job_manifest, job_name
+from lightning_dlrover.components.reconcile import Patience
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.records import Keys
 
 MARK = "0123456789"
 HANDLE = f"run-node1-{MARK}/node1"
@@ -1017,3 +1021,32 @@ def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
             for volume in volumes.values():
                 if "secret" in volume:
                     assert ("Secret", volume["secret"]["secretName"]) in named
+
+
+# --- with a controller ------------------------------------------------------------------------------------------------
+
+
+def test_job_goes_on_when_the_cluster_refuses_a_node(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
+) -> None:
+    cluster.max_jobs = 1
+    patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
+        while len(controller._apps) < 4:  # three refusals
+            assert controller.step() is None
+            controller.wait(0.01)
+        assert cluster.nodes() == ["node1"]
+        assert cluster.num_requests("DELETE", "jobs") == 0
+        cluster.max_jobs = 2
+        deadline = time.monotonic() + 10.0
+        while len(cluster.nodes()) < 2:
+            assert time.monotonic() < deadline, "waited 10 s for the second node"
+            assert controller.step() is None
+            controller.wait(0.01)
+
+
+def test_handle_is_that_of_this_job_and_node(make_target: MakeTarget) -> None:
+    target = make_target()
+    assert target.owns("node1", HANDLE)
+    others = ["", "node1", "other/node1", HANDLE + "/", HANDLE.replace(MARK, "9876543210"), HANDLE.replace("/node1", "/node2")]
+    assert not any(target.owns("node1", handle) for handle in others)
