@@ -320,6 +320,17 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
 # --- what became of nodes --------------------------------------------------------------------------------------------------
 
 
+def containers(**exit_codes: int | None) -> dict[str, Any]:
+    """States of a pod's containers; None: it runs."""
+
+    def state(code: int | None) -> dict[str, Any]:
+        if code is None:
+            return {"running": {}}
+        return {"terminated": {"exitCode": code, "reason": {0: "Completed", 137: "OOMKilled"}.get(code, "Error")}}
+
+    return {"containerStatuses": [{"name": name, "state": state(code)} for name, code in exit_codes.items()]}
+
+
 @pytest.mark.parametrize(
     ("phase", "details", "status", "why"),
     [
@@ -342,6 +353,13 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
             "PreemptionByScheduler",
         ),
         ("Failed", {"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 1}}}]}, "failed", ""),
+        ("Running", containers(worker=None, proxy=None), "running", ""),
+        ("Running", containers(proxy=1, worker=None), "running", ""),
+        ("Running", containers(proxy=None, worker=0), "succeeded", ""),
+        ("Running", containers(proxy=None, worker=1), "failed", ""),
+        ("Running", containers(proxy=None, worker=137), "failed", "OOMKilled, exit code 137"),
+        ("Failed", containers(proxy=137, worker=0), "succeeded", ""),
+        ("Failed", containers(proxy=137, worker=1), "failed", ""),
     ],
 )
 def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
@@ -598,6 +616,32 @@ def test_a_node_that_could_not_be_deleted_is_told_to_the_controller(
     cluster.clear_answers()
     target.cancel(handles)
     assert cluster.objects["jobs"] == {}
+
+
+def test_pod_that_outlives_its_worker_is_deleted(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=1))
+    cluster.logs["node1"] = stamped(1, "last words")
+    wait_for_status(target, "failed")
+    assert "last words\n" in target.logs(HANDLE)[0].read_text()
+    for _ in range(3):
+        target.apps()
+    assert cluster.objects["jobs"] == {}
+    assert cluster.num_requests("DELETE", "pods") == 1
+    assert cluster.pod_of("node1")["metadata"]["deletionGracePeriodSeconds"] == 30
+    assert target.status(HANDLE) == "failed"
+
+
+def test_out_of_memory_is_that_of_the_worker(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=137, worker=1))
+    target.apps()
+    assert not target.ran_out_of_memory(HANDLE)
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=137))
+    target.apps()
+    assert target.ran_out_of_memory(HANDLE)
 
 
 # --- output ----------------------------------------------------------------------------------------------------------------
