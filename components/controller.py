@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from lightning_dlrover.components.failures import likeness
-from lightning_dlrover.components.logs import LogFile
+from lightning_dlrover.components.logs import LogFile, read_tail
 from lightning_dlrover.components.post_mortem import PostMortem, examine
 from lightning_dlrover.components.reconcile import (
     Action,
@@ -1046,7 +1046,7 @@ def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(errors="replace")
+        return read_tail(file)
     except OSError as error:
         log.warning("what a node has said before its end cannot be read: %s", error)
         return ""

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dlrover.components.logs import read_tail
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.reconcile import AppStatus
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
@@ -243,7 +244,7 @@ class SlurmTarget:
         file = self._log_dir / node / "stderr.log"
         found = None
         with contextlib.suppress(OSError):
-            found = _OUT_OF_MEMORY.search(file.read_text(errors="replace"))
+            found = _OUT_OF_MEMORY.search(read_tail(file))
         if found:
             self._starved.add(handle)
         told = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
