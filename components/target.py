@@ -51,6 +51,7 @@ class NodeSpec:
     max_restarts: int = 0
     access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
     environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
+    timeouts: Mapping[str, float] = field(default_factory=dict)  # seconds, by the keys of --rdzv-conf; others have defaults
 
 
 class TargetError(RuntimeError):

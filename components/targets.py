@@ -44,6 +44,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         node=node,
         max_restarts=spec.max_restarts,
         key_prefix=spec.prefix,
+        timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
         **spec.access,  # type: ignore[arg-type]
     )
 

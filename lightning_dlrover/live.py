@@ -270,8 +270,7 @@ class LiveTraining:
                 each.cursor = progress  # not 0 when a checkpoint from inside an epoch was resumed
             self._epoch_loop_fetcher().fetched = progress
             self._updates = self._trainer.global_step
-            if self.formation.rank == 0:
-                self.world.announce(fingerprint, loader.global_batch_size)
+            self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
             if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
                 while self._attempt(self._resume_newest_checkpoint) is None:

@@ -225,6 +225,7 @@ class World:
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
+        self._announcement: tuple[str, int] | None = None  # the model's fingerprint and global batch, until the job has them
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
         if "nccl" not in backend:  # NCCL's groups can be aborted
@@ -373,7 +374,10 @@ class World:
             self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
             if self._attempts[1] > MAX_ATTEMPTS:
                 raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
-        return run_blocking(self._member.recover(hello))
+        formation = run_blocking(self._member.recover(hello))
+        with contextlib.suppress(EtcdError, MembershipError):  # training matters more; until the next loss the job seems to start
+            self._announce_as_first()
+        return formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
         """Let the passes of a model that was wrapped for the current round end with the round in any case.
@@ -385,7 +389,17 @@ class World:
             waits.guard_replica(replica)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0) -> None:
-        """Rank 0 of the first round: the job trains, and this is the model that joiners must have."""
+        """Declare that the job trains, and the model that joiners must have.
+
+        Called by all workers of the first round. Rank 0 writes it, or its successor if it dies first.
+        """
+        self._announcement = (fingerprint, global_batch_size)
+        self._announce_as_first()
+
+    def _announce_as_first(self) -> None:
+        if self._announcement is None or self.formation is None or self.formation.rank != 0:
+            return
+        fingerprint, global_batch_size = self._announcement
         self.membership.update_job(
             # What a job trained on later, by the same script, is no concern of those who join.
             lambda job: (
@@ -394,6 +408,7 @@ class World:
                 else job
             )
         )
+        self._announcement = None
 
     @property
     def has_finished(self) -> bool:
