@@ -375,7 +375,7 @@ class World:
             if self._attempts[1] > MAX_ATTEMPTS:
                 raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
         formation = run_blocking(self._member.recover(hello))
-        with contextlib.suppress(EtcdError, MembershipError):  # training matters more; until the next loss the job seems to start
+        with contextlib.suppress(EtcdError, MembershipError):  # training matters more than what the job is taken for
             self._announce_as_first()
         return formation
 
