@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+
+from lightning_dlrover.rdzv.owned_folder import OwnedFolder
 
 __all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
 
@@ -76,7 +77,7 @@ class EmbeddedEtcd:
         self._die_with_parent = die_with_parent
         self._start_timeout_s = start_timeout_s
         self._binary = binary
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: OwnedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EmbeddedEtcd:
@@ -113,7 +114,7 @@ class EmbeddedEtcd:
         if self.is_running():
             return self
         if self.data_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="dlrover-etcd-")
+            self._temporary = OwnedFolder("dlrover-etcd-")
             self.data_dir = Path(self._temporary.name)
         self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
