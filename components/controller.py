@@ -17,14 +17,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from lightning_dlrover.components.logs import LogFile
+from lightning_dlrover.components.failures import likeness
+from lightning_dlrover.components.logs import LogFile, read_tail
 from lightning_dlrover.components.post_mortem import PostMortem, examine
 from lightning_dlrover.components.reconcile import (
     Action,
@@ -37,6 +38,7 @@ from lightning_dlrover.components.reconcile import (
     Patience,
     Warn,
     reconcile,
+    why_none_is_added,
 )
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.client import (
@@ -55,6 +57,7 @@ from lightning_dlrover.rdzv.client import (
 from lightning_dlrover.rdzv.membership import ask_for_replacement, read_view
 from lightning_dlrover.rdzv.records import (
     HISTORY_TTL_S,
+    CheckpointRecord,
     ControllerRecord,
     EventRecord,
     JobRecord,
@@ -81,6 +84,9 @@ MIRROR_S = 5.0
 
 OUT_OF_MEMORY_FACTOR = 2
 """How much more memory nodes have once one was killed for want of it: how much it would have needed nobody knows."""
+
+MAX_REFUSED = 8
+"""Refused nodes that are remembered, the newest: a quota that stays full must not push out what has failed otherwise."""
 
 SAME_FAILURE_S = 30.0
 """Nodes that fail within so many seconds of each other fail for one reason: the first one's."""
@@ -110,7 +116,7 @@ class Limits:
 class _App:
     """What we remember of one node."""
 
-    handle: str  # empty while it is not known whether the scheduler has taken it on
+    handle: str | None  # None: refused, or not known yet whether the scheduler has taken it on
     started_at: float
     asked_at: float  # seconds since the epoch
     size: NodeSize
@@ -121,20 +127,28 @@ class _App:
     running_since: float | None = None
     worker_seen_at: float | None = None
     member_seen_at: float | None = None
+    trained_s: float = 0.0  # as a member
+    checkpoint_step: int = 0  # of the job's newest checkpoint, when it ended
     ended_at: float | None = None
     missing_since: float | None = None  # that the scheduler does not show what it was asked for
-    cancelled_at: float | None = None  # last time that the scheduler was told; None also while it could not be
+    cancel_at: float = 0.0  # time of the next request to cancel it
     post_mortem: PostMortem | None = None
     stopped_job: bool = False
     after_training: bool = False
     warned: bool = False
     cancelled: bool = False
+    cancel_failures: int = 0  # requests to cancel it that the scheduler has refused in a row
     all_shown: bool = False
     lacked_memory: bool = False  # it was killed for that, and the plan says so
     was_adopted: bool = False  # from a controller before us, which has shown its output until then
     saved: NodeRecord | None = None  # what etcd holds
     files: dict[Path, LogFile] = field(default_factory=dict)
     unreadable: set[Path] = field(default_factory=set)  # of which it was said
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the scheduler has certainly not taken it on."""
+        return self.handle is None and self.status == "failed" and self.post_mortem is not None and bool(self.post_mortem.error)
 
     @property
     def is_living(self) -> bool:
@@ -149,7 +163,7 @@ class _App:
         state: Literal["asked", "started"] = "started" if self.handle else "asked"
         living = NodeRecord(
             state,
-            self.handle,
+            self.handle or "",
             self.asked_at,
             cancelled=self.cancelled,
             had_worker=self.worker_seen_at is not None,
@@ -167,6 +181,8 @@ class _App:
             error=self.post_mortem.error[:2000] if self.post_mortem else "",
             stopped_job=self.stopped_job,
             after_training=self.after_training,
+            trained_s=round(self.trained_s, 1),
+            checkpoint_step=self.checkpoint_step,
         )
 
 
@@ -209,10 +225,16 @@ class Controller:
         self._apps: dict[str, _App] = {}
         self._strays: dict[str, float] = {}  # handles of nodes that nobody has asked for, and when they were last cancelled
         self._nodes: NodesRecord | None = None
+        self._num_taken = 0  # highest number that a node's record has in its name
         self._failures_in_a_row = 0
         self._failed_at = 0.0
         self._had_member = False
         self._finished_at: float | None = None  # when the job's training was first seen to be done
+        self._looked_at = time.monotonic()
+        self._plan_by_hand = 0  # revision of the last plan that somebody has made by hand
+        self._forgiven_at = time.monotonic()  # nodes that failed before do not keep others from being added
+        self._held_up = ""  # why nodes that the plan wants are not added
+        self._trouble = ""  # of these reasons, the kind that the job's history has been told
         self._round_at_failure = 0
         self._cache: dict[str, Any] = {}
         self._is_closed = False
@@ -264,7 +286,10 @@ class Controller:
                 view = self._view()
             self._withdraw_what_is_too_large(view)
             self._replace_what_is_too_small(view)
-        end = self._act(reconcile(self._job_view(view, may_act), self._patience), self._limits.size(view.plan))
+        self._note_plan_by_hand(view)
+        job_view = self._job_view(view, may_act)
+        self._held_up = why_none_is_added(job_view, self._patience) if may_act else ""
+        end = self._act(reconcile(job_view, self._patience), self._limits.size(view.plan))
         self._show_output()
         if may_act:
             self._save()
@@ -362,7 +387,7 @@ class Controller:
         while self._holder_seems_dead() and time.monotonic() < deadline:
             time.sleep(0.1)
         self._claim = lease = self._client.lease(LEASE_TTL_S)
-        self._record = dataclasses.replace(self._record, apps={})
+        self._record = dataclasses.replace(self._record, apps={}, held_up="")
         try:
             self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)])
             entry = self._client.get(key)  # who holds it now, whatever became of the transaction's first answer
@@ -437,14 +462,14 @@ class Controller:
         revision, nodes = self._read_nodes()
         _, entries = self._client.get_prefix(self._keys.each_node)
         records = {entry.key.removeprefix(self._keys.each_node): entry for entry in entries}
+        self._num_taken = _highest_number(records)
         found = {name: record for name, entry in records.items() if (record := self._decoded(entry)) is not None}
         living = [name for name, record in found.items() if record.state != "ended"]
         outlived = nodes is not None and nodes.target != "local"
         if nodes is None or (nodes.target != self._target.name and not (living and outlived)):
             # A node that has registered without a record is older than such records, and its name is taken.
             names = _nodes_of_agents(self._view()).values()
-            newest = max((int(m[1]) for name in [*names, *records] if (m := re.fullmatch(r"node(\d+)", name))), default=0)
-            newest = max(newest, nodes.num_started if nodes else 0)
+            newest = max(self._num_taken, _highest_number(names), nodes.num_started if nodes else 0)
             mark = self._nodes.mark if self._nodes else uuid.uuid4().hex[:10]
             nodes = NodesRecord(self._target.name, mark, newest, nodes.stop if nodes else "")
             self._write(self._keys.nodes, nodes, revision)
@@ -467,7 +492,7 @@ class Controller:
             if name in self._apps:
                 self._apps[name].saved = record
             elif self._target.outlives_controller:
-                self._apps[name] = _restored(record, now)
+                self._apps[name] = _restored(record, self._checked_handle(name, record), now)
             else:  # it has ended with the controller that started it
                 self._forget(name)
 
@@ -478,7 +503,22 @@ class Controller:
             return 0, None
         return entry.mod_revision, decode(NodesRecord, entry.value, entry.key)
 
+    def _checked_handle(self, name: str, record: NodeRecord) -> str | None:
+        """The handle in a node's record if it can be that of this node: whoever may write to etcd may write any other."""
+        if not record.handle or self._target.owns(name, record.handle):
+            return record.handle or None
+        log.error(
+            "run %s: ignored %r, the handle that %s holds: no node of this job is called so on %s. Another program may have "
+            "written the record; the node itself is looked for by its name",
+            *(self._keys.run_id, record.handle[:100], self._keys.each_node + name, self._target.name),
+        )
+        return None
+
     def _decoded(self, entry: KeyValue) -> NodeRecord | None:
+        name = entry.key.removeprefix(self._keys.each_node)
+        if not re.fullmatch(r"node\d{1,18}", name):
+            log.error("run %s: ignored a record: %r names no node, such as node1", self._keys.run_id, entry.key)
+            return None
         try:
             return decode(NodeRecord, entry.value, entry.key)
         except RecordError as error:
@@ -542,16 +582,17 @@ class Controller:
             self._scheduler_away_since = None
         for seen in listed:
             app = self._apps.get(seen.node)
-            if app is not None and not app.handle and not app.has_ended:
+            if app is not None and app.handle is None and not app.has_ended:
                 log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
                 app.handle = seen.handle
         for name, app in self._apps.items():
-            if app.handle or app.has_ended:
+            if app.handle is not None or app.has_ended:
                 continue
             app.missing_since = app.missing_since if app.missing_since is not None else now
             if now - app.missing_since > self._patience.submit_s:
                 log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
-                self._note_failed_start(app, now)
+                app.status, app.ended_at, app.all_shown = "failed", now, True
+                self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
         if may_act:
             self._cancel_again()
             self._cancel_strays(listed, now)
@@ -586,7 +627,9 @@ class Controller:
         self._had_member = bool(with_member)
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":
             self._finished_at = now
+        since_look_s, self._looked_at = now - self._looked_at, now
         for name, app in self._apps.items():
+            app.trained_s += since_look_s if app.is_member and name in with_member else 0.0
             app.agent_seen = app.agent_seen or name in with_agent
             app.has_worker, app.is_member = name in with_worker, name in with_member
             app.worker_seen_at = now if app.has_worker else app.worker_seen_at
@@ -600,14 +643,16 @@ class Controller:
                 ended = status not in ("pending", "running")
                 app.status = "cancelled" if ended and app.cancelled else status
                 if ended and not app.cancelled:
-                    self._note_end(name, app, view, now, is_last=not with_member - {name})
+                    self._note_end(name, app, app.handle, view, now, is_last=not with_member - {name})
 
     def _replace_what_is_wanted_back(self, view: View) -> None:
         """Start another node for each that the scheduler is going to end; its worker leaves once that one is ready."""
         nodes = _nodes_of_agents(view)
         workers = {nodes.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
         for name, app in self._apps.items():
-            if not app.is_member or app.cancelled or app.has_ended or not self._target.wants_back(app.handle):
+            if not app.is_member or app.cancelled or app.has_ended or app.handle is None:
+                continue
+            if not self._target.wants_back(app.handle):
                 continue
             worker = workers[name]
             if worker not in view.drains | view.replacements:
@@ -655,7 +700,7 @@ class Controller:
         now = time.monotonic()
         for name, app in self._apps.items():
             recent = app.status == "failed" and now - (app.ended_at or now) < SAME_FAILURE_S
-            if not recent or app.lacked_memory or not self._target.ran_out_of_memory(app.handle):
+            if not recent or app.lacked_memory or app.handle is None or not self._target.ran_out_of_memory(app.handle):
                 continue
             app.lacked_memory = may_have_changed = True
             asked = OUT_OF_MEMORY_FACTOR * app.size.memory_mb
@@ -702,13 +747,13 @@ class Controller:
         key = f"{self._keys.events}{time.time_ns():020d}-controller"
         return self._client.txn([self._is_ours], [Put(key, encode(event))]).succeeded
 
-    def _note_end(self, name: str, app: _App, view: View, now: float, is_last: bool) -> None:
+    def _note_end(self, name: str, app: _App, handle: str, view: View, now: float, is_last: bool) -> None:
         app.ended_at = now
         log.info("run %s: %s has %s", self._keys.run_id, name, app.status)
         if app.status != "failed":
             return
-        app.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(app.handle)))
-        if self._target.ran_out_of_memory(app.handle):
+        app.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(handle)))
+        if self._target.ran_out_of_memory(handle):
             # Not the script's fault as long as the next node may have more.
             can_grow = app.size.memory_mb < self._limits.max_size.memory_mb
             app.post_mortem = dataclasses.replace(app.post_mortem, error="" if can_grow else "out of memory")
@@ -716,12 +761,28 @@ class Controller:
         # Without an error of the script, the node may have been killed in its last step, which others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
         app.after_training = has_finished_s >= (0.0 if app.post_mortem.error else self._patience.settle_s)
+        app.stopped_job, app.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
         # A round formed since the last failure is progress: the two have nothing to do with each other.
         # Nor has that of the last member, of which the scheduler may know before etcd does, with starts that failed beside it.
         is_news = round_number != self._round_at_failure or (is_last and app.is_member)
         self._failures_in_a_row = 1 if is_news else self._failures_in_a_row + 1
         self._failed_at, self._round_at_failure = now, round_number
+
+    def _checkpoint_step(self) -> int:
+        """Step of the job's newest checkpoint; 0: none is known of."""
+        entry = self._mirror.get(self._keys.checkpoint)
+        try:
+            return max(0, decode(CheckpointRecord, entry.value, entry.key).global_step) if entry else 0
+        except RecordError:
+            return 0  # workers that want to go on from it report it
+
+    def _note_plan_by_hand(self, view: View) -> None:
+        """Forgive what kept nodes from being added once somebody asks for another plan: its cause may have been mended."""
+        entry = self._mirror.get(self._keys.plan)
+        is_by_hand = view.plan is not None and view.plan.source == "user"
+        if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
+            self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
     def _job_view(self, view: View, may_act: bool) -> JobView:
         now = time.monotonic()
@@ -736,6 +797,11 @@ class Controller:
                 workerless_s=now - app.worker_seen_at if app.worker_seen_at is not None else 0.0,
                 idle_s=now - (app.member_seen_at or app.started_at),
                 age_s=now - app.running_since if app.running_since is not None else 0.0,
+                asked_s=now - app.started_at,
+                trained_s=app.trained_s,
+                refused=app.is_refused,
+                checkpoint_step=app.checkpoint_step,
+                forgiven=app.ended_at is not None and app.ended_at <= self._forgiven_at,
                 ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
                 error=app.post_mortem.error if app.post_mortem else "",
                 stopped_job=app.stopped_job,
@@ -754,6 +820,8 @@ class Controller:
             etcd_away_s=now - self._etcd_away_since if self._etcd_away_since is not None else 0.0,
             failures_in_a_row=self._failures_in_a_row,
             since_failure_s=now - self._failed_at,
+            fewest=self._limits.min_workers,
+            checkpoint_step=self._checkpoint_step(),
             stop=self._stop_reason(),
         )
 
@@ -824,7 +892,7 @@ class Controller:
         if nodes is None:  # somebody has deleted the job's keys
             assert self._nodes is not None
             nodes = self._nodes
-        number = nodes.num_started + 1
+        number = max(nodes.num_started, self._num_taken) + 1
         record = NodeRecord("asked", asked_at=time.time(), cpus=size.cpus, memory_mb=size.memory_mb)
         name = f"node{number}"
         written = dataclasses.replace(nodes, num_started=number)
@@ -833,16 +901,16 @@ class Controller:
         if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
             raise EtcdError(f"{key!r} was written by somebody else meanwhile")
         self._nodes = written
-        return name, _App("", time.monotonic(), record.asked_at, size, saved=record)
+        return name, _App(None, time.monotonic(), record.asked_at, size, saved=record)
 
     def _note_refusal(self, name: str, app: _App, now: float, problem: str) -> None:
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
         app.post_mortem = PostMortem(f"it could not be started: {problem}", "")
-        self._note_failed_start(app, now)
-
-    def _note_failed_start(self, app: _App, now: float) -> None:
         app.status, app.ended_at, app.all_shown = "failed", now, True
-        self._failures_in_a_row, self._failed_at = self._failures_in_a_row + 1, now
+        refused = [other for other, each in self._apps.items() if each.is_refused]
+        for other in refused[:-MAX_REFUSED]:
+            self._forget(other)
+            del self._apps[other]
 
     def _cancel(self, names: Sequence[str]) -> None:
         """End nodes, all at once. Of those whose fate is unknown, what the scheduler shows later is ended then."""
@@ -854,36 +922,51 @@ class Controller:
         self._cancel_again()
 
     def _cancel_again(self) -> None:
-        """Tell the scheduler to end what was cancelled and has not ended."""
+        """Have the scheduler end what was cancelled and has not ended; what it refuses is asked for ever more rarely."""
         now = time.monotonic()
-        due = [
-            app
+        due = {
+            app.handle: app
             for app in self._apps.values()
-            if app.cancelled and not app.has_ended and app.handle
-            if app.cancelled_at is None or now - app.cancelled_at > self._patience.cancel_s / 2
-        ]
+            if app.cancelled and not app.has_ended and app.handle is not None and now >= app.cancel_at
+        }
         if not due:
             return
         try:
-            self._target.cancel([app.handle for app in due])
+            self._target.cancel(due)
         except TargetError as error:
-            log.warning("run %s: nodes could not be ended, this is tried again: %s", self._keys.run_id, error)
+            for app in due.values():
+                app.cancel_failures += 1
+            num_failures = max(app.cancel_failures for app in due.values())
+            pause_s = min(self._patience.cancel_s, self._patience.first_cancel_s * 2.0 ** min(20, num_failures - 1))
+            for app in due.values():
+                app.cancel_at = now + pause_s
+            log.warning(
+                "run %s: %s could not be ended, which is tried again in %.0f s: %s",
+                *(self._keys.run_id, ", ".join(due), pause_s, error),
+            )
             return
-        for app in due:
-            app.cancelled_at = now
+        for app in due.values():
+            app.cancel_at, app.cancel_failures = now + self._patience.cancel_s / 2, 0
             if not self._target.outlives_controller:
                 app.status = "cancelled"
 
     def _publish_apps(self) -> None:
-        apps = {name: app.handle for name, app in self._apps.items() if app.is_living}
-        if apps == self._record.apps:
+        apps = {name: app.handle or "" for name, app in self._apps.items() if app.is_living}
+        record = dataclasses.replace(self._record, apps=apps, held_up=self._held_up[:2000])
+        if record == self._record:
             return
-        record = dataclasses.replace(self._record, apps=apps)
         try:
             self._client.put(self._keys.controller, encode(record), self._lease)
             self._record = record
         except EtcdError as error:
             log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
+            return
+        kind = likeness(self._held_up)  # the same with other counts and pauses is no news
+        if kind and kind != self._trouble:
+            log.warning("run %s: %s", self._keys.run_id, self._held_up)
+            with contextlib.suppress(EtcdError):  # status has it all the same
+                self._tell("nodes", self._held_up)
+        self._trouble = kind
 
     def _declare_failed(self, reason: str) -> bool:
         """Tell nodes that others have started, and whoever asks later.
@@ -911,7 +994,7 @@ class Controller:
 
     def _show_output(self) -> None:
         for name, app in self._apps.items():
-            if app.all_shown or not app.handle:
+            if app.all_shown or app.handle is None:
                 continue
             # Only what a node that still lives writes may end in the middle of a line.
             app.all_shown = app.has_ended
@@ -937,10 +1020,10 @@ class Controller:
                     self._show(f"[{name}] {line}")
 
 
-def _restored(record: NodeRecord, now: float) -> _App:
+def _restored(record: NodeRecord, handle: str | None, now: float) -> _App:
     """A node of an earlier controller. How long it has done nothing is counted anew."""
     size = NodeSize(record.cpus, record.memory_mb)
-    app = _App(record.handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
+    app = _App(handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     app.ended_at = now if record.cancelled else None
     app.worker_seen_at = now if record.had_worker else None
     if record.state == "ended":
@@ -949,7 +1032,12 @@ def _restored(record: NodeRecord, now: float) -> _App:
         app.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
         app.stopped_job, app.all_shown = record.stopped_job, True
         app.after_training = record.after_training
+        app.trained_s, app.checkpoint_step = record.trained_s, record.checkpoint_step
     return app
+
+
+def _highest_number(names: Iterable[str]) -> int:
+    return max((int(match[1]) for name in names if (match := re.fullmatch(r"node(\d{1,18})", name))), default=0)
 
 
 def _nodes_of_agents(view: View) -> dict[str, str]:
@@ -969,7 +1057,7 @@ def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(errors="replace")
+        return read_tail(file)
     except OSError as error:
         log.warning("what a node has said before its end cannot be read: %s", error)
         return ""

@@ -171,6 +171,7 @@ def node(
     ca_cert: str = "",
     cert: str = "",
     cert_key: str = "",
+    timeouts: str = "",
     cpu: int = 1,
     gpu: int = 0,
     memMB: int = 1024,
@@ -196,6 +197,7 @@ def node(
         ca_cert: PEM file of the authority that etcd's certificate is checked against
         cert: PEM file of the certificate to show to etcd
         cert_key: PEM file of its key
+        timeouts: further values of --rdzv-conf, such as join_timeout=3600,lease_ttl=10
         cpu: cores
         gpu: accelerators
         memMB: memory
@@ -207,7 +209,9 @@ def node(
     for name, value in values.items():
         if "," in value or "=" in value:
             raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")
-    conf = ",".join(f"{name}={value}" for name, value in values.items() if value)
+    if timeouts and not re.fullmatch(r"[a-z_]+=[0-9.e+]+(,[a-z_]+=[0-9.e+]+)*", timeouts):
+        raise ValueError(f"timeouts={timeouts!r} cannot be used: give NAME=SECONDS,..., such as join_timeout=3600,lease_ttl=10")
+    conf = ",".join([*(f"{name}={value}" for name, value in values.items() if value), *([timeouts] if timeouts else [])])
     return specs.AppDef(
         name=node,
         roles=[

@@ -43,6 +43,9 @@ _CANCEL_GRACE_S = 30
 _LOST_S = 60.0
 """A pod that is still there so long after its grace is on a host that nobody reaches."""
 
+_DISMISS_S = 30.0
+"""Seconds between two requests to delete a pod that has outlived its worker."""
+
 _ASK_WHY_S = 30.0
 """How often the events of a node that waits are looked at."""
 
@@ -119,6 +122,7 @@ class KubernetesTarget:
         self._ended_at: dict[str, float] = {}  # by node: since when its last words are waited for
         self._told: dict[str, str] = {}  # by node: why it waits
         self._asked_why_at: dict[str, float] = {}  # by node
+        self._dismissed_at: dict[str, float] = {}  # by node: last request to delete what has outlived its worker
         self._logs = (
             _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
         )
@@ -142,6 +146,9 @@ class KubernetesTarget:
                 raise NotTakenError(f"Job {name} was not created: {error}{instead}") from error
         self._created_at[node] = time.monotonic()
         return self._handle(node)
+
+    def owns(self, node: str, handle: str) -> bool:
+        return handle == self._handle(node)
 
     def apps(self) -> Sequence[App]:
         self._refresh()
@@ -254,12 +261,28 @@ class KubernetesTarget:
             if self._logs is not None and seen.pod is not None and _phase(seen.pod) in ("Running", "Succeeded", "Failed"):
                 self._logs.follow(node, seen.pod["metadata"]["name"])
             self._tell_why_it_waits(node, seen, now)
+            self._dismiss_what_is_left(node, seen, now)
+
+    def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
+        """Delete a pod whose worker has ended and has no more to say: another container, such as a mesh's proxy, keeps it."""
+        if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
+            return
+        is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")
+        if not is_left or now - self._dismissed_at.get(node, -float("inf")) < _DISMISS_S:
+            return
+        self._dismissed_at[node] = now
+        log.info("run %s: deleting the pod of %s: its worker has ended, another container runs on", self._spec.run_id, node)
+        try:
+            self._api.delete_job(self._namespace, self._api_version, self._handle(node).split("/")[0])
+            self._api.delete_pod(self._namespace, seen.pod["metadata"]["name"], _CANCEL_GRACE_S)
+        except ApiError as error:
+            log.warning("run %s: the pod of %s could not be deleted, it keeps its host: %s", self._spec.run_id, node, error)
 
     def _state(self, seen: _Seen) -> _State:
         pod = seen.pod
         if pod is None:
             return _job_state(seen.job or {})
-        if _phase(pod) in ("Pending", "Running"):
+        if _phase(pod) in ("Pending", "Running") and _end_of_worker(pod) is None:
             since = self._terminating_since.get(pod["metadata"]["name"])
             grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
             # Its host's kubelet would have ended it. Nobody else can: the pod stays there until the host is back, or removed.
@@ -405,6 +428,9 @@ def _job_state(job: Mapping[str, Any]) -> _State:
 
 def _pod_state(pod: Mapping[str, Any]) -> _State:
     status = pod.get("status", {})
+    if (ended := _end_of_worker(pod)) is not None and "exitCode" in ended:
+        # The pod's phase waits for all its containers, and may tell of another one's failure.
+        return _State("succeeded") if ended["exitCode"] == 0 else _State("failed", _why_it_failed(status))
     match _phase(pod):
         case "Succeeded":
             return _State("succeeded")
@@ -419,16 +445,24 @@ def _pod_state(pod: Mapping[str, Any]) -> _State:
             return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost (its phase is {other})")
 
 
+def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How our container has ended, whatever others in its pod do; None as long as it has not, or the pod does not tell."""
+    for container in pod.get("status", {}).get("containerStatuses") or ():
+        if container.get("name", CONTAINER) == CONTAINER:
+            ended = (container.get("state") or {}).get("terminated")
+            return ended if isinstance(ended, Mapping) else None
+    return None
+
+
 def _why_it_failed(status: Mapping[str, Any]) -> str:
     """Evicted, out of memory, preempted; empty if the container has just ended with an error of its own."""
     parts = [f"{status['reason']}: {status.get('message', '')}".rstrip(": ")] if status.get("reason") else []
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             parts.append(f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": "))
-    for container in status.get("containerStatuses") or ():
-        ended = (container.get("state") or {}).get("terminated")
-        if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
-            parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
+    ended = _end_of_worker({"status": status})
+    if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
+        parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
     return "; ".join(parts)
 
 

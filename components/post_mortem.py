@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,8 +21,14 @@ _RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
+_FATAL = "Fatal Python error:"
+_FATAL_LINES = 40
+
 # SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them: somebody ended the process, it did not end itself.
 _ENDED_BY_OTHERS = {sign for number in (1, 2, 9, 15) for sign in (-number, 128 + number)}
+
+# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: faults of the process itself. A shell reports them as 128 more.
+_FAULTS = {4, 5, 6, 7, 8, 11}
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,10 @@ def examine(output: str) -> PostMortem:
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
+    if faults and (name := _signal(faults[0])):
+        # A warning above is of something else. A traceback may be, or the process met the signal while it ended after that.
+        after = f", after {_message(own)}" if own else ""
+        return PostMortem(f"the script was ended by {name}{after}", "\n".join([*(own or []), *_fatal_error(lines)]), cause)
     if faults:
         error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
         return PostMortem(error, "\n".join(own or []), cause)
@@ -55,6 +67,23 @@ def examine(output: str) -> PostMortem:
         fault = agents[0] if agents else own or []
         return PostMortem(_message(fault), "\n".join(fault), cause)
     return PostMortem("", "", cause)
+
+
+def _signal(code: int) -> str:
+    """Name of the signal that an exit code of Python's or of a shell stands for; empty if it stands for none."""
+    number = -code if code < 0 else code - 128
+    if code >= 0 and number not in _FAULTS:
+        return ""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _fatal_error(lines: list[str]) -> list[str]:
+    """What Python's faulthandler has written about the last fatal signal."""
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_FATAL)), len(lines))
+    return list(itertools.takewhile(lambda line: not _AGENT_LINE.match(line), lines[start : start + _FATAL_LINES]))
 
 
 def _last_words(lines: list[str]) -> str:

@@ -6,14 +6,34 @@ too many is not decided here: the workers' convener drops one from the middle, w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Action", "AddNode", "AppStatus", "CancelNode", "Give", "JobView", "Node", "Patience", "Warn", "reconcile"]
+from lightning_dlrover.components.failures import (
+    AppStatus,
+    Node,
+    culprit,
+    early_failures,
+    most_frequent,
+    of_their_own,
+    refusals,
+    stops_without_progress,
+)
 
-AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
+__all__ = [
+    "Action",
+    "AddNode",
+    "AppStatus",
+    "CancelNode",
+    "Give",
+    "JobView",
+    "Node",
+    "Patience",
+    "Warn",
+    "reconcile",
+    "why_none_is_added",
+]
 
 
 @dataclass(frozen=True)
@@ -21,11 +41,17 @@ class Patience:
     """How often and for how long things may go wrong; times in seconds."""
 
     max_failures: int = 8  # nodes in a row that failed without a new round between them
-    max_same_error: int = 3  # times that one error of the script may stop the whole job within `same_error_s`
-    same_error_s: float = 900.0
+    max_same_error: int = 3  # times that one error of the script may stop the job without progress, or end nodes that join it
+    max_stops: int = 20  # times that the job may be stopped without progress, whatever the cause
+    progress_s: float = 900.0  # of training count as progress where no checkpoint is known of
+    useful_s: float = 300.0  # of training that make a node worth having been added
+    same_error_s: float = 900.0  # for which an error makes the job wait before it starts the next node
+    together_s: float = 30.0  # nodes that fail within so many seconds of each other may fail for one reason
     first_backoff_s: float = 0.5  # before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0
+    max_long_backoff_s: float = 300.0  # while others train, after more than `max_failures`, or if nodes are refused
     submit_s: float = 20.0  # a scheduler that may have taken a node on shows it
+    first_cancel_s: float = 2.0  # from a refused cancellation to the next attempt; doubles with every refusal, up to `cancel_s`
     cancel_s: float = 60.0  # from a node's cancellation to the next attempt
     exit_s: float = 30.0  # from a worker's last sign to the end of its node
     surplus_s: float = 60.0  # a node that the plan has no room for
@@ -33,29 +59,6 @@ class Patience:
     come_s: float = 900.0  # a started node that has not registered by then is replaced
     settle_s: float = 2.0  # what etcd and the scheduler say may be so far apart
     etcd_s: float = 120.0  # etcd does not answer, and no node is left
-
-
-@dataclass(frozen=True)
-class Node:
-    """One one-node app."""
-
-    name: str
-    status: AppStatus
-    agent_seen: bool = False  # its agent is registered, or was
-    has_worker: bool = False  # its training process is registered
-    is_member: bool = False  # that worker is a member of the current round
-    workerless_s: float = 0.0  # since it last had a registered worker; 0 if it never had one
-    idle_s: float = 0.0  # since it last was a member, or since it was started
-    age_s: float = 0.0  # since it was started; 0 while it waits in a scheduler's queue
-    ended_s: float = 0.0  # since it ended
-    error: str = ""  # failed: by an error of the script; empty when it was killed
-    stopped_job: bool = False  # failed, and with it the last member of the round was gone
-    after_training: bool = False  # failed in the script's code that follows `fit`
-    warned: bool = False
-
-    @property
-    def is_living(self) -> bool:
-        return self.status in ("pending", "running")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class JobView:
     may_act: bool = True  # we hold the job's controller key, and etcd answers
     etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
     failures_in_a_row: int = 0  # without a new round between them
-    since_failure_s: float = 0.0
+    since_failure_s: float = 0.0  # refused nodes left out
+    fewest: int = 1  # workers that the job needs to train
+    checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
     stop: str = ""  # why somebody wants the whole job to end
 
 
@@ -141,24 +146,37 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
 
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
     """Why starting nodes again would not help, or None."""
-    failed = [node for node in view.nodes if node.status == "failed"]
     if view.phase == "failed":
         return "the job has failed"
-    # News of the first step may arrive after that of the worker's end.
-    own_fault = next((node for node in failed if node.error and node.ended_s > patience.settle_s), None)
-    if view.phase in ("none", "starting") and own_fault:
-        # Nothing was trained yet, so the next attempt would go the same way.
-        return f"{own_fault.name} failed before training began: {own_fault.error}"
-    for error, count in _recent_errors([n for n in failed if n.stopped_job], patience).items():
-        if count >= patience.max_same_error:
-            return f"the same error stopped the job {count} times: {error}"
+    if view.phase in ("none", "starting") and (reason := _failed_before_training(view, patience)):
+        return reason
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
+    # Whoever was killed may have taken others along: their errors are consequences.
+    count, error = most_frequent(of_their_own(stops, view.nodes, patience.together_s))
+    if count >= patience.max_same_error:
+        return f"the same error stopped the job {count} times without progress in between: {error}"
+    if len(stops) >= patience.max_stops:
+        cause = stops[-1].error or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
+        return f"the job was stopped {len(stops)} times without progress in between; the last time by {stops[-1].name}: {cause}"
     if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
+    last_s = min((node.ended_s for node in view.nodes if not node.refused), default=float("inf"))
+    refused = [node for node in refusals(view.nodes) if node.ended_s < last_s]  # while others trained they did no harm
+    if len(refused) >= patience.max_failures and not living:
+        return f"no node is left, and {len(refused)} in a row were refused; {refused[-1].name}: {refused[-1].error}"
     return None
 
 
-def _recent_errors(nodes: Sequence[Node], patience: Patience) -> Counter[str]:
-    return Counter(n.error for n in nodes if n.error and n.ended_s <= patience.same_error_s)
+def _failed_before_training(view: JobView, patience: Patience) -> str:
+    """Why the next attempt would go the same way: nothing was trained yet."""
+    refused = refusals(view.nodes)
+    if refused and len(refused) == len(view.nodes):
+        return f"{refused[0].name} failed before training began: {refused[0].error}"
+    # News of the first step may arrive after that of the worker's end.
+    first = culprit(view.nodes, patience.together_s)
+    if first is None or first.ended_s <= patience.settle_s:
+        return ""
+    return f"{first.name} failed before training began: {first.error}"
 
 
 def _end_after_training(view: JobView) -> Give:
@@ -188,17 +206,67 @@ def _end_without_job(view: JobView, patience: Patience) -> Give | None:
 
 
 def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
-    if view.phase in ("none", "starting") and any(node.status == "succeeded" or node.error for node in view.nodes):
-        return []  # the script ends without training, or fails; another node would only run it once more
-    if not living and view.nodes and min(node.ended_s for node in view.nodes) <= patience.settle_s:
+    if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
+        return []  # the script ends without training; another node would only run it once more
+    newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
+    if not living and newest_s <= patience.settle_s:
         return []  # the news that the job has finished may be on its way
-    # A node that joins and then always fails makes a new round each time, but no progress.
-    repeats = max(_recent_errors(view.nodes, patience).values(), default=0)
-    failures = max(view.failures_in_a_row, repeats)
-    backoff_s = min(patience.max_backoff_s, patience.first_backoff_s * 2.0 ** min(20, failures - 1))
-    if failures > 0 and view.since_failure_s < backoff_s:
+    if view.phase in ("none", "starting") and culprit(view.nodes, patience.together_s) is not None:
+        return []  # the script fails
+    if _why_growth_is_given_up(view, living, patience):
+        return []
+    count, pause_s, since_s = _pause(view, living, patience)
+    if count and since_s < pause_s:
         return []
     return [AddNode()] * max(0, view.wanted - len(living))
+
+
+def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[int, float, float]:
+    """Failures or refusals that make the next node wait, for how long, and for how long it has waited."""
+    # A node that joins and then always fails makes a new round each time, but no progress.
+    recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= patience.same_error_s]
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
+    early = [n for n in early_failures(view.nodes, patience.useful_s) if n.ended_s <= patience.same_error_s]
+    failures = max(view.failures_in_a_row, most_frequent(recent)[0], len(stops), len(early))
+    refused = refusals(view.nodes)
+    may_be_long = any(node.is_member for node in living)
+
+    def pause_s(count: int, is_long: bool) -> float:
+        longest_s = patience.max_long_backoff_s if is_long and may_be_long else patience.max_backoff_s
+        return min(longest_s, patience.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
+
+    if refused and refused[-1].ended_s <= view.since_failure_s:
+        return len(refused), pause_s(len(refused), True), refused[-1].ended_s
+    return failures, pause_s(failures, failures > patience.max_failures), view.since_failure_s
+
+
+def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Patience) -> str:
+    """Why no more nodes join those that train: all would fail alike. Empty while there are fewer than the job needs."""
+    if sum(node.is_member for node in living) < view.fewest:
+        return ""
+    count, error = most_frequent(early_failures(view.nodes, patience.useful_s))
+    if count < patience.max_same_error:
+        return ""
+    return (
+        f"no more nodes are added, {count} that joined have failed alike: {error}; once the cause is mended, `dlrover scale` "
+        "or another `dlrover run` of the job adds nodes again"
+    )
+
+
+def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
+    """Why the job has fewer nodes than planned, for people; empty if it has not, or if that is about to pass."""
+    living = [node for node in view.nodes if node.is_living]
+    if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
+        return ""
+    if given_up := _why_growth_is_given_up(view, living, patience):
+        return given_up
+    count, pause_s, _ = _pause(view, living, patience)
+    if refused := refusals(view.nodes):
+        tries = f"try {len(refused)} in a row; the next one {pause_s:.0f} s later"
+        return f"{refused[-1].name} was refused ({tries}): {refused[-1].error}"
+    if count < patience.max_same_error:
+        return ""
+    return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job last got ahead"
 
 
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dlrover.components.logs import read_tail
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.reconcile import AppStatus
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
@@ -159,7 +160,7 @@ class SlurmTarget:
         script.write_text(self._script(node, size))
         arguments = [
             "--parsable",
-            f"--job-name={self._spec.run_id}.{node}.{self._mark}",
+            f"--job-name={self._job_name(node)}",
             # Slurm replaces %x and its like in these.
             f"--output={str(folder).replace('%', '%%')}/stdout.log",
             f"--error={str(folder).replace('%', '%%')}/stderr.log",
@@ -188,6 +189,10 @@ class SlurmTarget:
             raise TargetError(f"sbatch has not given the job's number, but {_text(done.stdout)!r}")
         self._submitted_at[match[1]] = time.monotonic()
         return f"{match[1]}/{node}"
+
+    def owns(self, node: str, handle: str) -> bool:
+        # The number may still be any job's: `cancel` and `status` compare the job's name, too.
+        return re.fullmatch(rf"[1-9][0-9]{{0,17}}/{re.escape(node)}", handle) is not None
 
     def apps(self) -> Sequence[App]:
         self._refresh()
@@ -239,7 +244,7 @@ class SlurmTarget:
         file = self._log_dir / node / "stderr.log"
         found = None
         with contextlib.suppress(OSError):
-            found = _OUT_OF_MEMORY.search(file.read_text(errors="replace"))
+            found = _OUT_OF_MEMORY.search(read_tail(file))
         if found:
             self._starved.add(handle)
         told = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
@@ -252,10 +257,18 @@ class SlurmTarget:
     def cancel(self, handles: Iterable[str]) -> None:
         doomed = list(handles)
         self._cancelled.update(doomed)
-        job_ids = [handle.split("/")[0] for handle in doomed]
-        for start in range(0, len(job_ids), _JOBS_PER_COMMAND):
+        ours, others = [], []
+        for handle in doomed:
+            job_id, node = handle.split("/")
+            if job_id in self._rows or job_id in self._submitted_at:
+                ours.append(job_id)
+            else:
+                # Slurm has forgotten it, could not be asked yet, or a record names a job that is not ours.
+                others.append([f"--jobname={self._job_name(node)}", "--", job_id])
+        batches = [["--", *ours[start : start + _JOBS_PER_COMMAND]] for start in range(0, len(ours), _JOBS_PER_COMMAND)]
+        for arguments in [*batches, *others]:
             try:
-                done = self._call("scancel", *job_ids[start : start + _JOBS_PER_COMMAND])
+                done = self._call("scancel", *arguments)
             except OSError as error:
                 raise TargetError(f"scancel cannot be run: {error}") from error
             problems = [line for line in done.stderr.splitlines() if line.strip() and not _ENDED_ALREADY.search(line)]
@@ -285,6 +298,9 @@ class SlurmTarget:
         pass
 
     # --- a node's script -----------------------------------------------------------------------------------------------
+
+    def _job_name(self, node: str) -> str:
+        return f"{self._spec.run_id}.{node}.{self._mark}"
 
     def _script(self, node: str, size: NodeSize) -> str:
         # Only torchrun replaces ${...} here.
@@ -359,9 +375,13 @@ class SlurmTarget:
             log.warning("job %s, %s: squeue does not list it, and scontrol does not tell: %s", job_id, node, error)
             return None
         if done.returncode == 0:
-            match = re.search(rf"\bJobId={job_id}\b.*?\bJobState=(\S+)", done.stdout)
-            return _STATES.get(match[1]) if match else None
-        if not _UNKNOWN_JOB.search(done.stderr + done.stdout):
+            match = re.search(rf"\bJobId={job_id}\b(?: JobName=(.*?) UserId=)?.*?\bJobState=(\S+)", done.stdout)
+            if match is None:
+                return None
+            if match[1] in (None, self._job_name(node)):
+                return _STATES.get(match[2])
+            log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
+        elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
         # Slurm forgets jobs `MinJobAge` seconds after their end. Who was killed has left no word.
         return self._exit_status(node) or "failed"

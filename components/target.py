@@ -51,6 +51,7 @@ class NodeSpec:
     max_restarts: int = 0
     access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
     environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
+    timeouts: Mapping[str, float] = field(default_factory=dict)  # seconds, by the keys of --rdzv-conf; others have defaults
 
 
 class TargetError(RuntimeError):
@@ -86,6 +87,9 @@ class Target(Protocol):
             NotTakenError: it was refused.
             TargetError: it may have been taken on: `apps` will show it then.
         """
+
+    def owns(self, node: str, handle: str) -> bool:
+        """Whether `handle`, read from a record, has the form that `start` gives this job's node. Called after `open`."""
 
     def apps(self) -> Sequence[App]:
         """What the scheduler knows of the job's nodes, those of earlier controllers too; the ended ones it may have forgotten.

@@ -44,6 +44,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         node=node,
         max_restarts=spec.max_restarts,
         key_prefix=spec.prefix,
+        timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
         **spec.access,  # type: ignore[arg-type]
     )
 
@@ -88,6 +89,9 @@ class LocalTarget:
 
     def open(self, mark: str) -> None:
         pass  # what was not started by this object has ended with whoever started it
+
+    def owns(self, node: str, handle: str) -> bool:
+        return self._nodes.get(handle) == node
 
     def apps(self) -> Sequence[App]:
         self._settle()

@@ -172,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
     )
+    for name, text in _TIMEOUTS.items():
+        run.add_argument(_flag(name), type=_duration, metavar="TIME", help=text)
     run.add_argument(
         "--target",
         choices=(*_TARGETS, "auto"),
@@ -270,6 +272,13 @@ def _objective_options(parser: argparse.ArgumentParser) -> None:
 
 
 _TARGETS = ("local", "slurm", "kubernetes")
+
+_TIMEOUTS = {
+    "join_timeout": "how long a node waits for room in the job once no controller is there, such as 1h (default 10m)",
+    "wait_timeout": "how long workers wait for the fewest of --workers once no controller is there (default 10m)",
+    "lease_ttl": "how long a node or worker may be silent before it is taken for lost (default 5s)",
+}
+"""Of nodes and workers; keys of --rdzv-conf."""
 
 _NODE_OPTIONS = {
     "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu); on this machine: N alone"),
@@ -785,6 +794,7 @@ def _run_job(
         max_restarts=options.max_restarts,
         access=place.access,
         environment={**_objective(options), **_pairs(options, "env", "NAME=VALUE")},
+        timeouts={name: value for name in _TIMEOUTS if (value := getattr(options, name)) is not None},
     )
     # An agent that may start its worker again needs no worker for as long as that takes.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
@@ -1582,6 +1592,7 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
             + (f"; waits for {nodes} to come" if nodes else "")
         )
+        lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "

@@ -543,4 +543,5 @@ def _show_controller(found: FoundJob) -> dict[str, Any] | None:
         "pid": found.controller.pid,
         "target": found.controller.target,
         "awaited_nodes": [node for node in found.controller.apps if node not in come],
+        "held_up": found.controller.held_up,
     }

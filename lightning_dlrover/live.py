@@ -269,8 +269,7 @@ class LiveTraining:
                 each.cursor = progress  # not 0 when a checkpoint from inside an epoch was resumed
             self._epoch_loop_fetcher().fetched = progress
             self._updates = self._trainer.global_step
-            if self.formation.rank == 0:
-                self.world.announce(fingerprint, loader.global_batch_size, data.encode())
+            self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             self._batch = self._batch_number
             while self._attempt(self._begin_together, data) is None:
                 self._recover()

@@ -283,8 +283,7 @@ class _Loop:
             self._world.admit(b"", fingerprint)
         if not self._attempt(self._settle):
             self._recover()
-        if self._formation.rank == 0:
-            self._world.announce(fingerprint)
+        self._world.announce(fingerprint)
         self._yielded_round = 0
 
     def _between_steps(self) -> None:

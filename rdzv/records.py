@@ -384,6 +384,7 @@ class ControllerRecord:
     target: str  # local, slurm, kubernetes
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
+    held_up: str = ""  # why nodes that the plan wants are not added, for people
 
 
 @dataclass(frozen=True)
@@ -419,6 +420,8 @@ class NodeRecord:
     had_worker: bool = False  # its training process was registered: without one now it is about to end, or hangs
     cpus: int = 0  # that it was asked for with; 0: as the scheduler has it
     memory_mb: int = 0
+    trained_s: float = 0.0  # ended: seconds as a member of rounds, as far as its last controller has seen
+    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_dlrover.rdzv import server_failure
+from lightning_dlrover.rdzv.owned_folder import OwnedFolder
 
 __all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
 
@@ -78,7 +79,7 @@ class EmbeddedEtcd:
         self._die_with_parent = die_with_parent
         self._start_timeout_s = start_timeout_s
         self._binary = binary
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: OwnedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EmbeddedEtcd:
@@ -116,7 +117,7 @@ class EmbeddedEtcd:
             return self
         try:
             if self.data_dir is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="dlrover-etcd-")
+                self._temporary = OwnedFolder("dlrover-etcd-")
                 self.data_dir = Path(self._temporary.name)
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._start_on_free_ports()

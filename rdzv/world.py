@@ -240,6 +240,7 @@ class World:
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
+        self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
         if "nccl" not in backend:  # NCCL's groups can be aborted
@@ -406,7 +407,10 @@ class World:
             self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
             if self._attempts[1] > MAX_ATTEMPTS:
                 raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
-        return run_blocking(self._member.recover(hello))
+        formation = run_blocking(self._member.recover(hello))
+        with contextlib.suppress(EtcdError, MembershipError):  # training matters more than what the job is taken for
+            self._announce_as_first()
+        return formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
         """Let the passes of a model that was wrapped for the current round end with the round in any case.
@@ -418,7 +422,17 @@ class World:
             waits.guard_replica(replica)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
-        """Rank 0 of the first round: the job trains, and this is the model, and the data, that joiners must have."""
+        """Declare that the job trains, and the model and the data that joiners must have.
+
+        Called by all workers of the first round. Rank 0 writes it, or its successor if it dies first.
+        """
+        self._announcement = (fingerprint, global_batch_size, data)
+        self._announce_as_first()
+
+    def _announce_as_first(self) -> None:
+        if self._announcement is None or self.formation is None or self.formation.rank != 0:
+            return
+        fingerprint, global_batch_size, data = self._announcement
 
         def announced(job: JobRecord) -> JobRecord:
             if job.phase == "starting":
@@ -430,6 +444,7 @@ class World:
             return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
 
         self.membership.update_job(announced)
+        self._announcement = None
 
     @property
     def has_finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.components.controller import Controller, ControllerBusyError, Limits
+from lightning_dlrover.components.controller import MAX_REFUSED, Controller, ControllerBusyError, Limits
 from lightning_dlrover.components.reconcile import AppStatus, Give, Patience
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError, KeyValue
 from lightning_dlrover.rdzv.records import (
     AgentRecord,
+    CheckpointRecord,
     ControllerRecord,
     DrainRecord,
     EventRecord,
@@ -31,7 +33,15 @@ from lightning_dlrover.rdzv.records import (
 )
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
-QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=0.3, surplus_s=0.3, register_s=0.2, settle_s=0.1)
+QUICK = Patience(
+    first_backoff_s=0.01,
+    max_backoff_s=0.02,
+    max_long_backoff_s=0.02,
+    exit_s=0.3,
+    surplus_s=0.3,
+    register_s=0.2,
+    settle_s=0.1,
+)
 
 FAILED = """\
 Traceback (most recent call last):
@@ -59,6 +69,9 @@ class FakeTarget:
     def open(self, mark: str) -> None:
         assert mark
 
+    def owns(self, node: str, handle: str) -> bool:
+        return handle == node
+
     def apps(self) -> list[App]:
         return [App(node, node, status == "running") for node, status in self.nodes.items()]
 
@@ -79,9 +92,11 @@ class FakeTarget:
             self.cancelled.append(handle)
 
     def ran_out_of_memory(self, handle: str) -> bool:
+        assert handle in self.nodes
         return handle in self.out_of_memory
 
     def wants_back(self, handle: str) -> bool:
+        assert handle in self.nodes
         return False
 
     def logs(self, handle: str) -> list[Path]:
@@ -332,7 +347,7 @@ def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(mak
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._failures_in_a_row >= QUICK.max_failures)
+    job.run_until("many refusals", lambda: job.controller._nodes.num_started > QUICK.max_failures + 2)
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -432,6 +447,99 @@ def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: Make
     record = decode(JobRecord, entry.value, entry.key)
     assert record.phase == "failed"
     assert f"{QUICK.max_failures} nodes in a row" in record.message
+
+
+def test_node_is_killed_again_and_again_until_the_job_is_given_up(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_stops + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert f"stopped {QUICK.max_stops} times without progress" in end.reason
+    assert "node20: it was killed" in end.reason
+
+
+def test_job_with_newer_checkpoints_is_never_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    for number in range(1, 8):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        client.put(keys.checkpoint, encode(CheckpointRecord("x.ckpt", number)))
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED)
+    job.run_until("another node", lambda: job.target.living)
+
+
+def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_same_error + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED.replace("bad", f"DataLoader worker (pid(s) {number}417) exited unexpectedly"))
+    assert "the same error stopped the job 3 times" in job.run_to_its_end().reason
+
+
+def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    def held_up() -> str:
+        entry = client.get(keys.controller)
+        return decode(ControllerRecord, entry.value, entry.key).held_up if entry else ""
+
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.plan(2)
+    for number in (2, 3, 4):
+        job.run_until("another node", lambda: len(job.target.living) == 2)
+        job.train_with("node1", f"node{number}", number=2 * number)
+        job.stays(lambda: True, steps=2)
+        job.fail(f"node{number}", FAILED.replace("bad", f"bad host 10.0.0.{number}"))
+        job.round(2 * number + 1, "node1")
+    job.run_until("the end of growth", held_up)
+    job.stays(lambda: job.target.living == ["node1"])
+    assert "no more nodes are added, 3 that joined have failed alike: ValueError: bad host 10.0.0.4" in held_up()
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    assert [event.text for event in events if event.kind == "nodes"] == [held_up()]
+    job.plan(2)  # asked for once more
+    job.run_until("another node", lambda: job.target.living == ["node1", "node5"])
+    job.run_until("no trouble", lambda: not held_up())
+
+
+def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.target.refuses = "quota exceeded"
+    job.plan(2)
+    job.run_until("many refusals", lambda: job.controller._nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
+    entry = client.get(keys.controller)
+    assert entry is not None
+    held_up = decode(ControllerRecord, entry.value, entry.key).held_up
+    assert re.fullmatch(r"node\d+ was refused \(try \d in a row; .*\): .*quota exceeded", held_up)
+    names = [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]]
+    assert len(names) <= MAX_REFUSED + 1
+    assert "node1" in names
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    assert len([event for event in events if event.kind == "nodes"]) == 1  # not one for each try
+    job.target.refuses = ""
+    job.run_until("another node", lambda: len(job.target.living) == 2)
+
+
+def test_worker_killed_before_training_is_replaced(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.phase("starting")
+    job.register("node1", "node2")
+    job.round(1, "node1", "node2")
+    job.fail("node2", "RuntimeError: Connection closed by peer".join(FAILED.split("ValueError: bad")))
+    job.fail("node1", "  exitcode  : -9 (pid: 7)\n")
+    job.run_until("two other nodes", lambda: job.target.living == ["node3", "node4"])
 
 
 def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -36,7 +37,17 @@ from lightning_dlrover.rdzv.records import (
 )
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
-QUICK = Patience(first_backoff_s=0.01, max_backoff_s=0.02, exit_s=5.0, surplus_s=5.0, settle_s=0.1, submit_s=0.1, cancel_s=0.5)
+QUICK = Patience(
+    first_backoff_s=0.01,
+    max_backoff_s=0.02,
+    max_long_backoff_s=0.02,
+    exit_s=5.0,
+    surplus_s=5.0,
+    settle_s=0.1,
+    submit_s=0.1,
+    first_cancel_s=0.1,
+    cancel_s=0.5,
+)
 SIZE = NodeSize(1, 1024)
 EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 3
 EVERY_LONG = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 20  # of a life that takes more than a second
@@ -109,9 +120,13 @@ class SchedulerTarget:
         self.refuses = False
         self.ends_at_once = True  # when cancelled
         self.wanted_back: set[str] = set()
+        self.num_cancels = 0
 
     def open(self, mark: str) -> None:
         pass
+
+    def owns(self, node: str, handle: str) -> bool:
+        return re.fullmatch(rf"\d+/{node}", handle) is not None
 
     def _start(self, node: str, size: NodeSize) -> str:
         self._scheduler.sizes[node] = size
@@ -131,6 +146,7 @@ class SchedulerTarget:
         return self._scheduler.statuses[handle]
 
     def _cancel(self, handles: Iterable[str]) -> None:
+        self.num_cancels += 1
         if not self.answers:
             raise TargetError("no answer")
         for handle in handles:
@@ -138,12 +154,15 @@ class SchedulerTarget:
                 self._scheduler.statuses[handle] = "failed"
 
     def ran_out_of_memory(self, handle: str) -> bool:
+        assert handle in self._scheduler.nodes
         return handle in self._scheduler.out_of_memory
 
     def wants_back(self, handle: str) -> bool:
+        assert handle in self._scheduler.nodes
         return handle in self.wanted_back
 
     def logs(self, handle: str) -> list[Path]:
+        assert handle in self._scheduler.nodes
         return []
 
     def close(self) -> None:
@@ -472,6 +491,43 @@ def test_a_scheduler_that_takes_no_more_nodes_is_asked_again_while_others_train(
     assert job.end is None
     job.target.refuses = False
     job.run_until("the second worker", job.trains_with(2))
+
+
+def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) -> None:
+    job = make_job()
+    job.patience = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
+    job.run_until("a worker", job.trains_with(1))
+    job.target.answers = False
+    assert job.controller is not None
+    job.target.num_cancels = 0
+    job.controller._cancel(["node1"])
+    began = time.monotonic()
+    while time.monotonic() - began < 0.6:
+        job.controller._cancel_again()
+        time.sleep(0.001)
+    assert job.target.num_cancels == 3  # after 0, 0.1 and 0.3 s; the next one after 0.7 s
+    job.target.answers = True
+    job.run_until("its end, and another one", job.trains_with(1, without="node1"))
+
+
+@pytest.mark.parametrize("handle", ["", "/", "x", "--user=me/node1", "1/node2", "7", "1/node1/", "../../1/node1", "1 2/node1"])
+@pytest.mark.parametrize("state", ["asked", "started", "ended"])
+def test_malformed_handle_in_a_record_is_ignored(
+    make_job: MakeJob, handle: str, state: Literal["asked", "started", "ended"], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job()
+    job.run_until("a worker", job.trains_with(1))
+    job.bury()
+    record = dataclasses.replace(job.records()["node1"], handle=handle, state=state)
+    job.hand.put(job.keys.each_node + "node1", encode(record))
+    job.hand.put(job.keys.each_node + "../node2", encode(record))
+    ended = dataclasses.replace(record, state="ended", outcome="failed", ended_at=time.time())
+    job.hand.put(job.keys.each_node + "node3", encode(ended))
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    if state != "ended":
+        assert job.members[0] == "node1"  # found by its name
+    assert ("ignored" in caplog.text and repr(handle) in caplog.text) == bool(handle)
 
 
 def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(make_job: MakeJob) -> None:

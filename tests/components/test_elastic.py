@@ -16,11 +16,14 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torchx.runner import Runner, get_runner
 
 from lightning_dlrover import cli
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.target import ESCAPED
+from lightning_dlrover.components.target import ESCAPED, NodeSpec
+from lightning_dlrover.components.targets import node_app
+from lightning_dlrover.rdzv.handler import HandlerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"
@@ -192,3 +195,22 @@ def test_the_commands_on_the_page_about_torchx_work_as_written(installed: dict[s
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith(("| `--", "| `-h"))]
     named = set(re.findall(r"--([a-zA-Z_]+)", " ".join(rows).partition("--options=")[0])) | {"options", "h"}
     assert named == {*inspect.signature(elastic.train).parameters} - {"script_args"}
+
+
+def test_timeouts_of_a_job_reach_its_agents() -> None:
+    options = cli._parser().parse_args(["run", "--join-timeout", "2h", "--lease-ttl", "7s", "--wait-timeout", "1d", "train.py"])
+    timeouts = {name: getattr(options, name) for name in cli._TIMEOUTS}
+    assert timeouts == {"join_timeout": 7200.0, "wait_timeout": 86400.0, "lease_ttl": 7.0}
+    del timeouts["wait_timeout"]
+    spec = NodeSpec("train.py", (), "h:1", "run", "/dlrover", 1, 2, timeouts=timeouts)
+    [conf] = [a.partition("=")[2] for a in node_app(spec, "node1", "$").roles[0].args if a.startswith("--rdzv-conf=")]
+    assert conf == "live=1,key_prefix=/dlrover,join_timeout=7200,lease_ttl=7"
+    parameters = RendezvousParameters("etcd-v3", "h:1", "run", 1, 2, **dict(pair.split("=") for pair in conf.split(",")))
+    config = HandlerConfig.from_parameters(parameters)
+    assert (config.join_timeout_s, config.lease_ttl_s) == (7200.0, 7.0)
+
+
+@pytest.mark.parametrize("timeouts", ["join_timeout", "join_timeout=1h", "a=1,,b=2", "live=0=1"])
+def test_malformed_timeouts_are_refused(timeouts: str) -> None:
+    with pytest.raises(ValueError, match="such as join_timeout=3600,lease_ttl=10"):
+        elastic.node(script="s.py", rdzv_endpoint="h:1", rdzv_id="run", timeouts=timeouts)

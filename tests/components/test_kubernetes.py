@@ -23,10 +23,14 @@ from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
 
 from lightning_dlrover.components import kubernetes_api
+from lightning_dlrover.components.controller import Controller, Limits
 from lightning_dlrover.components.kubernetes import KubernetesOptions, KubernetesTarget, known_target
 from lightning_dlrover.components.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS, Mount, job_manifest, job_name
+from lightning_dlrover.components.reconcile import Patience
 from lightning_dlrover.components.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.records import Keys
 
 MARK = "0123456789"
 HANDLE = f"run-node1-{MARK}/node1"
@@ -316,6 +320,17 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
 # --- what became of nodes --------------------------------------------------------------------------------------------------
 
 
+def containers(**exit_codes: int | None) -> dict[str, Any]:
+    """States of a pod's containers; None: it runs."""
+
+    def state(code: int | None) -> dict[str, Any]:
+        if code is None:
+            return {"running": {}}
+        return {"terminated": {"exitCode": code, "reason": {0: "Completed", 137: "OOMKilled"}.get(code, "Error")}}
+
+    return {"containerStatuses": [{"name": name, "state": state(code)} for name, code in exit_codes.items()]}
+
+
 @pytest.mark.parametrize(
     ("phase", "details", "status", "why"),
     [
@@ -338,6 +353,13 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
             "PreemptionByScheduler",
         ),
         ("Failed", {"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 1}}}]}, "failed", ""),
+        ("Running", containers(worker=None, proxy=None), "running", ""),
+        ("Running", containers(proxy=1, worker=None), "running", ""),
+        ("Running", containers(proxy=None, worker=0), "succeeded", ""),
+        ("Running", containers(proxy=None, worker=1), "failed", ""),
+        ("Running", containers(proxy=None, worker=137), "failed", "OOMKilled, exit code 137"),
+        ("Failed", containers(proxy=137, worker=0), "succeeded", ""),
+        ("Failed", containers(proxy=137, worker=1), "failed", ""),
     ],
 )
 def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
@@ -594,6 +616,32 @@ def test_a_node_that_could_not_be_deleted_is_told_to_the_controller(
     cluster.clear_answers()
     target.cancel(handles)
     assert cluster.objects["jobs"] == {}
+
+
+def test_pod_that_outlives_its_worker_is_deleted(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=1))
+    cluster.logs["node1"] = stamped(1, "last words")
+    wait_for_status(target, "failed")
+    assert "last words\n" in target.logs(HANDLE)[0].read_text()
+    for _ in range(3):
+        target.apps()
+    assert cluster.objects["jobs"] == {}
+    assert cluster.num_requests("DELETE", "pods") == 1
+    assert cluster.pod_of("node1")["metadata"]["deletionGracePeriodSeconds"] == 30
+    assert target.status(HANDLE) == "failed"
+
+
+def test_out_of_memory_is_that_of_the_worker(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=137, worker=1))
+    target.apps()
+    assert not target.ran_out_of_memory(HANDLE)
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=137))
+    target.apps()
+    assert target.ran_out_of_memory(HANDLE)
 
 
 # --- output ----------------------------------------------------------------------------------------------------------------
@@ -1017,3 +1065,32 @@ def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
             for volume in volumes.values():
                 if "secret" in volume:
                     assert ("Secret", volume["secret"]["secretName"]) in named
+
+
+# --- with a controller ------------------------------------------------------------------------------------------------
+
+
+def test_job_goes_on_when_the_cluster_refuses_a_node(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
+) -> None:
+    cluster.max_jobs = 1
+    patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
+        while len(controller._apps) < 4:  # three refusals
+            assert controller.step() is None
+            controller.wait(0.01)
+        assert cluster.nodes() == ["node1"]
+        assert cluster.num_requests("DELETE", "jobs") == 0
+        cluster.max_jobs = 2
+        deadline = time.monotonic() + 10.0
+        while len(cluster.nodes()) < 2:
+            assert time.monotonic() < deadline, "waited 10 s for the second node"
+            assert controller.step() is None
+            controller.wait(0.01)
+
+
+def test_handle_is_that_of_this_job_and_node(make_target: MakeTarget) -> None:
+    target = make_target()
+    assert target.owns("node1", HANDLE)
+    others = ["", "node1", "other/node1", HANDLE + "/", HANDLE.replace(MARK, "9876543210"), HANDLE.replace("/node1", "/node2")]
+    assert not any(target.owns("node1", handle) for handle in others)

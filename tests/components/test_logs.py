@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_dlrover.components.logs import LogFile, log_files
+from lightning_dlrover.components.logs import LogFile, log_files, read_tail
 
 
 def write(file: Path, text: str = "") -> Path:
@@ -38,3 +38,23 @@ def test_what_was_there_can_be_left_out(tmp_path: Path) -> None:
     with file.file.open("a") as stream:
         stream.write("new\n")
     assert list(file.new_lines(whole=False)) == ["new"]
+
+
+def test_tail_is_read_without_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "stderr.log"
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)  # takes no room
+        stream.seek(0, 2)
+        stream.write(b"\nValueError: bad\n")
+    assert read_tail(file, 100).endswith("ValueError: bad\n")
+    assert read_tail(write(tmp_path / "short.log", "one\ntwo\n")) == "one\ntwo\n"
+    assert read_tail(write(tmp_path / "lines.log", "one\ntwo\n"), 6) == "two\n"
+
+
+def test_progress_bar_without_an_end_is_read_once(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "".join(f"bar {i} %\r" for i in range(20_000)) + "half"))
+    assert list(file.new_lines(whole=False)) == []
+    assert file.file.stat().st_size - file.num_read == len("half")
+    with file.file.open("a") as stream:
+        stream.write(" a bar\r100 %\nnext\n")
+    assert list(file.new_lines(whole=False)) == ["100 %", "next"]

@@ -55,6 +55,18 @@ RendezvousConnectionError: no etcd answers
 """
 
 
+SEGFAULT = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f2bb5dc6740 (most recent call first):
+  File "train.py", line 9 in lookup
+"""
+
+
+def test_traceback_of_a_fatal_signal_is_that_of_faulthandler() -> None:
+    assert examine("read data\n" + SEGFAULT + AGENT.format(code=-11)).traceback == SEGFAULT.rstrip("\n")
+
+
 @pytest.mark.parametrize("by", ["this machine", "Kubernetes", "Slurm"])
 @pytest.mark.parametrize(
     "output", ["", "Kubernetes: as the script says\n", AGENT.format(code=-9), SCRIPT + AGENT.format(code=1), SIGNALLED]
@@ -78,7 +90,12 @@ def test_why_a_place_has_ended_a_node_is_its_last_line(output: str, by: str) -> 
         ),
         (AGENT.format(code=3), "the script ended with exit code 3"),
         ("read data\nno such file\n\n" + AGENT.format(code=2), "the script ended with exit code 2: no such file"),
-        (AGENT.format(code=-11), "the script ended with exit code -11"),
+        (AGENT.format(code=-11), "the script was ended by SIGSEGV"),
+        (AGENT.format(code=-31), "the script was ended by SIGSYS"),
+        (AGENT.format(code=134), "the script was ended by SIGABRT"),
+        (AGENT.format(code=130 + 40), "the script ended with exit code 170"),
+        ("UserWarning: slow data loader\n" + SEGFAULT + AGENT.format(code=-11), "the script was ended by SIGSEGV"),
+        (SCRIPT + AGENT.format(code=-6), "the script was ended by SIGABRT, after ValueError: bad"),
         (REFUSED, "RendezvousConnectionError: no etcd answers"),
         ("/venv/bin/python: nothing\n" + SCRIPT, "ValueError: bad"),
     ],

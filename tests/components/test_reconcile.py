@@ -19,6 +19,7 @@ from lightning_dlrover.components.reconcile import (
     Patience,
     Warn,
     reconcile,
+    why_none_is_added,
 )
 
 PATIENCE = Patience()
@@ -26,23 +27,41 @@ LATE_S = 10_000.0
 
 
 def member(name: str = "a") -> Node:
-    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0)
+    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0, asked_s=LATE_S)
 
 
 def joining(name: str = "b", idle_s: float = 1.0) -> Node:
-    return Node(name, "running", agent_seen=True, idle_s=idle_s, age_s=idle_s)
+    return Node(name, "running", agent_seen=True, idle_s=idle_s, age_s=idle_s, asked_s=LATE_S)
 
 
 def killed(name: str = "k", ended_s: float = 60.0) -> Node:
-    return Node(name, "failed", ended_s=ended_s)
+    return Node(name, "failed", ended_s=ended_s, asked_s=LATE_S)
 
 
 def faulty(name: str = "f", ended_s: float = 60.0, error: str = "ValueError: bad", stopped_job: bool = True) -> Node:
-    return Node(name, "failed", ended_s=ended_s, error=error, stopped_job=stopped_job)
+    return Node(name, "failed", ended_s=ended_s, asked_s=LATE_S, error=error, stopped_job=stopped_job)
 
 
 def ended(name: str = "e", ended_s: float = 60.0) -> Node:
     return Node(name, "succeeded", ended_s=ended_s)
+
+
+def stopped_by_kill(trained_s: float = 0.0) -> Node:
+    return Node("k", "failed", ended_s=60.0, stopped_job=True, trained_s=trained_s)
+
+
+def refused(count: int, ended_s: float = 10.0) -> list[Node]:
+    asked_s = [ended_s + 10.0 * i for i in range(count)]
+    return [Node("r", "failed", ended_s=s, asked_s=s, error="quota exceeded", refused=True) for s in asked_s]
+
+
+def saved(node: Node, step: int) -> Node:
+    return replace(node, checkpoint_step=step)
+
+
+def old(node: Node, asked_s: float) -> Node:
+    """One that has been of use since."""
+    return replace(node, asked_s=asked_s, trained_s=400.0)
 
 
 def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> JobView:
@@ -59,10 +78,63 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
             [],
         ),
         (
+            "even before its growth is given up",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=0.9),
+            [],
+        ),
+        (
             "but not never",
-            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=31.0),
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=1.1),
             [AddNode],
         ),
+        (
+            "three nodes that joined have failed alike",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(3)], failures=1),
+            [],
+        ),
+        (
+            "and somebody has asked for another plan since",
+            training(2, member("a"), *[replace(faulty(), stopped_job=False, forgiven=True)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "they have failed in three ways",
+            training(2, member("a"), *[faulty(error=e, stopped_job=False) for e in "xyz"], failures=1),
+            [AddNode],
+        ),
+        (
+            "they had trained for long",
+            training(2, member("a"), *[replace(faulty(), stopped_job=False, trained_s=301.0)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "one that came after them is of use",
+            training(3, member("a"), old(member("b"), 50.0), *[faulty(stopped_job=False)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "the others were of use before",
+            training(3, old(member("a"), 70.0), old(member("b"), 70.0), *[faulty(stopped_job=False)] * 3, failures=1),
+            [],
+        ),
+        (
+            "there are fewer workers than the job needs",
+            replace(training(2, member("a"), *[faulty(stopped_job=False)] * 3, failures=1), fewest=2),
+            [AddNode],
+        ),
+        (
+            "joiners are killed again and again",
+            training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=290.0),
+            [],
+        ),
+        ("and another one is tried", training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=301.0), [AddNode]),
+        ("a node is refused while others train", training(2, member("a"), *refused(1, ended_s=0.4)), []),
+        ("it is tried again", training(2, member("a"), *refused(1, ended_s=0.6)), [AddNode]),
+        ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
+        ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
+        ("before the first start, too", JobView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
+        ("all are refused at the first start", JobView("none", 2, refused(1)), [Give]),
+        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [Give]),
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
@@ -93,14 +165,36 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
         ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
         ("and once more", training(1, *[faulty()] * 3), [Give]),
+        (
+            "and once more, with another process id in it",
+            training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))),
+            [Give],
+        ),
+        (
+            "with a checkpoint in between",
+            replace(training(1, faulty(), *[saved(faulty(), 5)] * 2), checkpoint_step=5),
+            [AddNode],
+        ),
+        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [Give]),
+        ("beside a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
+        ("it was killed again and again", training(1, *[stopped_by_kill()] * 19), [AddNode]),
+        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [Give]),
+        ("though one of them trained for long", training(1, *[stopped_by_kill()] * 19, stopped_by_kill(901.0)), [AddNode]),
         ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
         ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
         ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
-        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [AddNode]),
+        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [Give]),
+        ("after an hour of training each", training(1, *[replace(faulty(), trained_s=3600.0)] * 3), [AddNode]),
         ("all left, although the training was not done", training(1, ended()), [Give]),
         ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
         ("the script fails before it trains", JobView("none", 2, [faulty(), joining()]), [CancelNode]),
         ("and nothing is left", JobView("starting", 1, [faulty()]), [Give]),
+        (
+            "the script fails before it trains because another node was killed",
+            JobView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
+            [AddNode, AddNode],
+        ),
+        ("it would fail without that", JobView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2), [Give]),
         (
             "a node is killed before it trains",
             JobView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
@@ -184,9 +278,14 @@ nodes = st.builds(
     workerless_s=seconds,
     idle_s=seconds,
     age_s=seconds,
+    asked_s=seconds,
     ended_s=seconds,
+    trained_s=seconds,
     error=st.sampled_from(["", "ValueError: x"]),
+    refused=st.booleans(),
     stopped_job=st.booleans(),
+    checkpoint_step=st.integers(0, 2),
+    forgiven=st.booleans(),
     warned=st.booleans(),
 )
 views = st.builds(
@@ -197,6 +296,8 @@ views = st.builds(
     may_act=st.booleans(),
     failures_in_a_row=st.integers(0, 10),
     since_failure_s=seconds,
+    fewest=st.integers(1, 3),
+    checkpoint_step=st.integers(0, 2),
 )
 
 
@@ -205,6 +306,15 @@ def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) ->
     living = [node for node in view.nodes if node.is_living]
     added = sum(isinstance(action, AddNode) for action in reconcile(view))
     assert added == 0 or len(living) + added <= view.wanted
+
+
+@given(views)
+def test_missing_nodes_are_added_or_it_is_said_why_not(view: JobView) -> None:
+    living = [node for node in view.nodes if node.is_living]
+    patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
+    actions = reconcile(view, patience)
+    if view.may_act and view.phase == "training" and len(living) < view.wanted and not actions:
+        assert why_none_is_added(view, patience) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
 
 
 @given(views)

@@ -301,8 +301,10 @@ def test_a_failing_squeue_is_asked_ever_more_rarely(make_target: MakeTarget, com
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "0", "succeeded"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "1", "failed"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None, "failed"),
-        ("echo 'JobId=1 JobName=x UserId=u JobState=COMPLETED Reason=None'", None, "succeeded"),
-        ("echo 'JobId=1 JobName=x UserId=u JobState=RUNNING Reason=None'", None, "running"),
+        ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=COMPLETED Reason=None'", None, "succeeded"),
+        ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=RUNNING Reason=None'", None, "running"),
+        ("echo 'JobId=1 JobName=of somebody else UserId=u JobState=RUNNING Reason=None'", None, "failed"),
+        ("echo 'JobId=1 JobName=run.node2.0123456789 UserId=u JobState=RUNNING Reason=None'", "0", "succeeded"),
         ("echo nonsense", "0", "running"),
         ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "0", "running"),
         ("sleep 600", "0", "running"),
@@ -379,11 +381,41 @@ def test_a_job_that_has_ended_need_not_be_cancelled(
 ) -> None:
     commands.set("scancel", shell)
     if is_fine:
-        make_target().cancel(["1/node1", "2/node2"])
-        assert commands.calls("scancel") == ["scancel 1 2"]
+        commands.list(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
+        target = make_target()
+        target.apps()
+        target.cancel(["1/node1", "2/node2"])
+        assert commands.calls("scancel") == ["scancel -- 1 2"]
     else:
         with pytest.raises(TargetError, match="scancel ended with 1"):
             make_target().cancel(["1/node1"])
+
+
+def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: Commands) -> None:
+    commands.list(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
+    target = make_target()
+    target.apps()
+    target.cancel(["1/node1", "7/node2"])
+    assert commands.calls("scancel") == ["scancel -- 1", f"scancel --jobname=run.node2.{MARK} -- 7"]
+
+
+@pytest.mark.parametrize(
+    ("handle", "is_ours"),
+    [
+        ("17/node1", True),
+        ("", False),
+        ("17", False),
+        ("17/node2", False),
+        ("0/node1", False),
+        ("-1/node1", False),
+        ("--user=me/node1", False),
+        ("17 18/node1", False),
+        ("17/node1\n", False),
+        ("\u0661\u0667/node1", False),  # digits, but not Slurm's
+    ],
+)
+def test_handle_is_the_number_of_a_job_and_the_name_of_its_node(make_target: MakeTarget, handle: str, is_ours: bool) -> None:
+    assert make_target().owns("node1", handle) == is_ours
 
 
 def test_what_narrows_squeue_for_its_user_does_not_narrow_it_for_us(

@@ -175,6 +175,29 @@ def test_the_server_dies_with_its_parent() -> None:
     eventually(lambda: not _is_alive(pid), "etcd has ended", 10)
 
 
+def test_data_of_a_dead_owner_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)  # read anew
+    code = (
+        "import time; from lightning_dlrover.rdzv.server import EmbeddedEtcd;"
+        "e = EmbeddedEtcd().start(); print(e.data_dir, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner, EmbeddedEtcd() as living:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        assert left.parent == tmp_path
+        with EmbeddedEtcd():
+            assert left.exists()
+        owner.kill()
+        owner.wait()
+        assert left.exists()
+        with EmbeddedEtcd():
+            assert not left.exists()
+            assert living.data_dir is not None
+            assert living.data_dir.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_users_etcd_variables_do_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:1")
     monkeypatch.setenv("ETCD_DISCOVERY", "http://nowhere.invalid")

@@ -1,0 +1,138 @@
+"""Judge the failures of a job's nodes: which of them are one and the same, and whether the job gets anywhere between them.
+
+Pure functions of what is known of the nodes. `reconcile.py` decides by them when to give the job up, when to stop adding nodes,
+and how long to wait before the next one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "AppStatus",
+    "Node",
+    "culprit",
+    "early_failures",
+    "likeness",
+    "most_frequent",
+    "of_their_own",
+    "refusals",
+    "stops_without_progress",
+]
+
+AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One one-node app."""
+
+    name: str
+    status: AppStatus
+    agent_seen: bool = False  # its agent is registered, or was
+    has_worker: bool = False  # its training process is registered
+    is_member: bool = False  # that worker is a member of the current round
+    workerless_s: float = 0.0  # since it last had a registered worker; 0 if it never had one
+    idle_s: float = 0.0  # since it last was a member, or since it was started
+    age_s: float = 0.0  # since it was started; 0 while it waits in a scheduler's queue
+    asked_s: float = 0.0  # since the scheduler was asked for it
+    ended_s: float = 0.0  # since it ended
+    trained_s: float = 0.0  # as a member of rounds, all together
+    error: str = ""  # failed: by an error of the script; empty when it was killed
+    refused: bool = False  # failed: the scheduler has not taken it on, `error` holds its words
+    after_training: bool = False  # failed in the script's code that follows `fit`
+    stopped_job: bool = False  # failed, and with it the last member of the round was gone
+    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
+    forgiven: bool = False  # failed: before the plan was last changed by hand, or under another controller
+    warned: bool = False
+
+    @property
+    def is_living(self) -> bool:
+        return self.status in ("pending", "running")
+
+
+# Each replaces what differs between two occurrences of one error. The order matters: a path may hold hex digits and numbers.
+_VARYING = (
+    (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"), "TIME"),
+    (re.compile(r"\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"), "TIME"),
+    (re.compile(r"(?<![\w:])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}\]?(?::\d+)?(?![\w:])"), "ADDRESS"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?"), "ADDRESS"),
+    (re.compile(r"(?<![\w/])(?:\w+://|~|\.{1,2})?/[^\s'\",;:()\[\]{}<>]+"), "PATH"),
+    (re.compile(r"\b0x[0-9a-fA-F]+\b"), "HEX"),
+    (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "HEX"),
+    (re.compile(r"\b(?=[0-9a-fA-F]*\d)(?=[0-9a-fA-F]*[a-fA-F])[0-9a-fA-F]{7,}\b"), "HEX"),
+    (re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"), "N"),
+)
+
+
+def likeness(error: str) -> str:
+    """What is left of an error's text without process ids, addresses, times, paths and other numbers.
+
+    Two errors with the same rest are taken for the same error: a data loader's death names another process each time.
+    """
+    for pattern, name in _VARYING:
+        error = pattern.sub(name, error)
+    return " ".join(error.split())[:500]
+
+
+def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
+    """Occurrences of the most frequent error, and its newest text; killed and refused nodes have none."""
+    failed = [node for node in nodes if node.error and not node.refused]
+    counts = Counter(likeness(node.error) for node in failed)
+    if not counts:
+        return 0, ""
+    kind, count = counts.most_common(1)[0]
+    return count, min((n for n in failed if likeness(n.error) == kind), key=lambda n: n.ended_s).error
+
+
+def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress_s: float) -> list[Node]:
+    """Nodes whose failures have stopped the whole job since it last got somewhere, oldest first.
+
+    A job that nobody trains any more goes on from its newest checkpoint, so progress is a newer one. Where none is known of,
+    the script may write its own: having trained for `progress_s` counts then.
+    """
+    if not checkpoint_step and any(n.is_living and n.trained_s >= progress_s for n in nodes):
+        return []
+    stops: list[Node] = []
+    for node in sorted(nodes, key=lambda n: -n.ended_s):
+        if node.status != "failed" or not node.stopped_job or node.checkpoint_step < checkpoint_step:
+            continue
+        if not checkpoint_step and node.trained_s >= progress_s:
+            stops.clear()
+        stops.append(node)
+    return stops
+
+
+def early_failures(nodes: Sequence[Node], useful_s: float) -> list[Node]:
+    """Nodes that failed before they were of use, while others trained on, and since the last one that was."""
+    useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
+    failed = [n for n in nodes if n.status == "failed" and not (n.refused or n.stopped_job or n.forgiven)]
+    return [n for n in failed if n.trained_s < useful_s and n.ended_s < useful_since_s]
+
+
+def refusals(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes that the scheduler has refused since it last took one on, oldest first."""
+    taken_s = min((node.asked_s for node in nodes if not node.refused), default=float("inf"))
+    refused = [node for node in nodes if node.refused and not node.forgiven and node.asked_s < taken_s]
+    return sorted(refused, key=lambda n: -n.ended_s)
+
+
+def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
+    """The first node that failed by an error of its own."""
+    own = of_their_own(nodes, nodes, together_s)
+    return max(own, key=lambda n: n.ended_s, default=None)
+
+
+def of_their_own(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
+    """Those of `failed` that did not fail of another node's end.
+
+    Args:
+        together_s: nodes that fail within so many seconds of one that was killed may have failed of that.
+    """
+    killed = [node.ended_s for node in nodes if node.status == "failed" and not node.error]
+    own = [node for node in failed if node.status == "failed" and node.error and not node.refused]
+    return [node for node in own if not any(abs(node.ended_s - ended_s) <= together_s for ended_s in killed)]
