@@ -20,6 +20,7 @@ def check_arguments(
     sharders: object,
     snapshots: object,
     compare_data: object,
+    rerun_epoch_hooks: object,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
     if global_batch_size is not None:
@@ -36,6 +37,7 @@ def check_arguments(
     _check_type("sharders", sharders, Sequence | None, "a list of torchrec's sharders, or None")
     _check_type("snapshots", snapshots, SnapshotConfig | None, "a SnapshotConfig, or None")
     _check_type("compare_data", compare_data, bool, "True or False")
+    _check_type("rerun_epoch_hooks", rerun_epoch_hooks, bool, "True or False")
 
 
 def _check_type(name: str, value: object, kind: object, meant: str) -> None:

@@ -981,7 +981,7 @@ class LiveTraining:
         except (OSError, pickle.UnpicklingError) as error:
             raise WorldError(self._cannot_read(record.path, str(error))) from error
         log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
-        resume(self._trainer, checkpoint)
+        resume(self._trainer, checkpoint, self._strategy.reruns_epoch_hooks)
         progress = self._epoch_loop.batch_progress.current.ready
         for loader in self._loaders:
             loader.set_epoch(self._trainer.current_epoch)

@@ -263,7 +263,7 @@ def restore(
         if is_lightnings(callback, "ModelCheckpoint") and callback.state_key in state.running.checkpoint_folders:
             # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
             callback.dirpath = state.running.checkpoint_folders[callback.state_key]
-    if enters_epoch:
+    if enters_epoch and strategy.reruns_epoch_hooks:
         _run_epoch_start_hooks(trainer, state)
     _prune_alike(trainer.lightning_module, state.running.pruned)
     if strategy.elastic_tables is None:
@@ -282,13 +282,14 @@ def restore(
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
 
 
-def resume(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = True) -> None:
     """Go on from a checkpoint, in a Trainer that has just begun its first epoch and not yet fetched a batch.
 
     A checkpoint that was taken at an epoch's end is gone on from at the start of the next one.
     """
     _restore_loops(trainer, checkpoint)
-    run_epoch_start_hooks(trainer)
+    if reruns_hooks:
+        run_epoch_start_hooks(trainer)
     _restore_checkpoint(trainer, checkpoint)
     _begin_next_epoch_if_ended(trainer)
 

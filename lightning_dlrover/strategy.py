@@ -127,6 +127,9 @@ class DLRoverStrategy(EitherStrategy):
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
             collections.
         sharders: torchrec's sharders, instead of those for `EmbeddingBagCollection` and `EmbeddingCollection`.
+        rerun_epoch_hooks: whether a worker that joins inside an epoch runs `on_train_epoch_start` of callbacks and module once
+            more, with the job's epoch and metrics, before it is given the job's state. Whatever such a hook sets by the epoch,
+            beside what a checkpoint holds, is otherwise that of epoch 0.
         snapshots: when the state of such a model is copied in the hosts' memory, so that the loss of a worker is survived.
         compare_data: whether workers compare a few samples at their start, so that nobody trains on other data than the rest.
             Numbers of samples are always compared.
@@ -145,9 +148,19 @@ class DLRoverStrategy(EitherStrategy):
         sharders: Sequence[Any] | None = None,
         snapshots: SnapshotConfig | None = None,
         compare_data: bool = True,
+        rerun_epoch_hooks: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        check_arguments(global_batch_size, check_interval_s, timeout, sharding_constraints, sharders, snapshots, compare_data)
+        check_arguments(
+            global_batch_size,
+            check_interval_s,
+            timeout,
+            sharding_constraints,
+            sharders,
+            snapshots,
+            compare_data,
+            rerun_epoch_hooks,
+        )
         self._world_config = WorldConfig.from_environment(os.environ, __version__)
         if self._world_config is not None:
             end_with_agent()
@@ -165,6 +178,7 @@ class DLRoverStrategy(EitherStrategy):
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
         self.compares_data = compare_data
+        self.reruns_epoch_hooks = rerun_epoch_hooks
         self._world: World | None = None
         self._live: LiveTraining | None = None
         self._start_workers = 0
