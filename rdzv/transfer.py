@@ -222,7 +222,7 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
             found = re.search(r"but got <class '([^']+)'", str(error))
             name = found[1] if found is not None else "what is not data"
             advice = "keep it as dicts, lists and tensors"
-        if name == "builtins.getattr":
+        if name in ("getattr", "builtins.getattr"):
             name, advice = (
                 "an object whose class is defined inside another class",
                 "move that class to the top level of its module",
