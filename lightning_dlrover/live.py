@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
@@ -43,10 +44,12 @@ from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
+from lightning_dlrover.redo import Before, call_restart_hooks, metrics_of
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, LoaderState, share
 from lightning_dlrover.settings import SettingsInForce
 from lightning_dlrover.sharding.snapshot import SnapshotError
+from lightning_dlrover.validation import Validation
 
 if TYPE_CHECKING:
     import lightning as L
@@ -134,6 +137,8 @@ class _Update:
 
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]  # of each optimizer: what it keeps in its parameter groups beside hyperparameters
+    scaler: dict[str, Any]  # of mixed precision
     manual_steps: dict[str, Any]
 
 
@@ -167,12 +172,22 @@ def batches_done(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-class _RepeatValidation(Exception):
-    """All survivors stand inside one validation run: it starts over with the samples split anew."""
-
-
 class _RolledBack(Exception):
     """All workers are back where the newest snapshot was taken: what was going on is left, the batch after it comes next."""
+
+
+class _Frozen:
+    """Which parameters can be trained; Lightning's `toggle_optimizer` changes that for a part of a step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self._module = module
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._toggled = dict(module._param_requires_grad_state)
+
+    def restore(self) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        self._module._param_requires_grad_state = dict(self._toggled)
 
 
 class LiveTraining:
@@ -208,7 +223,7 @@ class LiveTraining:
         self._in_step = False
         self._collective = 0
         self._validation = 0
-        self._num_validations = 0
+        self.validation = Validation(self)
         self._entered = False  # the training loop was reached: from here on losses are survived
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
@@ -220,6 +235,13 @@ class LiveTraining:
         self._snapshots_are_readable = False  # not known
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
+        self._manual_window_is_open = False  # the last batches were left without an optimizer step
+        self._before: Before | None = None  # the open accumulation window
+        self._metrics: list[torchmetrics.Metric] = []  # of the user's module
+        self._frozen: _Frozen | None = None  # what the step in progress may freeze, as `toggle_optimizer` does
+        self._gradients: list[torch.Tensor | None] | None = None  # of a manual step's parameters, before it
+        self._num_backwards = 0  # of the step in progress
+        self._max_backwards = 0  # of any step; 0: not known
 
     # --- the switch point ----------------------------------------------------------------------------------------------
 
@@ -260,6 +282,7 @@ class LiveTraining:
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
+        self._metrics = metrics_of(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
@@ -365,8 +388,11 @@ class LiveTraining:
         """Lightning's automatic optimization of one batch, done again as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
         closes_window = not self._trainer.fit_loop._should_accumulate()
+        if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
+            self._remember()
+        undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._in_step = True
+            self._in_step, self._num_backwards = True, 0
             before = copy.deepcopy(progress.state_dict())
             if (done := self._attempt(run, optimizer, batch_idx, kwargs)) is not None:
                 result = done[0]
@@ -378,15 +404,24 @@ class LiveTraining:
                 progress.step.increment_completed()
                 result = {}
                 break
+            if undo is not None:
+                self._apply(copy.deepcopy(undo))
+            call_restart_hooks(self._trainer, batch_idx)
             kwargs = self._redo_window(inside=True)
         self._in_step = False
         if closes_window:
+            self._max_backwards = max(self._max_backwards, self._num_backwards)
             self._updates += 1
+            self._before = None
         return result
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """The user's own optimization of one batch, taken back and done again as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
+        self._remember()
+        if self._size > 1:
+            self._frozen = _Frozen(self._trainer.lightning_module)
+            self._gradients = self._copy_of_gradients()
         while True:
             self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
@@ -396,6 +431,7 @@ class LiveTraining:
             skip = self._recover()
             if skip:
                 result = {}
+                self._manual_steps = max(1, self._manual_steps)
                 break
             if self._manual_steps:
                 if self._undo is None:
@@ -405,12 +441,46 @@ class LiveTraining:
                     )
                 self._apply(self._undo)
             progress.load_state_dict(before)
+            self._restore_gradients()
+            call_restart_hooks(self._trainer, self._epoch_loop.batch_progress.current.ready - 1)
+            if self._before is not None:
+                self._before.restore()
             kwargs = self._fetch_again(1)[0]
+            self._is_logged_for(kwargs)
         self._in_step = False
         self._updates += 1
         self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
-        self._undo = None
+        # Where no step was ever seen, the user steps optimizers that Lightning has not wrapped.
+        self._manual_window_is_open = self._manual_steps == 0 and progress.total.completed > 0
+        self._undo = self._before = self._frozen = self._gradients = None
         return result
+
+    def _remember(self) -> None:
+        """Before an accumulation window: what was logged, for the case that its batches are computed again."""
+        self._before = Before(self._metrics, self._epoch_loop._results) if self._size > 1 else None
+
+    def _copy_if_weights_move_inside(self, optimizer: Any) -> _Update | None:
+        """What `optimizer.step` overwrites between two evaluations of its closure; None if it evaluates it only once."""
+        raw = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        of_torch = type(raw).__module__.startswith("torch.optim")
+        moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
+        if not moves or self._size == 1 or self._tables is not None:
+            return None
+        return copy.deepcopy(self._capture())
+
+    def _copy_of_gradients(self) -> list[torch.Tensor | None]:
+        """Gradients that a manual step adds to; none where the step before has used them."""
+        parameters = list(self._trainer.lightning_module.parameters())
+        if not self._manual_window_is_open:
+            return [None] * len(parameters)
+        return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in zip(self._trainer.lightning_module.parameters(), self._gradients or (), strict=False):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def backward_begins(self) -> None:
+        self._num_backwards += 1
 
     def batch_done(self, started: OwnTime) -> None:
         """This worker has computed its share of a batch, since then."""
@@ -461,15 +531,27 @@ class LiveTraining:
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
         if earlier == 0 and not inside:
             return None
+        if not self._trainer.lightning_module.automatic_optimization:
+            return None  # gradients of earlier batches are already means over all workers that were there
+        if self._before is not None:
+            self._before.restore()
         optimizer = self._trainer.optimizers[0]
         optimizer.zero_grad()
         steps = self._fetch_again(earlier + inside)
         for i, kwargs in enumerate(steps[:earlier]):
             self._weighed = self._loaders[0].cursor - inside - earlier + i
+            self._is_logged_for(kwargs)
             with self._strategy.block_backward_sync():
                 self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, handed_out - inside - earlier + i)()
         self._weighed = None
+        if inside:
+            self._is_logged_for(steps[-1])
         return steps[-1] if inside else None
+
+    def _is_logged_for(self, kwargs: Any) -> None:
+        """Let Lightning weigh what is logged next by the size of this batch."""
+        results = self._epoch_loop._results
+        results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
     def _fetch_again(self, num_batches: int) -> list[Any]:
         """The last batches handed out, split for the current world, as arguments of the training step."""
@@ -494,8 +576,12 @@ class LiveTraining:
 
     # --- outside of steps ------------------------------------------------------------------------------------------------
 
-    def collective(self, run: Callable[[], T]) -> T:
-        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them."""
+    def collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
+        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them.
+
+        Args:
+            is_joint: it ends nowhere before all workers have entered it; so all have the results of those before it.
+        """
         if not self._entered or self._in_step:
             return run()
         self._collective += 1
@@ -508,34 +594,56 @@ class LiveTraining:
                 result = done[0]
                 break
             self._recover()
+        if is_joint:
+            self._results = {}
         self._results[key] = result
         return result
 
+    def collective_once(self, run: Callable[[], T]) -> tuple[T] | None:
+        """A collective after which a loss must be answered before it is tried again.
+
+        Returns:
+            Its result, which another survivor may have had; None if nobody has it, after the survivors have met again.
+        """
+        self._collective += 1
+        key = (self._batch, self._collective)
+        result = self._attempt(run)
+        if result is None:
+            self._recover()
+            if key not in self._missed:
+                self._collective -= 1  # the next attempt is the same one to the others
+                return None
+            result = (self._missed.pop(key),)
+        self._results = {key: result[0]}
+        return result
+
     def run_validation(self, run: Callable[[], T]) -> T:
-        """A validation run, started over when a worker is lost while all are in it."""
+        """A validation run, which goes on with the survivors when a worker is lost; see `validation.py`."""
         if not self._entered:
             return run()
-        self._num_validations += 1
-        collective = self._collective
-        while True:
-            self._validation, self._collective = self._num_validations, collective
-            for results in (self._results, self._missed):  # of an attempt that is started over
-                for key in [key for key in results if key > (self._batch, collective)]:
-                    del results[key]
-            try:
-                result = self._attempt(run)
-                if result is None:
-                    self._recover()
-            except _RepeatValidation:
-                self._epoch_loop.val_loop._results.reset()  # they hold the samples of the attempt that failed
-                continue
-            if result is None:
-                raise WorldError(
-                    "a collective inside validation failed while other workers are past this validation run: "
-                    "this worker has to start again"
-                )
+        self._validation = self.validation.number + 1
+        try:
+            result: T = self.validation.run(run)
+        finally:
             self._validation = 0
-            return result[0]
+        return result
+
+    def recover_if_broken(self) -> None:
+        """Form the next round if this one has ended; where nothing is under way that would have to be done again."""
+        if self.world.broken:
+            self._recover()
+
+    def attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
+        """The result of something with collectives; None if one of them failed, to `recover` from."""
+        return self._attempt(run, *args)
+
+    def recover(self) -> None:
+        self._recover()
+
+    @property
+    def num_collectives(self) -> int:
+        """Outside of steps, since the last batch was handed out."""
+        return self._collective
 
     def run_saving(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Lightning's saving of a checkpoint, in which no progress is seen."""
@@ -554,6 +662,8 @@ class LiveTraining:
             _RolledBack: the model has sharded tables, which no step in flight leaves whole.
         """
         self._window_is_stale = True
+        if self._in_step and self._frozen is not None:
+            self._frozen.restore()  # before the model is wrapped again: DDP reduces what can be trained then
         if self._tables is not None and not self._at_boundary:
             self._tables.broken()
         position = self._position
@@ -600,16 +710,20 @@ class LiveTraining:
                 self._apply(_Update(**transfer.receive(formation.rank_of(source))))
         if len(standing) > 1:
             self._share_results(formation, standing)
+        if any(p.validation for p in standing.values()):
+            self._settle_validation(formation)
         self._give_state(formation, plan.joining)
         strategy.wrap_model()
         if formation.rank == 0:
             self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
         self._pace.went_on(last + 1)
-        validations = {p.validation for p in standing.values()}
-        if own is not None and own.validation and validations == {own.validation}:
-            raise _RepeatValidation
         return any(me == worker for _, worker in plan.behind)
+
+    def _settle_validation(self, formation: Formation) -> None:
+        report = self.validation.report((self._batch, self._collective) in self._missed)
+        reports = transfer.all_gather(report) if formation.size > 1 else [report]
+        self.validation.settle(reports, formation.rank)
 
     # --- sharded tables ------------------------------------------------------------------------------------------------------
 
@@ -777,6 +891,8 @@ class LiveTraining:
         return _Update(
             model={name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)},
             optimizers=[optimizer.state_dict()["state"] for optimizer in self._trainer.optimizers],
+            groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in self._trainer.optimizers],
+            scaler=self._trainer.precision_plugin.state_dict(),
             manual_steps=self._epoch_loop.manual_optimization.optim_step_progress.state_dict(),
         )
 
@@ -785,9 +901,12 @@ class LiveTraining:
             for name, value in self._trainer.lightning_module.state_dict().items():
                 if isinstance(value, torch.Tensor):
                     value.copy_(update.model[name])
-        for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
-            # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for optimizer, state, kept in zip(self._trainer.optimizers, update.optimizers, update.groups, strict=True):
+            # Not the rates: this worker's schedulers have not seen the update yet and will set them themselves.
+            groups = [{**own, **new} for own, new in zip(optimizer.state_dict()["param_groups"], kept, strict=True)]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if update.scaler:
+            self._trainer.precision_plugin.load_state_dict(update.scaler)
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
 
     def _dump(self) -> _State:
@@ -795,7 +914,7 @@ class LiveTraining:
             checkpoint=self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False),
             loaders=[loader.state() for loader in self._loaders],
             updates=self._updates,
-            validations=self._num_validations,
+            validations=self.validation.number,
             torch_seed=torch.initial_seed(),
             python_random=random.getstate(),
             numpy_random=np.random.get_state(),
@@ -845,7 +964,7 @@ class LiveTraining:
         fetcher.fetched, fetcher.done = cursor, cursor >= len(self._loaders[0])  # it may have been at an epoch's end
         self._updates = state.updates
         self._saved_request = state.saved_request
-        self._num_validations = state.validations
+        self.validation.number = state.validations
         self._batch = self._batch_number
         random.setstate(state.python_random)  # type: ignore[arg-type]
         np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
@@ -1122,7 +1241,17 @@ class LiveTraining:
 
     @property
     def _in_window(self) -> bool:
+        if not self._trainer.lightning_module.automatic_optimization:
+            return self._manual_window_is_open
         return self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches != 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     @property
     def _rank(self) -> int:
@@ -1136,6 +1265,15 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return self.world.is_failure(error)
+
+
+_SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "momentum", "base_momentum", "max_momentum"}
+
+
+def _kept_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer itself keeps in a parameter group, as schedule-free ones, Prodigy and D-Adaptation do."""
+    data = (bool, int, float, str, torch.Tensor, type(None))
+    return {k: v for k, v in group.items() if k != "params" and k not in _SET_BY_SCHEDULERS and isinstance(v, data)}
 
 
 def _adopt_csv_log(logger: CSVLogger) -> None:

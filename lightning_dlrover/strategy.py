@@ -43,6 +43,7 @@ from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
+from lightning_dlrover.validation import exchange_metrics_through
 
 __all__ = ["DLRoverStrategy", "StepTimes"]
 
@@ -442,6 +443,7 @@ class DLRoverStrategy(DDPStrategy):
         if self._tables is not None:
             return  # wrapped when its tables were built
         self.model = self.lightning_module
+        self._pl_static_graph_delay_done = False  # manual optimization: the new replica is to be told, too
         if self.world_size > 1:
             kwargs = self._ddp_kwargs
             self._ddp_kwargs = {**kwargs, "init_sync": False}
@@ -581,7 +583,10 @@ class DLRoverStrategy(DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
         try:
-            weight = self._live.loss_weight() if self._live is not None else 1.0
+            weight = 1.0
+            if self._live is not None:
+                weight = self._live.loss_weight()
+                self._live.backward_begins()
             if weight != 1.0:
                 closure_loss = closure_loss * weight
             self.clock.backward_begins(closure_loss)
@@ -599,8 +604,8 @@ class DLRoverStrategy(DDPStrategy):
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
 
-    def _collective(self, run: Callable[[], T]) -> T:
-        return run() if self._live is None else self._live.collective(run)
+    def _collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
+        return run() if self._live is None else self._live.collective(run, is_joint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
@@ -608,7 +613,8 @@ class DLRoverStrategy(DDPStrategy):
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src))
+        # The source does not wait for the others.
+        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src), is_joint=False)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
@@ -617,6 +623,14 @@ class DLRoverStrategy(DDPStrategy):
             tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
         return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        def decide() -> bool:
+            # Compared with the size of the world that was asked: a worker may take the answer over in a smaller one.
+            total = super(DLRoverStrategy, self).reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+            return bool(total == self.world_size) if all else bool(total)
+
+        return self._collective(decide)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
@@ -650,9 +664,14 @@ class DLRoverStrategy(DDPStrategy):
             return
         automatic.run = timed(lambda *args: live.run_automatic(run_automatic, *args))
         manual.run = timed(lambda *args: live.run_manual(run_manual, *args))
-        epoch_loop.val_loop.__dict__.pop("run", None)
-        run_validation = epoch_loop.val_loop.run
-        epoch_loop.val_loop.run = lambda: live.run_validation(run_validation)
+        val_loop = epoch_loop.val_loop
+        for name in ("run", "reset", "_evaluation_step"):
+            val_loop.__dict__.pop(name, None)
+        run_validation, reset, evaluate = val_loop.run, val_loop.reset, val_loop._evaluation_step
+        val_loop.run = lambda: live.run_validation(run_validation)
+        val_loop.reset = lambda: live.validation.begin_batches(val_loop, reset)
+        val_loop._evaluation_step = lambda *args: live.validation.step(val_loop, evaluate, *args)
+        exchange_metrics_through(live)
         for loop in (epoch_loop, trainer.fit_loop):
             for name in ("advance", "on_advance_end"):
                 loop.__dict__.pop(name, None)
