@@ -633,6 +633,8 @@ class DLRoverStrategy(DDPStrategy):
         return self._collective(decide)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if group is dist.group.WORLD:
+            group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
         return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------

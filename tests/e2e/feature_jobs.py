@@ -10,11 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from toy_job import Recorder, Rows, ToyModel, make_trainer
+from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 
@@ -105,6 +106,65 @@ class Means(ToyModel):
             self.recorder.write("metrics", **self.where(), epoch=self.trainer.current_epoch - 1, metrics=metrics)
 
 
+class Validated(ToyModel):
+    """Has all that a repeated validation would disturb: modes, metrics of several kinds, and callbacks that count."""
+
+    NUM_VAL_ROWS = 80
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+        self.mean_id = torchmetrics.MeanMetric()
+        self.sum_of_ids = torchmetrics.SumMetric()
+        self.all_ids = torchmetrics.CatMetric()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        flags = [module.training for module in self.net.modules()]
+        self.recorder.write("next", step=self.trainer.global_step, training=flags, parameters=fingerprint([*self.parameters()]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("trained", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.recorder.moment(f"validation_{batch_idx}")
+        super().validation_step(batch, batch_idx)
+        ids = batch[2].float()
+        self.log("val_mean", ids.mean(), sync_dist=True, batch_size=len(ids))
+        self.log("val_count", float(len(ids)), reduce_fx="sum", sync_dist=True)
+        self.log("val_max", ids.max(), reduce_fx="max", sync_dist=True)
+        self.mean_id(ids)
+        self.log("val_metric", self.mean_id)
+        self.sum_of_ids.update(ids)
+        self.all_ids.update(ids)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_sum", self.sum_of_ids.compute())
+        self.recorder.moment("validation_end")
+        self.log("val_unique", float(len(self.all_ids.compute().unique())))
+        self.sum_of_ids.reset()
+        self.all_ids.reset()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.recorder.moment("validation_ended")
+        stopping = self.trainer.early_stopping_callback
+        assert isinstance(stopping, EarlyStopping)
+        metrics = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("val_")}
+        self.recorder.write("validated", epoch=self.trainer.current_epoch, waited=stopping.wait_count, metrics=metrics)
+
+
+class Gathering(Validated):
+    """Its validation steps have collectives."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        gathered = self.all_gather(torch.tensor(float(len(batch[2]))))
+        assert isinstance(gathered, Tensor)
+        self.recorder.moment(f"gathered_{batch_idx}")
+        self.log("val_at_once", gathered.sum(), on_step=True, on_epoch=False, sync_dist=True)
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -128,6 +188,8 @@ MODELS: dict[str, type[ToyModel]] = {
     "csv_logger": Logged,
     "means": Means,
     "single_rows": Means,
+    "validated": Validated,
+    "gathering": Gathering,
 }
 
 
@@ -149,6 +211,11 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"callbacks": [callback], "enable_checkpointing": True}
         case "early_stopping":
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
+        case "validated" | "gathering":
+            saving = ModelCheckpoint(folder / "checkpoints", "{epoch}", monitor="val_mean", save_top_k=-1)
+            stopping = EarlyStopping("val_mean", patience=100, check_on_train_epoch_end=False)
+            averaging = EMAWeightAveraging(decay=0.5)
+            options = {"callbacks": [averaging, stopping, saving], "enable_checkpointing": True}
         case "by_name":
             strategy = "dlrover"
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
@@ -159,6 +226,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
     if feature.name in ("means", "single_rows"):
         val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)
+    if feature.name in ("validated", "gathering"):
+        val_loader = DataLoader(Rows(Validated.NUM_VAL_ROWS), 2)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=strategy,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
-from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, Means, run_feature, run_other_model, run_two_trainers
+from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, Means, Validated, run_feature, run_other_model, run_two_trainers
 from harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
@@ -98,15 +98,47 @@ def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, ma
         assert record["metrics"] == pytest.approx(expected), record
 
 
-def test_a_validation_that_is_started_over_counts_every_sample_once(make_job: MakeJob) -> None:
-    job = make_job(Feature("means"), script=run_feature)
-    for _ in range(3):
+@pytest.mark.parametrize(
+    "name, moments",
+    [
+        ("validated", ["validation_3", "validation_end", "validation_ended"]),
+        ("gathering", ["validation_2", "gathered_1", "validation_9"]),
+    ],
+)
+def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job: MakeJob) -> None:
+    epochs = 12
+    job = make_job(Feature(name, epochs=epochs, step_s=0.02), script=run_feature)
+    for _ in range(4):
         job.start()
-    job.wait_for_world(3)
-    job.workers[1].arm("validation")
-    assert job.finish() == [0, -9, 0], job.report()
-    for record in job.records("metrics"):
-        assert record["metrics"]["val_count"] == Means.NUM_VAL_ROWS, record
+    job.wait_for_world(4)
+    for number, moment in enumerate(moments):
+        victim = job.workers[(2, 0, 3)[number]]
+        victim.arm(moment)
+        assert victim.wait() == -9
+    assert sorted(job.finish()) == [-9, -9, -9, 0], job.report()
+    last = Validated.NUM_VAL_ROWS - 1
+    expected = {
+        "val_mean": last / 2,
+        "val_count": Validated.NUM_VAL_ROWS,
+        "val_max": last,
+        "val_metric": last / 2,
+        "val_sum": last * Validated.NUM_VAL_ROWS / 2,
+        "val_unique": Validated.NUM_VAL_ROWS,
+    }
+    for worker in job.workers:
+        validated = worker.records("validated")
+        assert [record["waited"] for record in validated] == [record["epoch"] for record in validated]
+        for record in validated:
+            assert {name: record["metrics"][name] for name in expected} == pytest.approx(expected), record
+        before = {record["step"]: record["parameters"] for record in worker.records("done")}
+        for record in worker.records("next"):
+            assert all(record["training"]), record
+            if record["step"] in before:
+                assert record["parameters"] == before[record["step"]], record
+    assert {record["epoch"] for record in job.records("validated")} == set(range(epochs))
+    saved = {file.stem for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert saved == {f"epoch={epoch}" for epoch in range(epochs)}
+    assert_all_agree(job, epochs * STEPS_PER_EPOCH)
 
 
 def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:
