@@ -69,6 +69,7 @@ class JobView:
     failures_in_a_row: int = 0  # without a new round between them
     since_failure_s: float = 0.0
     stop: str = ""  # why somebody wants the whole job to end
+    unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
         exit_code = 0 if view.phase == "finished" else 1
         return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop)]
     if view.phase == "finished":
+        if not living and view.unfinished_fit:
+            return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
         if not living:
             return [Give(0, "the job has finished")]
         # A worker may go on with the script's code after `fit` for as long as it likes; a node without one may not.

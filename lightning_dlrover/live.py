@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_dlrover import memory
@@ -211,6 +211,9 @@ class LiveTraining:
         self.is_standby = formation is None
         self.left = False
         self.is_saving = False  # a checkpoint
+        self._fit = 1  # number of this `fit` in the script
+        self._is_finishing = False
+        self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles this worker's leave
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
@@ -242,6 +245,13 @@ class LiveTraining:
         self._gradients: list[torch.Tensor | None] | None = None  # of a manual step's parameters, before it
         self._num_backwards = 0  # of the step in progress
         self._max_backwards = 0  # of any step; 0: not known
+
+    def fit_begins(self) -> None:
+        """Before Lightning's loops run."""
+        self.world.num_fits += 1
+        self._fit = self.world.num_fits
+        if self._fit > 1:
+            self.world.begin_fit(self._fit)
 
     # --- the switch point ----------------------------------------------------------------------------------------------
 
@@ -296,7 +306,7 @@ class LiveTraining:
             if self.formation.rank == 0:
                 self.world.announce(fingerprint, loader.global_batch_size)
             self._batch = self._batch_number
-            if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            if self._fit == 1:  # else this is a later `fit`, and the checkpoints are of an earlier one
                 while self._attempt(self._resume_newest_checkpoint) is None:
                     self._recover()
         else:
@@ -1089,12 +1099,41 @@ class LiveTraining:
 
     def _leave(self, left_out: LeftOutError) -> NoReturn:
         """End this process: the others go on without it. None of the user's code after `fit` runs."""
+        if self._is_finishing and left_out.round.number == 0:
+            raise left_out  # from an end that others have reached; this worker's script goes on, too
         for logger in self._trainer.loggers:
             logger.save()
+        self._leave_quietly()
         self._entered = False
         self.left = True
         log.info("worker %s leaves: %s", self.world.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
+
+    def _leave_quietly(self) -> None:
+        """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
+
+        Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
+        """
+        trainer: Any = self._trainer
+        callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
+        own = __name__.partition(".")[0]
+        trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
+        trainer.loggers = [each for each in loggers if isinstance(each, CSVLogger | TensorBoardLogger)]  # local files
+        if datamodule is not None:
+            datamodule.on_exception = lambda exception: None
+
+        def undo() -> None:
+            trainer.callbacks, trainer.loggers = callbacks, loggers
+            if datamodule is not None:
+                del datamodule.on_exception
+
+        self._undo_quiet = undo
+
+    def left_quietly(self) -> None:
+        """After Lightning has handled this worker's leave, if it leaves."""
+        if self._undo_quiet is not None:
+            self._undo_quiet()
+            self._undo_quiet = None
 
     def close_loaders(self) -> None:
         """End the training loaders' processes."""
@@ -1109,6 +1148,7 @@ class LiveTraining:
         """
         if not self._entered:
             return
+        self._is_finishing = True
         if self._size > 1:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
@@ -1117,10 +1157,10 @@ class LiveTraining:
                 elif self._attempt(dist.barrier) is None:
                     self._await_finish()
             except WorldError:
-                if not self.world.has_finished:
+                if not self.world.is_over:
                     raise
-        self._entered = False
-        self.world.finish(self._trainer.global_step)
+        self._entered = self._is_finishing = False
+        self.world.finish(self._trainer.global_step, self._fit)
 
     def _await_finish(self) -> None:
         """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
@@ -1132,7 +1172,7 @@ class LiveTraining:
         number = self.formation.round.number
 
         def look(view: View) -> str | None:
-            if view.job is not None and view.job.phase in ("finished", "failed"):
+            if view.job is not None and view.job.is_over:
                 return view.job.phase
             newest = view.round
             return "lost" if newest is not None and newest.number > number and not newest.planned else None

@@ -120,6 +120,7 @@ class DLRoverStrategy(DDPStrategy):
 
     strategy_name = "dlrover"
     _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
+    _closes_at_exit: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -219,10 +220,11 @@ class DLRoverStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._take_loaders_as_they_are()
-        if self._world_config is None or self._live is not None:
+        former = DLRoverStrategy._in_job
+        if self._world_config is None or (self._live is not None and former in (self, None)):
             return
         reset_seed()
-        if (former := DLRoverStrategy._in_job) is not None and former._world is not None:
+        if former is not None and former._world is not None:
             self._go_on_from(former)
             return
         backend = self._process_group_backend or ("gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl")
@@ -239,7 +241,7 @@ class DLRoverStrategy(DDPStrategy):
             self._close_world()
             raise
         DLRoverStrategy._in_job = self
-        atexit.register(self._close_world)
+        DLRoverStrategy._close_at_exit()
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
         if formation is not None:
@@ -256,11 +258,18 @@ class DLRoverStrategy(DDPStrategy):
         assert self._world is not None
         formation = former._live.formation
         DLRoverStrategy._in_job = self
-        atexit.register(self._close_world)
+        DLRoverStrategy._close_at_exit()
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
         self.enter_round(formation.rank, formation.size)
+
+    @classmethod
+    def _close_at_exit(cls) -> None:
+        # Once: a handler for each strategy would keep every Trainer and model of the script alive.
+        if not DLRoverStrategy._closes_at_exit:
+            DLRoverStrategy._closes_at_exit = True
+            atexit.register(_close_newest_world)
 
     def _take_loaders_as_they_are(self) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
@@ -539,11 +548,24 @@ class DLRoverStrategy(DDPStrategy):
         if self._live is not None:
             checkpoint["dlrover"] = {"start_workers": self._start_workers}
         if self._tables is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._save_whole(checkpoint, filepath, storage_options)
         else:
             self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
         if self._live is not None and "optimizer_states" in checkpoint:
             self._live.saved_checkpoint(os.path.abspath(filepath))
+
+    def _save_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """A file of rank 0's; of the next rank 0's, if that one is lost while it writes."""
+        was_written = False
+
+        def save() -> None:
+            nonlocal was_written
+            if self.is_global_zero and not was_written:
+                super(DLRoverStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+                was_written = True
+            super(DLRoverStrategy, self).barrier()
+
+        self._collective(save)
 
     def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
         """A folder that is there when it is complete."""
@@ -644,6 +666,8 @@ class DLRoverStrategy(DDPStrategy):
         trainer = self._lightning_trainer
         epoch_loop = trainer.fit_loop.epoch_loop
         times, clock, live = self.times, self.clock, self._live
+        if live is not None:
+            live.fit_begins()
 
         def timed(run: Callable[..., Any]) -> Callable[..., Any]:
             def run_timed(*args: Any) -> Any:
@@ -699,6 +723,7 @@ class DLRoverStrategy(DDPStrategy):
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
+            self._live.left_quietly()
             self._live.close_loaders()
             if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
                 self._live.finish()
@@ -725,6 +750,11 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _close_newest_world() -> None:
+    if DLRoverStrategy._in_job is not None:
+        DLRoverStrategy._in_job._close_world()
 
 
 def _replace_folder(folder: Path, new: Path) -> None:

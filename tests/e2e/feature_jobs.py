@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
@@ -165,6 +166,29 @@ class Gathering(Validated):
         self.log("val_at_once", gathered.sum(), on_step=True, on_epoch=False, sync_dist=True)
 
 
+class Dying(TorchCheckpointIO):
+    """Writes checkpoints so that a worker can be killed meanwhile."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.recorder.moment("saving")
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.recorder.moment("saved")
+
+
+class Alarm(Callback):
+    """Sends an alert when training fails."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.recorder.write("alarm", exception=repr(exception))
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -209,6 +233,10 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         case "checkpoint" | "resume":
             callback = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
             options = {"callbacks": [callback], "enable_checkpointing": True}
+        case "saving":
+            saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
+            alarms: list[Callback] = [Alarm(recorder), OnExceptionCheckpoint(folder / "exceptions")]
+            options = {"callbacks": [saver, *alarms], "enable_checkpointing": True, "plugins": [Dying(recorder)]}
         case "early_stopping":
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
         case "validated" | "gathering":
@@ -237,7 +265,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         **options,
     )
     trainer.fit(model, loader, val_loader)
-    recorder.write("after_fit", step=trainer.global_step)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    recorder.write("after_fit", step=trainer.global_step, best=best)
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
@@ -247,6 +276,18 @@ def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
         trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+
+
+def run_folds(recorder: Recorder, feature: Feature) -> None:
+    """Cross-validation with one strategy and Trainer per fold, and a `fit` of the last Trainer that goes on."""
+    for number in range(3):
+        model = ToyModel(recorder, feature.step_s)
+        trainer = make_trainer(recorder.place.folder, max_epochs=1)
+        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+    recorder.write("trained", number=3, step=trainer.global_step, world=trainer.world_size)
 
 
 def run_other_model(recorder: Recorder, feature: Feature) -> None:

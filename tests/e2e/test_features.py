@@ -5,10 +5,21 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from feature_jobs import BATCH_SIZE, NUM_ROWS, Feature, Means, Validated, run_feature, run_other_model, run_two_trainers
-from harness import Job, Record
+from feature_jobs import (
+    BATCH_SIZE,
+    NUM_ROWS,
+    Feature,
+    Means,
+    Validated,
+    run_feature,
+    run_folds,
+    run_other_model,
+    run_two_trainers,
+)
+from harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
@@ -30,6 +41,16 @@ def assert_all_agree(job: Job, num_batches: int) -> None:
         assert len({record["parameters"] for record in records}) == 1, place
         assert len({record["step"] for record in records}) == 1, place
         assert len({str(record["lr"]) for record in records}) == 1, place
+
+
+def rank_0_of(job: Job) -> Worker:
+    """The worker that was rank 0 in its newest step."""
+
+    def look() -> Worker | None:
+        living = [worker for worker in job.workers if worker.exit_code is None and worker.records("done")]
+        return next((worker for worker in living if worker.records("done")[-1]["rank"] == 0), None)
+
+    return job.wait_until(look, "a step of rank 0")
 
 
 def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward") -> Job:
@@ -152,6 +173,28 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
 
 
+def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
+    job = make_job(Feature("folds", step_s=0.03), script=run_folds)
+    for _ in range(4):
+        job.start()
+    job.wait_for_world(4)
+
+    def await_end_of(number: int) -> None:
+        job.wait_until(lambda: any(r["number"] == number for r in job.records("trained")), f"the end of fit {number}")
+
+    for number, victim in ((0, job.workers[1]), (1, job.workers[0])):
+        await_end_of(number)
+        victim.arm(("backward", "reduced")[number])
+        assert victim.wait() == -9
+    await_end_of(2)
+    job.wait_for_world(2)
+    job.workers[2].terminate()
+    assert job.finish() == [-9, -9, 0, 0], job.report()
+    trained = {record["number"]: record["step"] for record in job.workers[3].records("trained")}
+    assert trained == {0: STEPS_PER_EPOCH, 1: STEPS_PER_EPOCH, 2: STEPS_PER_EPOCH, 3: 2 * STEPS_PER_EPOCH}
+    assert len(job.workers[2].records("trained")) == 3
+
+
 def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("sampler"))
     for (epoch, batch), records in by_step(job).items():
@@ -172,6 +215,25 @@ def test_no_checkpoint_is_missing_when_rank_0_has_left(make_job: MakeJob) -> Non
     job = grown_and_killed(make_job, Feature("checkpoint"))
     steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
     assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+
+
+def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -> None:
+    job = make_job(Feature("saving"), script=run_feature)
+    for _ in range(4):
+        job.start()
+    job.wait_for_world(4)
+    for moment in ("saving", "saved"):
+        victim = rank_0_of(job)
+        victim.arm(moment)
+        assert victim.wait() == -9
+    job.wait_for_world(2)
+    rank_0_of(job).terminate()
+    assert sorted(job.finish()) == [-9, -9, 0, 0], job.report()
+    steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+    assert [Path(record["best"]).exists() for record in job.records("after_fit")] == [True]
+    assert job.records("alarm") == [], "a planned leave was taken for a failure"
+    assert not list((job.folder / "exceptions").glob("*"))
 
 
 def test_no_row_of_the_csv_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:
