@@ -34,7 +34,7 @@ from lightning_dlrover.redo import Before, metrics_of
 from lightning_dlrover.sampler import ElasticLoader, share
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loops import _EvaluationLoop
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 
     from lightning_dlrover.live import LiveTraining
 
@@ -423,7 +423,7 @@ class _Committed:
     def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         if self._metric._update_count != self._update_count or not self._answers:
             self._metric.dist_sync_fn = None
-            return torchmetrics.metric.gather_all_tensors(tensor, group)  # type: ignore[attr-defined, no-any-return]
+            return torchmetrics.metric.gather_all_tensors(tensor, group)  # type: ignore[attr-defined]
         answer = [part.to(tensor.device) for part in self._answers[self._next]]
         self._next = (self._next + 1) % len(self._answers)
         return answer

@@ -941,7 +941,7 @@ class _LoneWorld(World):
     def is_failure(self, error: BaseException) -> bool:
         return False
 
-    def finish(self, num_steps: int) -> None:
+    def finish(self, num_steps: int, fit: int = 1) -> None:
         pass
 
     def leave(self) -> None:

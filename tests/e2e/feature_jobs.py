@@ -189,6 +189,97 @@ class Alarm(Callback):
         self.recorder.write("alarm", exception=repr(exception))
 
 
+class Counted(ToyModel):
+    """Counts samples in every way that Lightning offers; writes down what comes of it after each epoch."""
+
+    accumulated = 0  # by the script itself
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.logged = torchmetrics.SumMetric()
+        self.held = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        number, own = len(batch[2]), {"on_step": False, "on_epoch": True}
+        self.log("count", float(number), reduce_fx="sum", sync_dist=True, **own)
+        self.log("mean_id", batch[2].float().mean(), sync_dist=True, **own)
+        self.logged(float(number))
+        self.log("metric", self.logged, **own)
+        self.held.update(float(number))
+        self.accumulated += number
+        self._batch_idx = batch_idx
+        loss = super().training_step(batch, batch_idx)
+        self.recorder.moment(f"counted_{self.trainer.current_epoch}_{batch_idx}")
+        return loss
+
+    def on_train_batch_restart(self, batch_idx: int) -> None:
+        self.recorder.write("restart", batch=batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.log("ended", 1.0, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("held", self.held.compute())
+        self.held.reset()
+
+    def on_train_epoch_start(self) -> None:
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.recorder.write("metrics", epoch=self.trainer.current_epoch - 1, metrics=metrics)
+
+
+class Toggling(ToyModel):
+    """Freezes one half while the other is trained, and steps once in three batches: what GANs do, and manual accumulation."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        time.sleep(self.step_s)
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
+            self.toggle_optimizer(optimizer)
+            self.recorder.moment(f"toggled_{number}")
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1]) / 3
+            self.manual_backward(loss)
+            if batch_idx % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+        self.recorder.write("trainable", flags=[p.requires_grad for p in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), 1e-2), torch.optim.SGD(self.net[2].parameters(), 1e-2)]
+
+
+class Walking(torch.optim.SGD):
+    """Keeps state in its parameter groups, as schedule-free optimizers do, and evaluates its closure twice, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        closure()
+        with torch.no_grad():
+            moved = [(p, p.grad.mul(0.01)) for p in group["params"]]
+            for parameter, by in moved:
+                parameter.add_(by)
+        loss = closure()
+        with torch.no_grad():
+            for parameter, by in moved:
+                parameter.sub_(by).sub_(parameter.grad, alpha=0.1 / group["k"])
+        return loss
+
+
+class Walked(ToyModel):
+    def configure_optimizers(self) -> Any:
+        return Walking(self.parameters(), 1e-2)
+
+
+class Newton(ToyModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -212,6 +303,11 @@ MODELS: dict[str, type[ToyModel]] = {
     "csv_logger": Logged,
     "means": Means,
     "single_rows": Means,
+    "counted": Counted,
+    "counted_windows": Counted,
+    "toggling": Toggling,
+    "walked": Walked,
+    "newton": Newton,
     "validated": Validated,
     "gathering": Gathering,
 }
@@ -226,6 +322,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     match feature.name:
         case "clipping":
             options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+        case "counted_windows":
+            options = {"accumulate_grad_batches": 3}
         case "bf16":
             options = {"precision": "bf16-mixed"}
         case "csv_logger":
