@@ -217,7 +217,7 @@ class Counted(ToyModel):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.log("ended", 1.0, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+        self.log("ended", 1.0, reduce_fx="max", on_step=False, on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
         self.log("held", self.held.compute())
@@ -320,6 +320,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     options: dict[str, Any] = {}
     strategy: Any = DLRoverStrategy(check_interval_s=0.03)
     match feature.name:
+        case "toggling":
+            strategy = DLRoverStrategy(check_interval_s=0.03, find_unused_parameters=True)
         case "clipping":
             options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
         case "counted_windows":

@@ -173,18 +173,16 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
 
 
-@pytest.mark.parametrize("name, batches", [("counted", (0, 1)), ("counted_windows", (2, 4))])
-def test_redone_steps_count_once(name: str, batches: tuple[int, int], make_job: MakeJob) -> None:
+@pytest.mark.parametrize("name, batch", [("counted", 0), ("counted_windows", 2)])
+def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=4), script=run_feature)
     for _ in range(3):
         job.start()
     job.wait_for_world(3)
     epoch = max(record["epoch"] for record in job.records("done")) + 1
-    job.workers[1].arm(f"counted_{epoch}_{batches[0]}")
+    # In the first accumulation window: of earlier ones the lost worker's share would not be in the means.
+    job.workers[1].arm(f"counted_{epoch}_{batch}")
     assert job.finish() == [0, -9, 0], job.report()
-    # Of batches that were complete before, the lost worker's share is not in the means; the one that is redone, is.
-    first = batches[0] - batches[0] % (3 if name == "counted_windows" else 1)
-    assert first == 0
     assert job.records("restart")
     expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2, "ended": 1.0}
     found = [record["metrics"] for record in job.records("metrics") if record["epoch"] == epoch]
@@ -195,14 +193,9 @@ def test_redone_steps_count_once(name: str, batches: tuple[int, int], make_job: 
 
 @pytest.mark.parametrize("moment", ["toggled_0", "toggled_1"])
 def test_frozen_halves_and_manual_windows_survive_losses(moment: str, make_job: MakeJob) -> None:
-    still = make_job(Feature("toggling", step_s=0.0), script=run_feature)
-    still.start()
-    assert still.finish() == [0]
     job = grown_and_killed(make_job, Feature("toggling"), moment)
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
     assert all(all(record["flags"]) for record in job.records("trainable"))
-    losses = {place: records[0]["loss"] for place, records in by_step(still).items() if len(records)}
-    assert len(losses) == 3 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("name", ["walked", "newton"])
