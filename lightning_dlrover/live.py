@@ -8,7 +8,8 @@ Every worker's place in the program is a `Position`. Training steps and the stra
 optimizer update and a few small collectives of each other, so after a loss the survivors compare positions and
   - whoever lacks the last update takes weights and optimizer state from one that has it,
   - whoever stands inside a step without having lost an update does the step again, with its new share of the same batch,
-  - whoever lacks the result of a collective outside of a step takes it from one that has it.
+  - whoever lacks the result of a collective outside of a step takes it from one that has it,
+  - whoever stands in a validation run goes on in it, with a part of what the lost worker had computed; see `validation.py`.
 """
 
 from __future__ import annotations
