@@ -814,6 +814,7 @@ class Controller:
         replacements = len(view.replacements & set(view.survivors))
         return JobView(
             phase=view.job.phase if view.job is not None else "none",
+            unfinished_fit=view.job.unfinished_fit if view.job is not None else 0,
             wanted=min(self._limits.max_workers, max(self._limits.min_workers, plan)) + replacements,
             nodes=nodes,
             may_act=may_act,

@@ -75,6 +75,7 @@ class JobView:
     fewest: int = 1  # workers that the job needs to train
     checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
     stop: str = ""  # why somebody wants the whole job to end
+    unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
         exit_code = 0 if view.phase == "finished" else 1
         return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop, not exit_code)]
     if view.phase == "finished":
+        if not living and view.unfinished_fit:
+            return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
         if not living:
             return [_end_after_training(view)]
         # A worker may go on with the script's code after `fit` for as long as it likes; a node without one may not.

@@ -14,12 +14,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
+from lightning_dlrover.packages import Checkpoint, EarlyStopping, result_module
 from lightning_dlrover.rdzv import transfer
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
         if isinstance(part, MetricCollection):
             list(part.values())  # members of one compute group share the state of the first; each gets its own copy
     for path, part in parts.items():
-        if isinstance(part, Metric) and not isinstance(part, _ResultMetric):
+        if isinstance(part, Metric) and type(part).__name__ != "_ResultMetric":
             yield path, part
 
 
@@ -180,7 +179,7 @@ class EpochMetrics:
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
         connector.epoch_end_reached = self._epoch_end_reached
         connector.on_epoch_end = self._after_agreement(connector.on_epoch_end)
-        monitoring = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping | Checkpoint)]
+        monitoring = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping) or isinstance(c, Checkpoint)]
         for callback in monitoring:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:
@@ -281,9 +280,10 @@ class EpochMetrics:
 
     def _adopt(self, results: Any, key: str, entry: dict[str, Any]) -> None:
         """Have an entry for what only other workers have logged in this epoch."""
-        meta = _Metadata(**entry["meta"])
-        meta.sync = _Sync(fn=self._reduce, _should=entry["is_synced"])
-        metric = _ResultMetric(meta, is_tensor=entry["value"] is not None).to(self._live.device)
+        result = result_module(self._trainer)
+        meta = result._Metadata(**entry["meta"])
+        meta.sync = result._Sync(fn=self._reduce, _should=entry["is_synced"])
+        metric = result._ResultMetric(meta, is_tensor=entry["value"] is not None).to(self._live.device)
         if not metric.is_tensor:
             metric.value = self._trainer.lightning_module.get_submodule(str(meta.metric_attribute))
         results[key] = metric

@@ -8,7 +8,8 @@ Every worker's place in the program is a `Position`. Training steps and the stra
 optimizer update and a few small collectives of each other, so after a loss the survivors compare positions and
   - whoever lacks the last update takes weights and optimizer state from one that has it,
   - whoever stands inside a step without having lost an update does the step again, with its new share of the same batch,
-  - whoever lacks the result of a collective outside of a step takes it from one that has it.
+  - whoever lacks the result of a collective outside of a step takes it from one that has it,
+  - whoever stands in a validation run goes on in it, with a part of what the lost worker had computed; see `validation.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+import torchmetrics
 
 from lightning_dlrover import loggers, memory
 from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
 from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, partial_values, reset_metrics, restore_partial
-from lightning_dlrover.packages import ModelCheckpoint, ProgressBar
+from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
@@ -40,6 +42,7 @@ from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.records import CheckpointRecord, from_fields
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
+from lightning_dlrover.redo import Before, call_restart_hooks, metrics_of
 from lightning_dlrover.resources import available_cores
 from lightning_dlrover.sampler import ElasticLoader, share
 from lightning_dlrover.script_checks import BackwardCheck, different_rates, rates, rates_digest
@@ -49,6 +52,7 @@ from lightning_dlrover.sharding.snapshot import SnapshotError
 from lightning_dlrover.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore, resume
 from lightning_dlrover.train_loaders import TrainLoaders, refetch
 from lightning_dlrover.unused_parameters import IncompleteBackwardError
+from lightning_dlrover.validation import Validation
 
 if TYPE_CHECKING:
     import lightning as L
@@ -118,6 +122,8 @@ class _Update:
 
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]  # of each optimizer: what it keeps in its parameter groups beside hyperparameters
+    scaler: dict[str, Any]  # of mixed precision
     manual_steps: dict[str, Any]
 
 
@@ -151,12 +157,22 @@ def batches_done(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-class _RepeatValidation(Exception):
-    """All survivors stand inside one validation run: it starts over with the samples split anew."""
-
-
 class _RolledBack(Exception):
     """All workers are back where the newest snapshot was taken: what was going on is left, the batch after it comes next."""
+
+
+class _Frozen:
+    """Which parameters can be trained; Lightning's `toggle_optimizer` changes that for a part of a step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self._module = module
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._toggled = dict(module._param_requires_grad_state)
+
+    def restore(self) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        self._module._param_requires_grad_state = dict(self._toggled)
 
 
 class LiveTraining:
@@ -182,6 +198,9 @@ class LiveTraining:
         self.is_saving = False  # a checkpoint
         self.is_in_loops = False  # from the Trainer's run-stage barrier on
         self.searches = Searches(self)
+        self._fit = 1  # number of this `fit` in the script
+        self._is_finishing = False
+        self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles this worker's leave
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
@@ -197,7 +216,7 @@ class LiveTraining:
         self._in_step = False
         self._collective = 0
         self._validation = 0
-        self._num_validations = 0
+        self.validation = Validation(self)
         self._entered = False  # the training loop was reached: from here on losses are survived
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
@@ -211,6 +230,20 @@ class LiveTraining:
         self._snapshots_are_readable = False  # not known
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
+        self._manual_window_is_open = False  # the last batches were left without an optimizer step
+        self._before: Before | None = None  # the open accumulation window
+        self._metrics: list[torchmetrics.Metric] = []  # of the user's module
+        self._frozen: _Frozen | None = None  # what the step in progress may freeze, as `toggle_optimizer` does
+        self._gradients: list[torch.Tensor | None] | None = None  # of a manual step's parameters, before it
+        self._num_backwards = 0  # of the step in progress
+        self._max_backwards = 0  # of any step; 0: not known
+
+    def fit_begins(self) -> None:
+        """Before Lightning's loops run."""
+        self.world.num_fits += 1
+        self._fit = self.world.num_fits
+        if self._fit > 1:
+            self.world.begin_fit(self._fit)
 
     # --- the switch point ----------------------------------------------------------------------------------------------
 
@@ -259,6 +292,7 @@ class LiveTraining:
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         data = self._fingerprint_data()
+        self._metrics = metrics_of(self._trainer.lightning_module)
         loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
@@ -399,8 +433,11 @@ class LiveTraining:
         """Lightning's automatic optimization of one batch, done again as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
         closes_window = not self._trainer.fit_loop._should_accumulate()
+        if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
+            self._remember()
+        undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._in_step = True
+            self._in_step, self._num_backwards = True, 0
             before = copy.deepcopy(progress.state_dict())
             if (done := self._attempt(run, optimizer, batch_idx, kwargs)) is not None:
                 result = done[0]
@@ -412,16 +449,25 @@ class LiveTraining:
                 progress.step.increment_completed()
                 result = {}
                 break
+            if undo is not None:
+                self._apply(copy.deepcopy(undo))
+            call_restart_hooks(self._trainer, batch_idx)
             kwargs = self._redo_window(inside=True)
         self._in_step = False
         if closes_window:
+            self._max_backwards = max(self._max_backwards, self._num_backwards)
             self._updates += 1
+            self._before = None
         self.metrics.agree_on_step()
         return result
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """The user's own optimization of one batch, taken back and done again as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
+        self._remember()
+        if self._size > 1:
+            self._frozen = _Frozen(self._trainer.lightning_module)
+            self._gradients = self._copy_of_gradients()
         while True:
             self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
@@ -431,6 +477,7 @@ class LiveTraining:
             skip = self._recover()
             if skip:
                 result = {}
+                self._manual_steps = max(1, self._manual_steps)
                 break
             if self._manual_steps:
                 if self._undo is None:
@@ -440,13 +487,47 @@ class LiveTraining:
                     )
                 self._apply(self._undo)
             progress.load_state_dict(before)
+            self._restore_gradients()
+            call_restart_hooks(self._trainer, self._epoch_loop.batch_progress.current.ready - 1)
+            if self._before is not None:
+                self._before.restore()
             kwargs = self._fetch_again(1)[0]
+            self._is_logged_for(kwargs)
         self._in_step = False
         self._updates += 1
         self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
-        self._undo = None
+        # Where no step was ever seen, the user steps optimizers that Lightning has not wrapped.
+        self._manual_window_is_open = self._manual_steps == 0 and progress.total.completed > 0
+        self._undo = self._before = self._frozen = self._gradients = None
         self.metrics.agree_on_step()
         return result
+
+    def _remember(self) -> None:
+        """Before an accumulation window: what was logged, for the case that its batches are computed again."""
+        self._before = Before(self._metrics, self._epoch_loop._results) if self._size > 1 else None
+
+    def _copy_if_weights_move_inside(self, optimizer: Any) -> _Update | None:
+        """What `optimizer.step` overwrites between two evaluations of its closure; None if it evaluates it only once."""
+        raw = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        of_torch = type(raw).__module__.startswith("torch.optim")
+        moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
+        if not moves or self._size == 1 or self._tables is not None:
+            return None
+        return copy.deepcopy(self._capture())
+
+    def _copy_of_gradients(self) -> list[torch.Tensor | None]:
+        """Gradients that a manual step adds to; none where the step before has used them."""
+        parameters = list(self._trainer.lightning_module.parameters())
+        if not self._manual_window_is_open:
+            return [None] * len(parameters)
+        return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in zip(self._trainer.lightning_module.parameters(), self._gradients or (), strict=False):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def backward_begins(self) -> None:
+        self._num_backwards += 1
 
     def batch_done(self, started: OwnTime) -> None:
         """This worker has computed its share of a batch, since then."""
@@ -500,15 +581,27 @@ class LiveTraining:
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
         if earlier == 0 and not inside:
             return None
+        if not self._trainer.lightning_module.automatic_optimization:
+            return None  # gradients of earlier batches are already means over all workers that were there
+        if self._before is not None:
+            self._before.restore()
         optimizer = self._trainer.optimizers[0]
         optimizer.zero_grad()
         steps = self._fetch_again(earlier + inside)
         for i, kwargs in enumerate(steps[:earlier]):
             self._weighed = self._loaders[0].cursor - inside - earlier + i
+            self._is_logged_for(kwargs)
             with self._strategy.block_backward_sync():
                 self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, handed_out - inside - earlier + i)()
         self._weighed = None
+        if inside:
+            self._is_logged_for(steps[-1])
         return steps[-1] if inside else None
+
+    def _is_logged_for(self, kwargs: Any) -> None:
+        """Let Lightning weigh what is logged next by the size of this batch."""
+        results = self._epoch_loop._results
+        results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
     def _fetch_again(self, num_batches: int) -> list[Any]:
         """The last batches handed out, split for the current world, as arguments of the training step."""
@@ -530,8 +623,12 @@ class LiveTraining:
 
     # --- outside of steps ------------------------------------------------------------------------------------------------
 
-    def collective(self, run: Callable[[], T]) -> T:
-        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them."""
+    def collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
+        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them.
+
+        Args:
+            is_joint: it ends nowhere before all workers have entered it; so all have the results of those before it.
+        """
         if not self._entered or self._in_step:
             return run()
         self._collective += 1
@@ -544,34 +641,56 @@ class LiveTraining:
                 result = done[0]
                 break
             self._recover()
+        if is_joint:
+            self._results = {}
         self._results[key] = result
         return result
 
+    def collective_once(self, run: Callable[[], T]) -> tuple[T] | None:
+        """A collective after which a loss must be answered before it is tried again.
+
+        Returns:
+            Its result, which another survivor may have had; None if nobody has it, after the survivors have met again.
+        """
+        self._collective += 1
+        key = (self._batch, self._collective)
+        result = self._attempt(run)
+        if result is None:
+            self._recover()
+            if key not in self._missed:
+                self._collective -= 1  # the next attempt is the same one to the others
+                return None
+            result = (self._missed.pop(key),)
+        self._results = {key: result[0]}
+        return result
+
     def run_validation(self, run: Callable[[], T]) -> T:
-        """A validation run, started over when a worker is lost while all are in it."""
+        """A validation run, which goes on with the survivors when a worker is lost; see `validation.py`."""
         if not self._entered:
             return run()
-        self._num_validations += 1
-        collective = self._collective
-        while True:
-            self._validation, self._collective = self._num_validations, collective
-            for results in (self._results, self._missed):  # of an attempt that is started over
-                for key in [key for key in results if key > (self._batch, collective)]:
-                    del results[key]
-            try:
-                result = self._attempt(run)
-                if result is None:
-                    self._recover()
-            except _RepeatValidation:
-                self._epoch_loop.val_loop._results.reset()  # they hold the samples of the attempt that failed
-                continue
-            if result is None:
-                raise WorldError(
-                    "a collective inside validation failed while other workers are past this validation run: "
-                    "this worker has to start again"
-                )
+        self._validation = self.validation.number + 1
+        try:
+            result: T = self.validation.run(run)
+        finally:
             self._validation = 0
-            return result[0]
+        return result
+
+    def recover_if_broken(self) -> None:
+        """Form the next round if this one has ended; where nothing is under way that would have to be done again."""
+        if self.world.broken:
+            self._recover()
+
+    def attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
+        """The result of something with collectives; None if one of them failed, to `recover` from."""
+        return self._attempt(run, *args)
+
+    def recover(self) -> None:
+        self._recover()
+
+    @property
+    def num_collectives(self) -> int:
+        """Outside of steps, since the last batch was handed out."""
+        return self._collective
 
     def run_saving(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Lightning's saving of a checkpoint, in which no progress is seen."""
@@ -591,6 +710,8 @@ class LiveTraining:
         """
         self._window_is_stale = True
         self._outgoing = None
+        if self._in_step and self._frozen is not None:
+            self._frozen.restore()  # before the model is wrapped again: DDP reduces what can be trained then
         if self._tables is not None and not self._at_boundary:
             self._tables.broken()
         position = self._position
@@ -639,16 +760,20 @@ class LiveTraining:
                 self._apply(_Update(**transfer.receive(formation.rank_of(source))))
         if len(standing) > 1:
             self._share_results(formation, standing)
+        if any(p.validation for p in standing.values()):
+            self._settle_validation(formation)
         self._give_state(formation, plan.joining)
         strategy.wrap_model()
         if formation.rank == 0:
             self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
         self._pace.went_on(last + 1)
-        validations = {p.validation for p in standing.values()}
-        if own is not None and own.validation and validations == {own.validation}:
-            raise _RepeatValidation
         return any(me == worker for _, worker in plan.behind)
+
+    def _settle_validation(self, formation: Formation) -> None:
+        report = self.validation.report((self._batch, self._collective) in self._missed)
+        reports = transfer.all_gather(report) if formation.size > 1 else [report]
+        self.validation.settle(reports, formation.rank)
 
     # --- sharded tables ------------------------------------------------------------------------------------------------------
 
@@ -819,6 +944,8 @@ class LiveTraining:
         return _Update(
             model={name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)},
             optimizers=[optimizer.state_dict()["state"] for optimizer in self._trainer.optimizers],
+            groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in self._trainer.optimizers],
+            scaler=self._trainer.precision_plugin.state_dict(),
             manual_steps=self._epoch_loop.manual_optimization.optim_step_progress.state_dict(),
         )
 
@@ -827,9 +954,12 @@ class LiveTraining:
             for name, value in self._trainer.lightning_module.state_dict().items():
                 if isinstance(value, torch.Tensor):
                     value.copy_(update.model[name])
-        for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
-            # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for optimizer, state, kept in zip(self._trainer.optimizers, update.optimizers, update.groups, strict=True):
+            # Not the rates: this worker's schedulers have not seen the update yet and will set them themselves.
+            groups = [{**own, **new} for own, new in zip(optimizer.state_dict()["param_groups"], kept, strict=True)]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if update.scaler:
+            self._trainer.precision_plugin.load_state_dict(update.scaler)
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
 
     def _message(self) -> dict[str, Any]:
@@ -837,7 +967,7 @@ class LiveTraining:
         dumped = dump(self._trainer, self._loaders)
         dumped.counters = {
             "updates": self._updates,
-            "validations": self._num_validations,
+            "validations": self.validation.number,
             "saved_request": self._saved_request,
         }
         return vars(dumped)
@@ -900,7 +1030,7 @@ class LiveTraining:
         fetcher.done = cursor >= self._loaders[0].num_epoch_batches  # it may have been at an epoch's end
         self._updates = received.counters["updates"]
         self._saved_request = received.counters["saved_request"]
-        self._num_validations = received.counters["validations"]
+        self.validation.number = received.counters["validations"]
         self._batch = self._batch_number
 
     def _resume_newest_checkpoint(self) -> None:
@@ -1009,12 +1139,43 @@ class LiveTraining:
 
     def _leave(self, left_out: LeftOutError) -> NoReturn:
         """End this process: the others go on without it. None of the user's code after `fit` runs."""
+        if self._is_finishing and left_out.round.number == 0:
+            raise left_out  # from an end that others have reached; this worker's script goes on, too
         for logger in self._trainer.loggers:
             logger.save()
+        self._leave_quietly()
         self._entered = False
         self.left = True
         log.info("worker %s leaves: %s", self.world.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
+
+    def _leave_quietly(self) -> None:
+        """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
+
+        Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
+        """
+        trainer: Any = self._trainer
+        callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
+        own = __name__.partition(".")[0]
+        trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
+        trainer.loggers = [
+            each for each in loggers if isinstance(each, CSVLogger) or isinstance(each, TensorBoardLogger)
+        ]  # local files
+        if datamodule is not None:
+            datamodule.on_exception = lambda exception: None
+
+        def undo() -> None:
+            trainer.callbacks, trainer.loggers = callbacks, loggers
+            if datamodule is not None:
+                del datamodule.on_exception
+
+        self._undo_quiet = undo
+
+    def left_quietly(self) -> None:
+        """After Lightning has handled this worker's leave, if it leaves."""
+        if self._undo_quiet is not None:
+            self._undo_quiet()
+            self._undo_quiet = None
 
     def close_loaders(self) -> None:
         """End the training loaders' processes."""
@@ -1029,6 +1190,7 @@ class LiveTraining:
         """
         if not self._entered:
             return
+        self._is_finishing = True
         if self._size > 1:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
@@ -1037,10 +1199,10 @@ class LiveTraining:
                 elif self._attempt(dist.barrier) is None:
                     self._await_finish()
             except WorldError:
-                if not self.world.has_finished:
+                if not self.world.is_over:
                     raise
-        self._entered = False
-        self.world.finish(self._trainer.global_step)
+        self._entered = self._is_finishing = False
+        self.world.finish(self._trainer.global_step, self._fit)
 
     def _await_finish(self) -> None:
         """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
@@ -1052,7 +1214,7 @@ class LiveTraining:
         number = self.formation.round.number
 
         def look(view: View) -> str | None:
-            if view.job is not None and view.job.phase in ("finished", "failed"):
+            if view.job is not None and view.job.is_over:
                 return view.job.phase
             newest = view.round
             return "lost" if newest is not None and newest.number > number and not newest.planned else None
@@ -1181,7 +1343,17 @@ class LiveTraining:
 
     @property
     def _in_window(self) -> bool:
+        if not self._trainer.lightning_module.automatic_optimization:
+            return self._manual_window_is_open
         return self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches != 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     @property
     def _rank(self) -> int:
@@ -1195,3 +1367,12 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return isinstance(error, IncompleteBackwardError) or self.world.is_failure(error)
+
+
+_SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "momentum", "base_momentum", "max_momentum"}
+
+
+def _kept_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer itself keeps in a parameter group, as schedule-free ones, Prodigy and D-Adaptation do."""
+    data = (bool, int, float, str, torch.Tensor, type(None))
+    return {k: v for k, v in group.items() if k != "params" and k not in _SET_BY_SCHEDULERS and isinstance(v, data)}

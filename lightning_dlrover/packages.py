@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "PACKAGES",
     "CSVLogger",
+    "Checkpoint",
+    "EarlyStopping",
     "LearningRateFinder",
     "ModelCheckpoint",
     "ProgressBar",
+    "TensorBoardLogger",
     "TrainerFn",
     "default_package",
     "fabric_submodule",
@@ -30,6 +33,7 @@ __all__ = [
     "on_import",
     "package_of",
     "release",
+    "result_module",
     "submodule",
     "watch_imports",
 ]
@@ -88,6 +92,11 @@ def submodule(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
+def result_module(trainer: object) -> ModuleType:
+    """Where the package keeps the classes of logged values."""
+    return submodule(package_of(trainer), "trainer.connectors.logger_connector.result")
+
+
 def fabric_submodule(package: str, name: str) -> ModuleType:
     """A module of the Fabric that the package is built on, such as `utilities.seed`."""
     return importlib.import_module(f"{FABRICS[package]}.{name}")
@@ -121,8 +130,8 @@ def _refuse_malicious(package: str) -> None:
 # --- classes of either package ---------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ProgressBar
-    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateFinder, ModelCheckpoint, ProgressBar
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 else:
 
     class _Either(type):
@@ -135,6 +144,12 @@ else:
                 isinstance(instance, getattr(submodule(package, cls.home), cls.__name__)) for package in loaded_packages()
             )
 
+    class Checkpoint(metaclass=_Either):
+        home = "callbacks"
+
+    class EarlyStopping(metaclass=_Either):
+        home = "callbacks"
+
     class LearningRateFinder(metaclass=_Either):
         home = "callbacks"
 
@@ -145,6 +160,9 @@ else:
         home = "callbacks"
 
     class CSVLogger(metaclass=_Either):
+        home = "loggers"
+
+    class TensorBoardLogger(metaclass=_Either):
         home = "loggers"
 
 

@@ -56,13 +56,14 @@ class OwnClock:
         self._schedstat = -1
         with suppress(OSError):  # a kernel may be built without it
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = weakref.finalize(self, _close, self._schedstat)
         self.is_stopped = False
         self._blocked = OwnTime(0.0, 0.0)
         self._computed: OwnTime | None = None
 
     def close(self) -> None:
         if self._schedstat >= 0:
-            os.close(self._schedstat)
+            self._descriptor()
             self._schedstat = -1
 
     @property
@@ -143,6 +144,11 @@ class OwnClock:
     def _note(self) -> None:
         self._computed = self._now()
         self.is_stopped = True
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)
 
 
 class Pulse:

@@ -285,6 +285,7 @@ class ElasticLoader:
         self._epoch_batches: int | None = None  # of the Trainer's epoch; None: as many as this loader has
         self._cycles = False
         self._idle = False
+        self._dealt: Sequence[Any] | None = None  # positions of each batch to come, where they do not follow from rank and size
         self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
         self._feed = _Feed(self, loader, loader.num_workers, self._prefetch_factor)
         self._next_feed: _Feed | None = None  # takes over at its first batch
@@ -355,8 +356,29 @@ class ElasticLoader:
         # In validation nobody minds larger batches, but a worker that gets no sample has no result to reduce.
         return self.global_batch_size if self._training else max(self.global_batch_size, self.world_size)
 
+    def num_dealt(self, limit: float) -> int:
+        """Samples of a validation run that all workers compute together.
+
+        Args:
+            limit: of batches.
+        """
+        batch_size = self.global_batch_size
+        whole = self.num_samples // batch_size * batch_size if self._drop_last else self.num_samples
+        return int(min(whole, limit * batch_size))
+
+    def deal(self, batches: Sequence[Any]) -> None:
+        """Hand out these batches next, until the next `iter`.
+
+        Args:
+            batches: an array of positions in the epoch's order for each.
+        """
+        self._dealt, self.cursor = batches, 0
+        self._restart()
+
     @property
     def _num_batches(self) -> int:
+        if self._dealt is not None:
+            return len(self._dealt)
         full, rest = divmod(self.num_samples, self._samples_per_batch)
         # Too few samples for all workers come with the batch before: a forward pass may need all of them.
         joined = not self._training and full and rest < self.world_size
@@ -380,6 +402,7 @@ class ElasticLoader:
     def __iter__(self) -> ElasticLoader:
         # Lightning asks for an iterator before it has set the epoch, so nothing is fetched or started here.
         self.cursor = 0
+        self._dealt = None
         self._restart()
         self.global_rank, self.world_size = self._place()
         if not self._training:
@@ -678,6 +701,10 @@ class ElasticLoader:
 
     def _remaining_shares(self, first_batch: int) -> Iterator[list[int]]:
         if self._idle:
+            return
+        if self._dealt is not None:
+            order = self._order_now()
+            yield from (order[torch.from_numpy(positions)].tolist() for positions in self._dealt[first_batch:])
             return
         for place in range(first_batch, self._end):
             lap, batch = divmod(place, self._num_batches)

@@ -7,11 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["BackwardCheck", "check_optimizers", "different_rates", "explain_single_sample", "rates", "rates_digest"]
+__all__ = [
+    "BackwardCheck",
+    "UnsupportedScriptError",
+    "check_optimizers",
+    "different_rates",
+    "explain_single_sample",
+    "rates",
+    "rates_digest",
+]
+
+
+class UnsupportedScriptError(Exception):
+    """A script does what goes wrong with several workers."""
+
 
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 """Options of parameter groups that schedulers set."""
@@ -21,11 +32,11 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
     """Call when a job that can change starts.
 
     Raises:
-        MisconfigurationException: an optimizer's state is spread over the workers of one round.
+        UnsupportedScriptError: an optimizer's state is spread over the workers of one round.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            raise MisconfigurationException(
+            raise UnsupportedScriptError(
                 "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
                 "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
             )
@@ -61,12 +72,12 @@ class BackwardCheck:
         """Call before each step of manual optimization.
 
         Raises:
-            MisconfigurationException: no gradient came from `manual_backward`.
+            UnsupportedScriptError: no gradient came from `manual_backward`.
         """
-        if self._num_now or self._num_before or closure is not do_nothing_closure:
+        if self._num_now or self._num_before or getattr(closure, "__name__", "") != "do_nothing_closure":
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            raise MisconfigurationException(
+            raise UnsupportedScriptError(
                 "optimizer.step() follows loss.backward() in training_step. Gradients of loss.backward() are not reduced over "
                 "the workers: call self.manual_backward(loss) instead"
             )
@@ -86,12 +97,12 @@ def rates_digest(optimizers: Sequence[Any]) -> int:
     return int.from_bytes(hashlib.sha256(repr(rates(optimizers)).encode()).digest()[:7], "big")
 
 
-def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> MisconfigurationException | None:
+def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> UnsupportedScriptError | None:
     """Return why this worker cannot go on: its rates are not those of rank 0."""
     if of_ranks[rank] == of_ranks[0]:
         return None
     mine, first = next((a, b) for a, b in zip(of_ranks[rank], of_ranks[0], strict=True) if a != b)
-    return MisconfigurationException(
+    return UnsupportedScriptError(
         f"this worker's learning rate (or momentum, weight decay) is {mine}, rank 0's is {first}: the weights would drift "
         "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number when "
         "it is made; make it depend on the global batch size, which no resize changes"

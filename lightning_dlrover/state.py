@@ -34,7 +34,7 @@ import torch
 from torch.nn.utils import prune
 
 from lightning_dlrover import loggers
-from lightning_dlrover.packages import package_of, submodule
+from lightning_dlrover.packages import package_of, result_module, submodule
 from lightning_dlrover.sampler import LoaderState
 
 if TYPE_CHECKING:
@@ -407,7 +407,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
 def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
     """Have an entry, still without a value, for what the others have logged before this worker came."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    result = submodule(package_of(trainer), "trainer.connectors.logger_connector.result")
+    result = result_module(trainer)
     meta = result._Metadata(**logged.meta)
     meta.sync = result._Sync(fn=strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
     metric = result._ResultMetric(meta, is_tensor=logged.is_tensor).to(strategy.root_device)

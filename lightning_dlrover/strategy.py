@@ -49,6 +49,7 @@ from lightning_dlrover.sharding.elastic import ElasticTables, Restored, Snapshot
 from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 from lightning_dlrover.unused_parameters import UnusedParameters
+from lightning_dlrover.validation import exchange_metrics_through
 
 if TYPE_CHECKING:
     import lightning as L
@@ -138,6 +139,7 @@ class DLRoverStrategy(EitherStrategy):
 
     strategy_name = "dlrover"
     _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
+    _closes_at_exit: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class DLRoverStrategy(EitherStrategy):
         self._take_loaders_as_they_are()
         if self._world_config is None:
             return
-        if self._live is None:
+        if self._live is None or DLRoverStrategy._in_job not in (self, None):
             self._enter_job()
         if self._live is not None:
             self._live.searches.attend(self._lightning_trainer.callbacks)
@@ -286,7 +288,7 @@ class DLRoverStrategy(EitherStrategy):
             self._close_world()
             raise
         DLRoverStrategy._in_job = self
-        atexit.register(self._close_world)
+        DLRoverStrategy._close_at_exit()
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
         self.clock.stop_in_waits()
         self._take_place(formation)
@@ -324,12 +326,19 @@ class DLRoverStrategy(EitherStrategy):
         assert self._world is not None
         formation = former._live.formation
         DLRoverStrategy._in_job = self
-        atexit.register(self._close_world)
+        DLRoverStrategy._close_at_exit()
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
         self._live.searches.num_begun = former._live.searches.num_begun
         self.clock.stop_in_waits()
         self._take_place(formation)
+
+    @classmethod
+    def _close_at_exit(cls) -> None:
+        # Once: a handler for each strategy would keep every Trainer and model of the script alive.
+        if not DLRoverStrategy._closes_at_exit:
+            DLRoverStrategy._closes_at_exit = True
+            atexit.register(_close_newest_world)
 
     def _take_loaders_as_they_are(self) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
@@ -575,6 +584,7 @@ class DLRoverStrategy(EitherStrategy):
         if self._tables is not None:
             return  # wrapped when its tables were built
         self.model = self.lightning_module
+        self._pl_static_graph_delay_done = False  # manual optimization: the new replica is to be told, too
         if self.world_size > 1:
             kwargs = self._ddp_kwargs
             self._ddp_kwargs = {**kwargs, "init_sync": False}
@@ -692,7 +702,7 @@ class DLRoverStrategy(EitherStrategy):
         if self._live is not None:
             checkpoint["dlrover"] = {"start_workers": self._start_workers}
         if self._tables is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._save_whole(checkpoint, filepath, storage_options)
         elif "://" in str(filepath):
             raise ValueError(
                 f"checkpoint {filepath}: all workers save a model with sharded tables into one folder, which cannot be a URL: "
@@ -736,6 +746,19 @@ class DLRoverStrategy(EitherStrategy):
         """
         with torch.serialization.safe_globals(transfer.resolved(names)):
             return self.load_checkpoint(path, weights_only=True)
+
+    def _save_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """A file of rank 0's; of the next rank 0's, if that one is lost while it writes."""
+        was_written = False
+
+        def save() -> None:
+            nonlocal was_written
+            if self.is_global_zero and not was_written:
+                super(DLRoverStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+                was_written = True
+            super(DLRoverStrategy, self).barrier()
+
+        self._collective(save)
 
     def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
         """A folder that is there when it is complete."""
@@ -783,7 +806,10 @@ class DLRoverStrategy(EitherStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
         try:
-            weight = self._live.loss_weight() if self._live is not None else 1.0
+            weight = 1.0
+            if self._live is not None:
+                weight = self._live.loss_weight()
+                self._live.backward_begins()
             if weight != 1.0:
                 closure_loss = closure_loss * weight
             if self._live is not None:
@@ -809,8 +835,8 @@ class DLRoverStrategy(EitherStrategy):
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
 
-    def _collective(self, run: Callable[[], T]) -> T:
-        return run() if self._live is None else self._live.collective(run)
+    def _collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
+        return run() if self._live is None else self._live.collective(run, is_joint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
@@ -822,7 +848,8 @@ class DLRoverStrategy(EitherStrategy):
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src))
+        # The source does not wait for the others.
+        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src), is_joint=False)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
@@ -832,7 +859,17 @@ class DLRoverStrategy(EitherStrategy):
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
         return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        def decide() -> bool:
+            # Compared with the size of the world that was asked: a worker may take the answer over in a smaller one.
+            total = super(DLRoverStrategy, self).reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+            return bool(total == self.world_size) if all else bool(total)
+
+        return self._collective(decide)
+
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if group is dist.group.WORLD:
+            group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
         return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------
@@ -842,6 +879,8 @@ class DLRoverStrategy(EitherStrategy):
         trainer = self._lightning_trainer
         epoch_loop = trainer.fit_loop.epoch_loop
         times, clock, live = self.times, self.clock, self._live
+        if live is not None:
+            live.fit_begins()
 
         def timed(run: Callable[..., Any]) -> Callable[..., Any]:
             def run_timed(*args: Any) -> Any:
@@ -864,9 +903,14 @@ class DLRoverStrategy(EitherStrategy):
             return
         automatic.run = timed(lambda *args: live.run_automatic(run_automatic, *args))
         manual.run = timed(lambda *args: live.run_manual(run_manual, *args))
-        epoch_loop.val_loop.__dict__.pop("run", None)
-        run_validation = epoch_loop.val_loop.run
-        epoch_loop.val_loop.run = lambda: live.run_validation(run_validation)
+        val_loop = epoch_loop.val_loop
+        for name in ("run", "reset", "_evaluation_step"):
+            val_loop.__dict__.pop(name, None)
+        run_validation, reset, evaluate = val_loop.run, val_loop.reset, val_loop._evaluation_step
+        val_loop.run = lambda: live.run_validation(run_validation)
+        val_loop.reset = lambda: live.validation.begin_batches(val_loop, reset)
+        val_loop._evaluation_step = lambda *args: live.validation.step(val_loop, evaluate, *args)
+        exchange_metrics_through(live)
         for loop in (epoch_loop, trainer.fit_loop):
             for name in ("advance", "on_advance_end"):
                 loop.__dict__.pop(name, None)
@@ -898,6 +942,7 @@ class DLRoverStrategy(EitherStrategy):
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
         if self._live is not None and trainer is not None:
+            self._live.left_quietly()
             self._live.close_loaders()
             self._live.is_in_loops = False
             if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
@@ -934,6 +979,11 @@ def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.
         key: torch.full_like(value, start, device=device) if isinstance(value, Tensor) and value.is_meta else value
         for key, value in state.items()
     }
+
+
+def _close_newest_world() -> None:
+    if DLRoverStrategy._in_job is not None:
+        DLRoverStrategy._in_job._close_world()
 
 
 def _replace_folder(folder: Path, new: Path) -> None:

@@ -259,7 +259,7 @@ class Member:
             await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
         def look(view: View) -> RoundRecord | None:
-            if view.job is not None and view.job.phase in ("finished", "failed"):
+            if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
                     # The others ended before they came by the switch that was to take this worker in, or made the last step
                     # while this one lost somebody in it: nothing is left to do.
@@ -281,7 +281,7 @@ class Member:
 
     def will_never_form(self, view: View, number: int) -> bool:
         """Whether who forms round `number` waits in vain: it is void, or members have ended with the job."""
-        is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
     def note(self, view: View) -> None:

@@ -337,6 +337,11 @@ class Membership:
                 decode(RoundRecord, round_entry.value, self.keys.round)
         except RecordError as error:
             raise MembershipError(f"run {self._config.run_id!r} cannot be joined: {error}") from error
+        if job.unfinished_fit and not self._client.get_prefix(self.keys.workers)[1]:
+            raise MembershipError(
+                f"run {self._config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
+                "only the first can be resumed; start a new run with another --rdzv-id"
+            )
         if job.phase in ("finished", "failed"):
             raise JobClosedError(
                 f"run {self._config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "

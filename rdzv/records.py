@@ -303,6 +303,19 @@ class JobRecord:
     created_at: float = 0.0
     message: str = ""  # why it failed
     unjoinable: str = ""  # why the state of those who train cannot be handed over; empty: it can
+    # A script may train several times. `phase` is about the first time, the only one that workers join.
+    fits_begun: int = 0  # number of the newest one; 0: none after the first
+    fits_finished: int = 0
+
+    @property
+    def unfinished_fit(self) -> int:
+        """Number of the later `fit` that is under way, or was when all its workers were lost; 0 if none is."""
+        return self.fits_begun if self.phase == "finished" and self.fits_begun > self.fits_finished else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no round will follow any more."""
+        return self.phase == "failed" or (self.phase == "finished" and not self.unfinished_fit)
 
 
 @dataclass(frozen=True)

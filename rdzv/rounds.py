@@ -158,7 +158,7 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     missing = awaited(view)
     if limits is None:
         return "waits for the job's record"
-    if limits.phase in ("finished", "failed"):
+    if limits.is_over:
         return f"the job has {limits.phase}: about to end"
     if state == "standby":
         return "builds its model and data" + (", asked to leave" if worker in view.drains else "")
@@ -218,8 +218,12 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
         waited_s: seconds for which `awaited(view)` has not changed.
         patience: limits on `waited_s`.
     """
-    if view.job is None or view.job.phase in ("finished", "failed"):
+    if view.job is None or view.job.is_over:
         return None
+    if view.job.unfinished_fit:  # nobody joins any more: those who would stand in the script's first `fit`
+        view = replace(view, workers={w: view.workers[w] for w in view.survivors})
+        if not view.survivors:
+            return None
     if not view.survivors:
         return _first(view, waited_s, patience)
     if view.lost or view.failed:

@@ -242,6 +242,7 @@ class World:
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
+        self.num_fits = 0  # of the script so far
         self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
         if "nccl" not in backend:  # NCCL's groups can be aborted
             waits.end_waits_with(weakref.WeakMethod(self._round_of_waits))
@@ -451,13 +452,32 @@ class World:
         job = self.membership.view.job
         return job is not None and job.phase == "finished"
 
-    def finish(self, num_steps: int) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has finished, and every later `fit` of its script that was begun."""
+        job = self.membership.view.job
+        return job is not None and job.phase == "finished" and job.is_over
+
+    def begin_fit(self, number: int) -> None:
+        """The script trains once more: losses are survived again, though nobody joins any more.
+
+        Args:
+            number: of this `fit` in the script, from 2.
+        """
+        try:
+            self.membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not record that fit number %d begins: %s", self.config.run_id, number, error)
+
+    def finish(self, num_steps: int, fit: int = 1) -> None:
         """All steps are made and nobody lacks the state of the last one: from here on the job does not change any more.
 
         Every worker says so before it goes on: the first one to exit must not be taken for lost.
         """
         try:
-            self.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+            self.membership.update_job(
+                lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit))
+            )
             if self.formation is not None and self.formation.rank == 0:
                 self.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
                 self.membership.flush()
@@ -988,7 +1008,7 @@ class _LoneWorld(World):
     def is_failure(self, error: BaseException) -> bool:
         return False
 
-    def finish(self, num_steps: int) -> None:
+    def finish(self, num_steps: int, fit: int = 1) -> None:
         pass
 
     def leave(self) -> None:

@@ -64,6 +64,13 @@ def old(node: Node, asked_s: float) -> Node:
     return replace(node, asked_s=asked_s, trained_s=400.0)
 
 
+def test_job_lost_in_a_later_fit_ends_with_1() -> None:
+    found = reconcile(JobView("finished", 2, [killed()], unfinished_fit=2))
+    assert [type(action) for action in found] == [Give]
+    assert isinstance(found[0], Give)
+    assert found[0].exit_code == 1
+
+
 def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> JobView:
     return JobView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
 

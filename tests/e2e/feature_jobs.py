@@ -10,14 +10,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
-from toy_job import Recorder, Rows, ToyModel, make_trainer
+from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 
@@ -255,6 +257,179 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) for key, value in state.items() if isinstance(value, float | int | Tensor)}
 
 
+class Validated(ToyModel):
+    """Has all that a repeated validation would disturb: modes, metrics of several kinds, and callbacks that count."""
+
+    NUM_VAL_ROWS = 80
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+        self.mean_id = torchmetrics.MeanMetric()
+        self.sum_of_ids = torchmetrics.SumMetric()
+        self.all_ids = torchmetrics.CatMetric()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        flags = [module.training for module in self.net.modules()]
+        self.recorder.write("next", step=self.trainer.global_step, training=flags, parameters=fingerprint([*self.parameters()]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("trained", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.recorder.moment(f"validation_{batch_idx}")
+        super().validation_step(batch, batch_idx)
+        ids = batch[2].float()
+        self.log("val_mean", ids.mean(), sync_dist=True, batch_size=len(ids))
+        self.log("val_count", float(len(ids)), reduce_fx="sum", sync_dist=True)
+        self.log("val_max", ids.max(), reduce_fx="max", sync_dist=True)
+        self.mean_id(ids)
+        self.log("val_metric", self.mean_id)
+        self.sum_of_ids.update(ids)
+        self.all_ids.update(ids)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_sum", self.sum_of_ids.compute())
+        self.recorder.moment("validation_end")
+        self.log("val_unique", float(len(self.all_ids.compute().unique())))
+        self.sum_of_ids.reset()
+        self.all_ids.reset()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.recorder.moment("validation_ended")
+        stopping = self.trainer.early_stopping_callback
+        assert isinstance(stopping, EarlyStopping)
+        metrics = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("val_")}
+        self.recorder.write("validated", epoch=self.trainer.current_epoch, waited=stopping.wait_count, metrics=metrics)
+
+
+class Gathering(Validated):
+    """Its validation steps have collectives."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        gathered = self.all_gather(torch.tensor(float(len(batch[2]))))
+        assert isinstance(gathered, Tensor)
+        self.recorder.moment(f"gathered_{batch_idx}")
+        self.log("val_at_once", gathered.sum(), on_step=True, on_epoch=False, sync_dist=True)
+
+
+class Dying(TorchCheckpointIO):
+    """Writes checkpoints so that a worker can be killed meanwhile."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.recorder.moment("saving")
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.recorder.moment("saved")
+
+
+class Alarm(Callback):
+    """Sends an alert when training fails."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.recorder.write("alarm", exception=repr(exception))
+
+
+class Counted(ToyModel):
+    """Counts samples in every way that Lightning offers; writes down what comes of it after each epoch."""
+
+    accumulated = 0  # by the script itself
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.logged = torchmetrics.SumMetric()
+        self.held = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        number, own = len(batch[2]), {"on_step": False, "on_epoch": True}
+        self.log("count", float(number), reduce_fx="sum", sync_dist=True, **own)
+        self.log("mean_id", batch[2].float().mean(), sync_dist=True, **own)
+        self.logged(float(number))
+        self.log("metric", self.logged, **own)
+        self.held.update(float(number))
+        self.accumulated += number
+        self._batch_idx = batch_idx
+        loss = super().training_step(batch, batch_idx)
+        self.recorder.moment(f"counted_{self.trainer.current_epoch}_{batch_idx}")
+        return loss
+
+    def on_train_batch_restart(self, batch_idx: int) -> None:
+        self.recorder.write("restart", batch=batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.log("ended", 1.0, reduce_fx="max", on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("held", self.held.compute())
+        self.held.reset()
+
+    def on_train_epoch_start(self) -> None:
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.recorder.write("metrics", epoch=self.trainer.current_epoch - 1, metrics=metrics)
+
+
+class Toggling(ToyModel):
+    """Freezes one half while the other is trained, and steps once in three batches: what GANs do, and manual accumulation."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        time.sleep(self.step_s)
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
+            self.toggle_optimizer(optimizer)
+            self.recorder.moment(f"toggled_{number}")
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1]) / 3
+            self.manual_backward(loss)
+            if batch_idx % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+        self.recorder.write("trainable", flags=[p.requires_grad for p in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), 1e-2), torch.optim.SGD(self.net[2].parameters(), 1e-2)]
+
+
+class Walking(torch.optim.SGD):
+    """Keeps state in its parameter groups, as schedule-free optimizers do, and evaluates its closure twice, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        closure()
+        with torch.no_grad():
+            moved = [(p, p.grad.mul(0.01)) for p in group["params"]]
+            for parameter, by in moved:
+                parameter.add_(by)
+        loss = closure()
+        with torch.no_grad():
+            for parameter, by in moved:
+                parameter.sub_(by).sub_(parameter.grad, alpha=0.1 / group["k"])
+        return loss
+
+
+class Walked(ToyModel):
+    def configure_optimizers(self) -> Any:
+        return Walking(self.parameters(), 1e-2)
+
+
+class Newton(ToyModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
@@ -321,6 +496,13 @@ MODELS: dict[str, type[ToyModel]] = {
     "max_size_cycle": SeveralLoaders,
     "max_size": SeveralLoaders,
     "dataloader_iter": Fetching,
+    "counted": Counted,
+    "counted_windows": Counted,
+    "toggling": Toggling,
+    "walked": Walked,
+    "newton": Newton,
+    "validated": Validated,
+    "gathering": Gathering,
 }
 
 
@@ -331,8 +513,12 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     options: dict[str, Any] = {}
     strategy: Any = DLRoverStrategy(check_interval_s=0.03)
     match feature.name:
+        case "toggling":
+            strategy = DLRoverStrategy(check_interval_s=0.03, find_unused_parameters=True)
         case "clipping":
             options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+        case "counted_windows":
+            options = {"accumulate_grad_batches": 3}
         case "bf16":
             options = {"precision": "bf16-mixed"}
         case "csv_logger":
@@ -340,12 +526,21 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         case "checkpoint" | "resume":
             callback = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
             options = {"callbacks": [callback], "enable_checkpointing": True}
+        case "saving":
+            saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
+            alarms: list[Callback] = [Alarm(recorder), OnExceptionCheckpoint(folder / "exceptions")]
+            options = {"callbacks": [saver, *alarms], "enable_checkpointing": True, "plugins": [Dying(recorder)]}
         case "early_stopping":
             options = {"callbacks": [EarlyStopping("val", patience=1, min_delta=1e9, check_on_train_epoch_end=False)]}
         case "one_device":
             stopping = EarlyStopping("val", patience=1, check_on_train_epoch_end=True)
             best = ModelCheckpoint(folder / "best", "{epoch}", monitor="num_ids", mode="max", save_on_train_epoch_end=True)
             options = {"callbacks": [stopping, best, Follower()], "enable_checkpointing": True}
+        case "validated" | "gathering":
+            saving = ModelCheckpoint(folder / "checkpoints", "{epoch}", monitor="val_mean", save_top_k=-1)
+            stopping = EarlyStopping("val_mean", patience=100, check_on_train_epoch_end=False)
+            averaging = EMAWeightAveraging(decay=0.5)
+            options = {"callbacks": [averaging, stopping, saving], "enable_checkpointing": True}
         case "by_name":
             strategy = "dlrover"
         case "max_size_cycle" | "max_size":
@@ -363,6 +558,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)
     if feature.name == "one_device":
         val_loader = DataLoader(Rows(OneDevice.NUM_VAL_ROWS), 8)
+    if feature.name in ("validated", "gathering"):
+        val_loader = DataLoader(Rows(Validated.NUM_VAL_ROWS), 2)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=strategy,
@@ -372,7 +569,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         **options,
     )
     trainer.fit(model, _training_data(feature.name, loader), val_loader)
-    recorder.write("after_fit", step=trainer.global_step)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    recorder.write("after_fit", step=trainer.global_step, best=best)
     if feature.name == "one_device":
         recorder.write("validated", metrics=trainer.validate(model, val_loader, verbose=False)[0])
 
@@ -436,6 +634,18 @@ def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
         trainer.fit(model, data)
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+
+
+def run_folds(recorder: Recorder, feature: Feature) -> None:
+    """Cross-validation with one strategy and Trainer per fold, and a `fit` of the last Trainer that goes on."""
+    for number in range(3):
+        model = ToyModel(recorder, feature.step_s)
+        trainer = make_trainer(recorder.place.folder, max_epochs=1)
+        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+    recorder.write("trained", number=3, step=trainer.global_step, world=trainer.world_size)
 
 
 def run_other_model(recorder: Recorder, feature: Feature) -> None:

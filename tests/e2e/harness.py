@@ -7,6 +7,7 @@ lightning costs are saved. A replaced worker is simply one more worker.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -396,18 +397,31 @@ def _bad_split(
 
 
 def _bad_validation(job: Job, settings: ToySettings) -> Iterator[str]:
+    """A run counts every sample once: those of the workers that ended it, and of some that were killed after its batches."""
     ended: dict[int, list[Record]] = defaultdict(list)
-    seen: dict[tuple[int, int], list[int]] = defaultdict(list)
+    started: dict[int, list[int]] = defaultdict(list)
+    seen: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for r in job.records("val_done"):
         ended[r["step"]].append(r)
+    for r in job.records("val_start"):
+        started[r["step"]].append(r["pid"])
     for r in job.records("val"):
-        seen[r["step"], r["round"]] += r["ids"]
+        seen[r["step"]][r["pid"]] += r["ids"]
     if settings.num_val_rows and not ended:
         yield "no validation was completed"
+    for step, pids in started.items():
+        if len(set(pids)) < len(pids):
+            yield f"validation at step {step}: it was started twice in one of {pids}"
     for step, results in ended.items():
         if len({r["metric"] for r in results}) > 1:
             yield f"validation at step {step}: {[(r['pid'], r['round'], r['metric']) for r in results]}"
-        if not any(
-            sorted(seen[step, number]) == list(range(settings.num_val_rows)) for number in {r["round"] for r in results}
-        ):
-            yield f"validation at step {step}: no round in {[(r['pid'], r['round']) for r in results]} saw every sample once"
+        pids = [r["pid"] for r in results]
+        counted = [i for pid in pids for i in seen[step][pid]]
+        of_killed = [ids for pid, ids in seen[step].items() if pid not in pids]
+        choices = [
+            list(itertools.chain(counted, *some))
+            for n in range(len(of_killed) + 1)
+            for some in itertools.combinations(of_killed, n)
+        ]
+        if not any(sorted(choice) == list(range(settings.num_val_rows)) for choice in choices):
+            yield f"validation at step {step}: {pids} have counted {sorted(counted)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from feature_jobs import (
@@ -13,13 +14,15 @@ from feature_jobs import (
     Feature,
     Means,
     SeveralLoaders,
+    Validated,
     run_feature,
+    run_folds,
     run_other_data,
     run_other_model,
     run_seeded_by_worker,
     run_two_trainers,
 )
-from harness import Job, Record
+from harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
@@ -41,6 +44,16 @@ def assert_all_agree(job: Job, num_batches: int) -> None:
         assert len({record["parameters"] for record in records}) == 1, place
         assert len({record["step"] for record in records}) == 1, place
         assert len({str(record["lr"]) for record in records}) == 1, place
+
+
+def rank_0_of(job: Job) -> Worker:
+    """The worker that was rank 0 in its newest step."""
+
+    def look() -> Worker | None:
+        living = [worker for worker in job.workers if worker.exit_code is None and worker.records("done")]
+        return next((worker for worker in living if worker.records("done")[-1]["rank"] == 0), None)
+
+    return job.wait_until(look, "a step of rank 0")
 
 
 def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward") -> Job:
@@ -183,15 +196,47 @@ def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
     assert_same_metrics(job, alone)
 
 
-def test_a_validation_that_is_started_over_counts_every_sample_once(make_job: MakeJob) -> None:
-    job = make_job(Feature("means"), script=run_feature)
-    for _ in range(3):
+@pytest.mark.parametrize(
+    "name, moments",
+    [
+        ("validated", ["validation_3", "validation_end", "validation_ended"]),
+        ("gathering", ["validation_2", "gathered_1", "validation_9"]),
+    ],
+)
+def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job: MakeJob) -> None:
+    epochs = 12
+    job = make_job(Feature(name, epochs=epochs, step_s=0.02), script=run_feature)
+    for _ in range(4):
         job.start()
-    job.wait_for_world(3)
-    job.workers[1].arm("validation")
-    assert job.finish() == [0, -9, 0], job.report()
-    for record in job.records("metrics"):
-        assert record["metrics"]["val_count"] == Means.NUM_VAL_ROWS, record
+    job.wait_for_world(4)
+    for number, moment in enumerate(moments):
+        victim = job.workers[(2, 0, 3)[number]]
+        victim.arm(moment)
+        assert victim.wait() == -9
+    assert sorted(job.finish()) == [-9, -9, -9, 0], job.report()
+    last = Validated.NUM_VAL_ROWS - 1
+    expected = {
+        "val_mean": last / 2,
+        "val_count": Validated.NUM_VAL_ROWS,
+        "val_max": last,
+        "val_metric": last / 2,
+        "val_sum": last * Validated.NUM_VAL_ROWS / 2,
+        "val_unique": Validated.NUM_VAL_ROWS,
+    }
+    for worker in job.workers:
+        validated = worker.records("validated")
+        assert [record["waited"] for record in validated] == [record["epoch"] for record in validated]
+        for record in validated:
+            assert {name: record["metrics"][name] for name in expected} == pytest.approx(expected), record
+        before = {record["step"]: record["parameters"] for record in worker.records("done")}
+        for record in worker.records("next"):
+            assert all(record["training"]), record
+            if record["step"] in before:
+                assert record["parameters"] == before[record["step"]], record
+    assert {record["epoch"] for record in job.records("validated")} == set(range(epochs))
+    saved = {file.stem for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert saved == {f"epoch={epoch}" for epoch in range(epochs)}
+    assert_all_agree(job, epochs * STEPS_PER_EPOCH)
 
 
 def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:
@@ -203,6 +248,60 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
     assert job.finish() == [0, 0], job.report()
     trained = [(record["number"], record["step"], record["world"]) for record in job.records("trained")]
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
+
+
+@pytest.mark.parametrize("name, batch", [("counted", 0), ("counted_windows", 2)])
+def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> None:
+    job = make_job(Feature(name, epochs=4), script=run_feature)
+    for _ in range(3):
+        job.start()
+    job.wait_for_world(3)
+    epoch = max(record["epoch"] for record in job.records("done")) + 1
+    # In the first accumulation window: of earlier ones the lost worker's share would not be in the means.
+    job.workers[1].arm(f"counted_{epoch}_{batch}")
+    assert job.finish() == [0, -9, 0], job.report()
+    assert job.records("restart")
+    expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2, "ended": 1.0}
+    found = [record["metrics"] for record in job.records("metrics") if record["epoch"] == epoch]
+    assert len(found) == 2
+    for metrics in found:
+        assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("moment", ["toggled_0", "toggled_1"])
+def test_frozen_halves_and_manual_windows_survive_losses(moment: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("toggling"), moment)
+    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+    assert all(all(record["flags"]) for record in job.records("trainable"))
+
+
+@pytest.mark.parametrize("name", ["walked", "newton"])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_optimizers_that_evaluate_several_times_are_redone(name: str, moment: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature(name), moment)
+    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+
+
+def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
+    job = make_job(Feature("folds", step_s=0.03), script=run_folds)
+    for _ in range(4):
+        job.start()
+    job.wait_for_world(4)
+
+    def await_end_of(number: int) -> None:
+        job.wait_until(lambda: any(r["number"] == number for r in job.records("trained")), f"the end of fit {number}")
+
+    for number, victim in ((0, job.workers[1]), (1, job.workers[0])):
+        await_end_of(number)
+        victim.arm(("backward", "reduced")[number])
+        assert victim.wait() == -9
+    await_end_of(2)
+    job.wait_for_world(2)
+    job.workers[2].terminate()
+    assert job.finish() == [-9, -9, 0, 0], job.report()
+    trained = {record["number"]: record["step"] for record in job.workers[3].records("trained")}
+    assert trained == {0: STEPS_PER_EPOCH, 1: STEPS_PER_EPOCH, 2: STEPS_PER_EPOCH, 3: 2 * STEPS_PER_EPOCH}
+    assert len(job.workers[2].records("trained")) == 3
 
 
 def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:
@@ -225,6 +324,25 @@ def test_no_checkpoint_is_missing_when_rank_0_has_left(make_job: MakeJob) -> Non
     job = grown_and_killed(make_job, Feature("checkpoint"))
     steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
     assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+
+
+def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -> None:
+    job = make_job(Feature("saving"), script=run_feature)
+    for _ in range(4):
+        job.start()
+    job.wait_for_world(4)
+    for moment in ("saving", "saved"):
+        victim = rank_0_of(job)
+        victim.arm(moment)
+        assert victim.wait() == -9
+    job.wait_for_world(2)
+    rank_0_of(job).terminate()
+    assert sorted(job.finish()) == [-9, -9, 0, 0], job.report()
+    steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+    assert [Path(record["best"]).exists() for record in job.records("after_fit")] == [True]
+    assert job.records("alarm") == [], "a planned leave was taken for a failure"
+    assert not list((job.folder / "exceptions").glob("*"))
 
 
 def test_no_row_of_the_csv_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:

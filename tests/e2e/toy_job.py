@@ -232,7 +232,13 @@ class ToySteps:
             lr=[group["lr"] for o in self.trainer.optimizers for group in o.param_groups],
             parameters=fingerprint(list(self.parameters())),
             optimizer=fingerprint(
-                [value for o in self.trainer.optimizers for state in o.state.values() for value in state.values()]
+                [
+                    value
+                    for o in self.trainer.optimizers
+                    for state in o.state.values()
+                    for value in state.values()
+                    if isinstance(value, Tensor | int | float)
+                ]
             ),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_round_that_breaks_in_the_last_step_of_a_finished_job_leaves_nothing_t
     with pytest.raises(error, match=phase) as raised:
         run_blocking(member.recover(b"state"))
     assert type(raised.value) is error
+
+
+def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
+    view = view_of("finished", "a")
+    assert view.job is not None
+    following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
+    view = replace(view, job=replace(view.job, fits_begun=2, fits_finished=1), round=following)
+    member = Member(Means(view))  # type: ignore[arg-type]
+    member.formation = Formation(ROUND, {}, 0)
+    assert run_blocking(member._next_after(ROUND)) == following
 
 
 @pytest.mark.parametrize(

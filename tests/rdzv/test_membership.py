@@ -417,6 +417,13 @@ def test_a_job_that_has_ended_is_not_joined(phase: str, start: Callable[..., Wor
         start().membership.register()
 
 
+def test_job_lost_in_a_later_fit_is_an_error(start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.job, encode(JobRecord("finished", True, 1, 4, VERSION, fits_begun=2, fits_finished=1)))
+    with pytest.raises(MembershipError, match="lost in fit number 2 of the script") as raised:
+        start().membership.register()
+    assert not isinstance(raised.value, JobClosedError)
+
+
 def test_a_worker_of_another_release_is_refused(start: Callable[..., Worker]) -> None:
     job_of(start, 1)
     with pytest.raises(MembershipError, match=r"is run by lightning-dlrover 1, this worker has 2: install"):

@@ -35,6 +35,25 @@ def test_nobody_joins_while_one_who_was_left_out_still_hands_over_to_the_round()
     assert next_round(view("01", "2", gone="1", workers={"w0": worker("w0"), **leaver}), 0.0) is not None
 
 
+LATER = replace(JOB, phase="finished", fits_begun=2, fits_finished=1)
+
+
+@pytest.mark.parametrize(
+    "seen, members",
+    [
+        (view("012", gone="1", job=LATER), ["w0", "w2"]),
+        (view("012", "3", gone="1", job=LATER), ["w0", "w2"]),
+        (view("012", drains=frozenset({"w0"}), job=LATER), ["w1", "w2"]),
+        (view("01", "2", job=LATER), None),
+        (view("01", "2", gone="01", job=LATER), None),
+        (view("012", gone="1", job=replace(LATER, fits_finished=2)), None),
+    ],
+)
+def test_later_fits_lose_workers_and_gain_none(seen: View, members: list[str] | None) -> None:
+    successor = next_round(seen, 1e9)
+    assert (successor.members if successor is not None else None) == members
+
+
 @st.composite
 def views(draw: st.DrawFn) -> View:
     low = draw(st.integers(1, 3))

@@ -1,0 +1,86 @@
+"""What is taken back before something is computed again, so that it counts once in every mean and metric.
+
+`Before` remembers what a worker has logged and the state of its torchmetrics objects. It is cheap enough for every step:
+Lightning replaces the tensors that it accumulates in, and only those of torchmetrics are changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchmetrics
+
+if TYPE_CHECKING:
+    import lightning as L
+
+__all__ = ["Before", "call_restart_hooks", "metrics_of"]
+
+_FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
+
+
+class Before:
+    """The logged values and metrics as they are now.
+
+    Args:
+        metrics: torchmetrics objects of the user's module.
+        results: what was logged.
+    """
+
+    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any) -> None:
+        self._results = results
+        self._logged = {
+            key: {name: vars(metric)[name] for name in _FIELDS if name in vars(metric)} for key, metric in results.items()
+        }
+        self._metrics = [_MetricState(each) for each in metrics]
+
+    def restore(self) -> None:
+        """Take back what was logged since; can be done several times."""
+        for key, metric in list(self._results.items()):
+            if metric.meta.fx.startswith("on_train_batch_"):
+                continue  # these hooks run once, whatever is repeated between them
+            if key in self._logged:
+                vars(metric).update(self._logged[key])
+            else:
+                del self._results[key]
+        for state in self._metrics:
+            state.restore()
+
+
+def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:
+    """All torchmetrics objects that are parts of a module."""
+    return [each for each in module.modules() if isinstance(each, torchmetrics.Metric)]
+
+
+def call_restart_hooks(trainer: L.Trainer, batch_idx: int) -> None:
+    """Call `on_train_batch_restart` of the callbacks and the module that have it: a training step is about to run again."""
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (hook := getattr(callback, "on_train_batch_restart", None)) is not None:
+            hook(trainer, module, batch_idx)
+    if callable(hook := getattr(module, "on_train_batch_restart", None)):
+        hook(batch_idx)
+
+
+class _MetricState:
+    """One torchmetrics object's state."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        self._metric = metric
+        self._fields = {name: vars(metric)[name] for name in ("_forward_cache", "_computed", "_update_count")}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._lists: dict[str, list[Any]] = {}
+        for name in metric._defaults:
+            value = getattr(metric, name)
+            if isinstance(value, torch.Tensor):
+                self._tensors[name] = value.detach().clone()  # may be changed in place
+            else:
+                self._lists[name] = list(value)
+
+    def restore(self) -> None:
+        vars(self._metric).update(self._fields)
+        for name, tensor in self._tensors.items():
+            setattr(self._metric, name, tensor.clone())
+        for name, values in self._lists.items():
+            setattr(self._metric, name, list(values))
