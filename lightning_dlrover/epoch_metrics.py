@@ -179,7 +179,7 @@ class EpochMetrics:
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
         connector.epoch_end_reached = self._epoch_end_reached
         connector.on_epoch_end = self._after_agreement(connector.on_epoch_end)
-        monitoring = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping) or isinstance(c, Checkpoint)]
+        monitoring = [c for c in self._trainer.callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
         for callback in monitoring:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:

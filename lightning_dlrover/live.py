@@ -1158,9 +1158,7 @@ class LiveTraining:
         callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
         own = __name__.partition(".")[0]
         trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
-        trainer.loggers = [
-            each for each in loggers if isinstance(each, CSVLogger) or isinstance(each, TensorBoardLogger)
-        ]  # local files
+        trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
         if datamodule is not None:
             datamodule.on_exception = lambda exception: None
 
