@@ -285,9 +285,9 @@ class LiveTraining:
     def _begin(self) -> None:
         """First round, after which this is done again if a worker is lost in it."""
         assert self.formation is not None
+        if self.formation.rank == 0 and self.world.config.max_workers > 1:
+            loggers.begin(self._trainer.loggers)
         if self.formation.size > 1 and self._trainer.loggers:
-            if self.formation.rank == 0:
-                loggers.begin(self._trainer.loggers)
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)

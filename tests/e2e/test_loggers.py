@@ -1,0 +1,64 @@
+"""Logs go on in one place while rank 0 moves from worker to worker."""
+
+from __future__ import annotations
+
+import csv
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import Job
+from toy_job import ToySettings
+
+pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs it")
+
+from loggers_job import train_and_log
+from tensorboardX.proto.event_pb2 import Event
+
+MakeJob = Callable[..., Job]
+
+SETTINGS = ToySettings(num_rows=240, batch_size=4, max_epochs=3, step_s=0.05)
+NUM_STEPS = SETTINGS.num_steps // 2  # two workers start, with batches of 4 each
+
+
+def logged_steps(file: Path) -> Iterator[int]:
+    """Steps whose loss is in an event file of TensorBoard's: records of length, checksum, event, checksum."""
+    content = file.read_bytes()
+    while len(content) >= 12:
+        (length,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + length])
+        content = content[16 + length :]
+        if any(value.tag == "loss" for value in event.summary.value):
+            yield event.step
+
+
+def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
+    job = make_job(SETTINGS, script=train_and_log, min_workers=2)
+    for _ in range(2):
+        job.start()
+    job.wait_for_world(2)
+    third = job.start()
+    job.wait_for_world(3)
+    next(w for w in job.workers if w.records("done")[-1]["rank"] == 0).terminate()
+    job.wait_for_world(2)
+    fourth = job.start()
+    job.wait_for_world(3)
+    killed = next(w for w in job.workers[:2] if not w.doomed)
+    killed.arm("forward")
+    job.wait_for_world(2)
+    last = job.step
+    assert sorted(job.finish()) == [-9, 0, 0, 0], job.report()
+    assert [path.name for path in (job.folder / "board").iterdir()] == ["version_0"]
+    assert [path.name for path in (job.folder / "table").iterdir()] == ["version_0"]
+    assert all(record["versions"] == [0, 0] for record in job.records("after_fit"))
+    assert {record["pid"] for record in job.records("done")[-1:]} <= {third.pid, fourth.pid}
+    with (job.folder / "table" / "version_0" / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file) if row["loss"]] == list(range(NUM_STEPS))
+    steps = [step for file in (job.folder / "board" / "version_0").glob("events*") for step in logged_steps(file)]
+    # TensorBoard's own writer holds back for two minutes what a killed worker has logged.
+    assert {*range(last, NUM_STEPS)} <= {*steps}
+    assert len(steps) == len({*steps})
+    bars = [worker for worker in job.workers if f"{NUM_STEPS // 3}/{NUM_STEPS // 3}" in worker.output]
+    assert {worker.pid for worker in bars} & {third.pid, fourth.pid}  # a progress bar on the last rank 0
+    assert "Previous log files" not in third.output + fourth.output
