@@ -27,7 +27,7 @@ def train_and_log(recorder: Recorder, settings: ToySettings) -> None:
     """The script."""
     L.seed_everything(1, verbose=False)
     folder = recorder.place.folder
-    loggers = [TensorBoardLogger(folder, name="board"), CSVLogger(folder, name="table", flush_logs_every_n_steps=1)]
+    loggers = [CSVLogger(folder, name="table", flush_logs_every_n_steps=1), TensorBoardLogger(folder, name="board")]
     trainer = make_trainer(
         folder,
         strategy=DLRoverStrategy(check_interval_s=0.03),
