@@ -318,9 +318,9 @@ class LiveTraining:
         """First round: see that all members have the same data and log to the same runs; resume an earlier life of the job."""
         assert self.formation is not None
         self._names_in_state = self._names_in_own_state()
+        if self.formation.rank == 0 and self.world.config.max_workers > 1:
+            loggers.begin(self._trainer.loggers)
         if self.formation.size > 1 and self._trainer.loggers:
-            if self.formation.rank == 0:
-                loggers.begin(self._trainer.loggers)
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)

@@ -1,7 +1,7 @@
 """Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
 
-Only rank 0 logs. A logger names its run when it is first used: a version of a folder, or an id that a server has given. All
-workers are given rank 0's, so that whoever is rank 0 next goes on with that run instead of starting another.
+Only rank 0 logs. A logger names its run when it is first used: a version of a folder, or an id that a server has given.
+All workers are given rank 0's, so that whoever is rank 0 next goes on with that run instead of starting another.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _captured(logger: Any) -> dict[str, Any]:
 
 
 def _leave_comet(logger: Any) -> None:
-    """End the experiment that Comet's logger started in its constructor, on a worker with an agent of its own."""
+    """End the experiment that Comet's logger has started in its constructor, where every worker is rank 0 of its own agent."""
     experiment, logger._experiment = logger._experiment, None
     if experiment is not None:
         with suppress(Exception):  # whatever is left of it at the server is empty
