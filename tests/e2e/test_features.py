@@ -14,9 +14,9 @@ from feature_jobs import (
     Means,
     SeveralLoaders,
     run_feature,
-    run_other_data,
     run_other_model,
     run_seeded_by_worker,
+    run_split,
     run_two_trainers,
 )
 from harness import Job, Record
@@ -228,10 +228,10 @@ def global_batches(job: Job, kind: str) -> dict[int, list[int]]:
 
 
 def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
-    job = make_job(Feature("other_data", epochs=5), script=run_other_data)
+    job = make_job(Feature("0", epochs=5), script=run_split)
     job.start()
     job.wait_for_step(3)
-    stranger = job.start()
+    stranger = job.start(settings=Feature("1"))
     assert stranger.wait() == 1
     assert "this worker's data differ from the job's: the training data" in stranger.output
     assert "The job goes on without it" in stranger.output
@@ -241,12 +241,24 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
 
 
 def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
-    job = make_job(Feature("other_data"), script=run_other_data, min_workers=2)
-    workers = [job.start(), job.start()]
+    job = make_job(Feature("0"), script=run_split, min_workers=2)
+    workers = [job.start(), job.start(settings=Feature("1"))]
     assert job.finish() == [1, 1]
     for worker in workers:
         assert f"the training data: {NUM_ROWS} samples, the first one being" in worker.output
     assert job.records("share") == []
+
+
+def test_job_started_again_with_other_data_takes_joiners_that_have_them(make_job: MakeJob) -> None:
+    job = make_job(Feature("0"), script=run_split)
+    worker = job.start()
+    job.wait_for_step(3)
+    worker.kill()
+    worker.wait()
+    job.start(settings=Feature("1"))
+    job.start(settings=Feature("1"))
+    job.wait_for_world(2)
+    assert job.finish() == [-9, 0, 0], job.report()
 
 
 def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> None:
