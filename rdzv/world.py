@@ -337,12 +337,7 @@ class World:
             JobClosedError, MembershipError: the job cannot be joined.
             WorldError: too few workers came.
         """
-        formation = run_blocking(self._member.start(self.membership.register()))
-        job = self.membership.view.job
-        if formation is not None and formation.rank == 0 and job is not None and job.data and job.phase == "training":
-            # All workers were lost, and the data may be others now: joiners compare theirs with what is announced next.
-            self.membership.update_job(lambda job: dataclasses.replace(job, data=""))
-        return formation
+        return run_blocking(self._member.start(self.membership.register()))
 
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
         """Stand ready at the training loop's entrance until a round takes this worker in.
