@@ -249,18 +249,6 @@ def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
     assert job.records("share") == []
 
 
-def test_job_started_again_with_other_data_takes_joiners_that_have_them(make_job: MakeJob) -> None:
-    job = make_job(Feature("0"), script=run_split)
-    worker = job.start()
-    job.wait_for_step(3)
-    worker.kill()
-    worker.wait()
-    job.start(settings=Feature("1"))
-    job.start(settings=Feature("1"))
-    job.wait_for_world(2)
-    assert job.finish() == [-9, 0, 0], job.report()
-
-
 def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> None:
     job = make_job(Feature("seeded_by_worker"), script=run_seeded_by_worker, min_workers=2)
     job.start()
