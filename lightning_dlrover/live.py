@@ -327,7 +327,7 @@ class LiveTraining:
         if self.formation.size > 1:
             mine = data.encode(), [loader.order_seed for loader in self._loaders]
             said = transfer.all_gather(mine)
-            for rank, (other, _) in enumerate(said):  # those who raise are at least two, and nobody goes on without them
+            for rank, (other, _) in enumerate(said):
                 run = f"run {self.world.config.run_id!r}: the data of rank {self._rank}"
                 refuse_other_data(data, other, run, f"rank {rank}'s", "The job ends")
             self._train_loaders.take_order_seeds(said[0][1])

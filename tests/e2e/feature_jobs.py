@@ -594,9 +594,9 @@ def _training_data(name: str, loader: DataLoader[Any]) -> Any:
     return loader
 
 
-def run_other_data(recorder: Recorder, feature: Feature) -> None:
-    """A script that splits its data with no fixed seed: each worker has other rows."""
-    seed = int(recorder.place.agent_id.removeprefix("w"))
+def run_split(recorder: Recorder, feature: Feature) -> None:
+    """A script that splits its data at random; the feature's name is the seed that a worker happens to draw."""
+    seed = int(feature.name)
     rows, _ = torch.utils.data.random_split(Rows(2 * NUM_ROWS), [0.5, 0.5], torch.Generator().manual_seed(seed))
     trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs)
     trainer.fit(ToyModel(recorder, feature.step_s), DataLoader(rows, BATCH_SIZE))

@@ -17,9 +17,9 @@ from feature_jobs import (
     Validated,
     run_feature,
     run_folds,
-    run_other_data,
     run_other_model,
     run_seeded_by_worker,
+    run_split,
     run_two_trainers,
 )
 from harness import Job, Record, Worker
@@ -446,10 +446,10 @@ def global_batches(job: Job, kind: str) -> dict[int, list[int]]:
 
 
 def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
-    job = make_job(Feature("other_data", epochs=5), script=run_other_data)
+    job = make_job(Feature("0", epochs=5), script=run_split)
     job.start()
     job.wait_for_step(3)
-    stranger = job.start()
+    stranger = job.start(settings=Feature("1"))
     assert stranger.wait() == 1
     assert "this worker's data differ from the job's: the training data" in stranger.output
     assert "The job goes on without it" in stranger.output
@@ -459,8 +459,8 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
 
 
 def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
-    job = make_job(Feature("other_data"), script=run_other_data, min_workers=2)
-    workers = [job.start(), job.start()]
+    job = make_job(Feature("0"), script=run_split, min_workers=2)
+    workers = [job.start(), job.start(settings=Feature("1"))]
     assert job.finish() == [1, 1]
     for worker in workers:
         assert f"the training data: {NUM_ROWS} samples, the first one being" in worker.output
