@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,15 @@ class EpochMetrics:
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
             self._values[name] = _weighted_mean(values).to(self._live.device)
+
+    @contextmanager
+    def without_empty_share(self) -> Iterator[None]:
+        """Keep what a training step logs out of the epoch's values if it computes a stand-in for a share without samples."""
+        results, module = self._trainer.fit_loop.epoch_loop._results, self._trainer.lightning_module
+        own = transfer.dumps(partial_values(results, module)) if not self._live.loss_weight() else None
+        yield
+        if own is not None:
+            restore_partial(results, module, transfer.loads(own))
 
     def agree_on_step(self) -> None:
         """Replace what a callback or scheduler monitors after each step by its mean over all workers' samples."""

@@ -790,7 +790,8 @@ class DLRoverStrategy(EitherStrategy):
             groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
             self._tables.set_rates({name: float(group["lr"]) for name, group in groups.items()})
         try:
-            with self._watch or nullcontext():
+            counting = self._live.metrics.without_empty_share() if self._live is not None else nullcontext()
+            with self._watch or nullcontext(), counting:
                 result = super().training_step(*args, **kwargs)
             self._watch = None
             return result

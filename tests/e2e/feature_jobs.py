@@ -197,6 +197,7 @@ class Means(ToyModel):
 class OneDevice(ToyModel):
     """Logs as scripts for one device do: without `sync_dist`. Every value is a function of the samples alone."""
 
+    NUM_ROWS = NUM_ROWS + 1  # the last batch is of one sample: all workers but one have none
     NUM_VAL_ROWS = 40
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
@@ -548,7 +549,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         case "split_by_user":
             options = {"use_distributed_sampler": False}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
-    data: Any = Stream() if feature.name == "iterable" else Rows(NUM_ROWS)
+    num_rows = OneDevice.NUM_ROWS if feature.name == "one_device" else NUM_ROWS
+    data: Any = Stream() if feature.name == "iterable" else Rows(num_rows)
     sampler = Backwards() if feature.name == "sampler" else None
     shuffle = None if feature.name in ("iterable", "sampler") else True
     batch_size = 1 if feature.name == "single_sample" else BATCH_SIZE
