@@ -90,6 +90,7 @@ class Analyst:
         self._intentions = intentions
         self._node_cores = node_cores
         self._memory = _Memory()
+        self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and since when this worker has known it
         self._published = PublishedProfile()
         self._windows = WindowLog()
         self._planned_at = 0.0
@@ -195,7 +196,12 @@ class Analyst:
     def _is_under_way(self, profile: StepProfile) -> bool:
         """Whether the current plan is still being carried out; judging it now would take it back."""
         wish = self._membership.view.plan if self._membership is not None else None
-        if wish is None or time.time() - wish.created_at >= PATIENCE_WITH_A_PLAN_S:
+        if wish is None or not wish.created_at:
+            return False
+        if wish != self._wish_seen[0]:
+            self._wish_seen = wish, time.monotonic()
+        # Not by the time in the plan: its writer's clock may differ by hours.
+        if time.monotonic() - self._wish_seen[1] >= PATIENCE_WITH_A_PLAN_S:
             return False
         return (wish.binding and wish.num_workers != profile.num_workers) or not _is_tuned(wish, settings_of(profile))
 
