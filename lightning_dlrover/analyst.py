@@ -190,8 +190,9 @@ class Analyst:
             self._plan(news)
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
-        for window in windows if self._membership is not None else ():
-            self._membership.event("profile", "", dataclasses.asdict(window))
+        if self._membership is not None:
+            for window in windows:
+                self._membership.event("profile", "", dataclasses.asdict(window))
 
     def _is_under_way(self, profile: StepProfile) -> bool:
         """Whether the current plan is still being carried out; judging it now would take it back."""
