@@ -102,6 +102,7 @@ class Analyst:
         self._intentions = intentions
         self._node_cores = node_cores
         self._memory = _Memory()
+        self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and since when this worker has known it
         self._published = PublishedProfile()
         self._windows = WindowLog()
         self._planned_at = 0.0
@@ -206,8 +207,9 @@ class Analyst:
             self._plan(news)
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
-        for window in windows if self._membership is not None else ():
-            self._membership.event("profile", "", dataclasses.asdict(window))
+        if self._membership is not None:
+            for window in windows:
+                self._membership.event("profile", "", dataclasses.asdict(window))
 
     def _is_failed_trial(self, profile: StepProfile) -> bool:
         last = self._memory.decisions[-1] if self._memory.decisions else None
@@ -216,7 +218,12 @@ class Analyst:
     def _is_under_way(self, profile: StepProfile) -> bool:
         """Whether the current plan is still being carried out; judging it now would take it back."""
         wish = self._membership.view.plan if self._membership is not None else None
-        if wish is None or time.time() - wish.created_at >= PATIENCE_WITH_A_PLAN_S:
+        if wish is None or not wish.created_at:
+            return False
+        if wish != self._wish_seen[0]:
+            self._wish_seen = wish, time.monotonic()
+        # Not by the time in the plan: its writer's clock may differ by hours.
+        if time.monotonic() - self._wish_seen[1] >= PATIENCE_WITH_A_PLAN_S:
             return False
         return (wish.binding and wish.num_workers != profile.num_workers) or not _is_tuned(wish, settings_of(profile))
 

@@ -202,6 +202,11 @@ class EtcdStore(Store):
 
     # -- the rest of the interface
 
+    @property
+    def timeout(self) -> timedelta:
+        kept: timedelta = super().timeout  # type: ignore[misc]
+        return kept
+
     def clone(self) -> EtcdStore:
         other = EtcdStore(self._client, self.prefix, self.timeout)
         other._writer = self._writer

@@ -537,6 +537,11 @@ class World:
         """Tell the job, and this worker's agent, why the worker is about to fail; and its user, who has failed before it."""
         if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
             error.add_note(f"\nThe first to fail was {first.text}\n{first.data.get('traceback', '')}")
+        if is_group_failure(error) and (lost := self._lost_members()):
+            error.add_note(
+                f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
+                "see why that one has ended. Outside of a training loop a loss ends the other workers, too"
+            )
         get_error_handler().record_exception(error)
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(EtcdError):
@@ -551,6 +556,17 @@ class World:
                 },
             )
             self.membership.flush()
+
+    def _lost_members(self) -> list[str]:
+        """Members of the round that this worker has formed last whose process is gone."""
+        if self.formation is None:
+            return []
+        members = self.formation.round.members
+        with contextlib.suppress(EtcdError):
+            self.membership.bury_the_dead(members)
+            with contextlib.suppress(TimeoutError, EvictedError):  # buried by whoever was first, so it may take a moment
+                self.membership.wait_for(lambda view: set(members) - view.workers.keys() or None, 1.0, "the loss of a worker")
+        return [member for member in members if member not in self.membership.view.workers]
 
     def tell_wait(self, what: str) -> None:
         """Say on this worker's output what it waits for, and since whose failure."""

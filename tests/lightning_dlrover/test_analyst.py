@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from simulated_jobs import Truth, input_bound, window
 
+from lightning_dlrover import analyst
 from lightning_dlrover import analyst as analyst_module
 from lightning_dlrover.analyst import Analyst, Intentions
 from lightning_dlrover.history import JobEntry, JobHistory
@@ -272,6 +273,20 @@ def test_a_broken_history_is_said_once_and_planning_goes_on(
     assert "training goes on" in warnings[0]
     assert job.settings != START
     assert broken.read_bytes().startswith(b"no database")
+
+
+@pytest.mark.parametrize("clock_ahead_s", [-86400.0, 86400.0])
+def test_patience_with_a_plan_does_not_follow_its_writers_clock(
+    clock_ahead_s: float, start: StartJob, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    plan = PlanRecord(3, "planner", "more", True, created_at=time.time() + clock_ahead_s)
+    client.put(keys.plan, encode(plan))
+    job.membership.wait_for(lambda view: view.plan == plan or None, 15.0, "the plan")
+    profile = window(TRUTH, START, random.Random(1), 0.0, at=time.time())
+    assert job.analyst._is_under_way(profile)
+    monkeypatch.setattr(analyst, "PATIENCE_WITH_A_PLAN_S", 0.0)
+    assert not job.analyst._is_under_way(profile)
 
 
 def test_other_ranks_only_publish(start: StartJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -206,6 +207,8 @@ def set_garbage(store, key, value):
     set_in_store(store, key, value)
 
 match sys.argv[1:]:
+    case ["die"] | ["report"]:
+        pass
     case ["garbage"]:
         dist.PrefixStore.set = set_garbage
     case ["fail"]:
@@ -221,7 +224,12 @@ while (formation.round.number, formation.size) == (1, 3):
     try:
         dist.barrier()
         time.sleep(0.01)
-    except RuntimeError:
+        if sys.argv[1:] == ["die"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    except RuntimeError as error:
+        if sys.argv[1:] == ["report"]:
+            world.report_error(error)
+            raise
         formation = world.recover(hello)
         print("FORMED", formation.round.number, formation.size, flush=True)
 dist.barrier()
@@ -253,6 +261,15 @@ def test_bytes_that_are_no_position_cost_a_round(etcd: EmbeddedEtcd, client: Etc
     outputs = run_members([[], ["garbage"], []], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
     assert all("round 1 is given up" in output and "FORMED 2 3\nDONE" in output for output in outputs), "\n".join(outputs)
+
+
+def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    reporting, dead, _ = run_members([["report"], ["die"], []], etcd, client, keys, tmp_path)
+    assert dead.startswith("-9")
+    assert reporting.startswith("1")
+    assert re.search(r"This worker failed because the job has lost \S+-\d+-\w+, in whose collective it was", reporting), (
+        reporting
+    )
 
 
 def start_members(
