@@ -77,7 +77,7 @@ class TorchXRunner:
         A disk that is full ends no job, nor does a file with an agent's error that is half written.
         """
         self._report(error)
-        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]  # type: ignore[attr-defined]
+        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]
         processes = [replica.proc for replicas in app.role_replicas.values() for replica in replicas]
         codes = [process.poll() for process in processes]
         return "running" if None in codes else "failed" if any(codes) else "succeeded"

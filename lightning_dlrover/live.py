@@ -21,6 +21,7 @@ import math
 import os
 import random
 import socket
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -1144,7 +1145,10 @@ def _adopt_csv_log(logger: CSVLogger) -> None:
     if not file.exists():
         return
     content = file.read_bytes()
-    writer = logger.experiment
+    with warnings.catch_warnings():
+        # Its rows are written back below, so the warning that they will be deleted would only frighten.
+        warnings.filterwarnings("ignore", "Experiment logs directory")
+        writer = logger.experiment
     file.write_bytes(content)
     header = content.decode().splitlines()[:1]
     writer.metrics_keys = header[0].split(",") if header else []
