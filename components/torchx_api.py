@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +42,7 @@ class TorchXRunner:
         self._scheduler = scheduler
         self._config = dict(config)
         self._has_failed = False
+        self._former_hook, threading.excepthook = threading.excepthook, self._on_failed_thread
         # Made now: creating the local scheduler replaces the process's signal handlers, and ours must come after.
         self._runner.scheduler_run_opts(scheduler)
 
@@ -70,6 +73,16 @@ class TorchXRunner:
     def close(self) -> None:
         """End all apps that the local scheduler has started."""
         self._runner.close()
+        if threading.excepthook == self._on_failed_thread:
+            threading.excepthook = self._former_hook
+
+    def _on_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """TorchX copies the nodes' output to a third file, in threads that end with a traceback when it cannot be written."""
+        frames = traceback.extract_tb(failed.exc_traceback)
+        if isinstance(failed.exc_value, OSError) and frames and frames[-1].filename.endswith("torchx/schedulers/streams.py"):
+            self._report(failed.exc_value)
+        else:
+            self._former_hook(failed)
 
     def _state_of_processes(self, handle: str, error: Exception) -> AppStatus:
         """The state of an app of the local scheduler, which fails when it cannot write or read files of its own in the logs.
@@ -77,7 +90,7 @@ class TorchXRunner:
         A disk that is full ends no job, nor does a file with an agent's error that is half written.
         """
         self._report(error)
-        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]  # type: ignore[attr-defined]
+        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]
         processes = [replica.proc for replicas in app.role_replicas.values() for replica in replicas]
         codes = [process.poll() for process in processes]
         return "running" if None in codes else "failed" if any(codes) else "succeeded"

@@ -1048,7 +1048,7 @@ def _scale(options: argparse.Namespace) -> int:
         _check_node_size(place, found.nodes, settings)
         wanted = _wanted_text(options.num_workers, settings)
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
-    show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows when they are there")
+    show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
     return EXIT_OK
 
 
@@ -1547,7 +1547,7 @@ def _stacks(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from lightning_dlrover.job_view import connect_to_job, find_job, read_events, read_job, show_status
+    from lightning_dlrover.job_view import connect_to_job, find_job, read_events, read_job, read_nodes, show_status
     from lightning_dlrover.perf.samples import StepProfile
     from lightning_dlrover.rdzv.records import RecordError, decode
 
@@ -1559,7 +1559,8 @@ def _status(options: argparse.Namespace) -> int:
             with contextlib.suppress(RecordError):
                 profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
         events = read_events(client.get_prefix(place.keys.events)[1])
-    status = show_status(place, found, profiles, events)
+        nodes = read_nodes(client, place.keys)
+    status = show_status(place, found, profiles, events, nodes=nodes)
     show(json.dumps(status, indent=2) if options.json else _status_text(status))
     _tell_problems(found.problems)
     return EXIT_OK
@@ -1568,6 +1569,15 @@ def _status(options: argparse.Namespace) -> int:
 def _tell_problems(problems: list[str]) -> None:
     for problem in problems:
         complain(f"ignored a record: {problem}")
+
+
+_STAGES = {
+    "requested": "was requested from the scheduler",
+    "starting": "is being started",
+    "importing": "imports what the script needs",
+    "building": "builds model and data",
+    "ready": "is ready to be admitted",
+}
 
 
 def _status_text(status: dict[str, Any]) -> str:
@@ -1605,6 +1615,8 @@ def _status_text(status: dict[str, Any]) -> str:
                 f"node {agent['host']}:{agent['pid']} {agent['waits']}, for {agent['for_s']:.0f} s"
                 + (f", gives up in {max(0.0, gives_up):.0f} s" if gives_up is not None else "")
             )
+    for node in status["joining"]:
+        lines.append(f"joining: {node['node']} {_STAGES[node['stage']]}, for {node['for_s']:.0f} s")
     lines.append(f"{'rank':>4}  {'state':<10} {'step':>9}  {'process':<24} worker")
     for worker in status["workers"]:
         rank = "-" if worker["rank"] is None else str(worker["rank"])

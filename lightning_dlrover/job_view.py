@@ -66,6 +66,7 @@ __all__ = [
     "read_events",
     "read_job",
     "read_job_file",
+    "read_nodes",
     "show_status",
 ]
 
@@ -457,11 +458,19 @@ class EventLog:
 
 
 def show_status(
-    place: JobPlace, found: FoundJob, profiles: dict[str, StepProfile], events: list[EventRecord], now: float | None = None
+    place: JobPlace,
+    found: FoundJob,
+    profiles: dict[str, StepProfile],
+    events: list[EventRecord],
+    now: float | None = None,
+    nodes: Mapping[str, NodeRecord] | None = None,
 ) -> dict[str, Any]:
     """What `dlrover status` prints, as plain data.
 
-    For how long something lasts is told by the clocks of several hosts (`now`: ours, seconds since the epoch): for people only.
+    Args:
+        nodes: those that controllers have asked for, by name, as far as they are known.
+
+        now: seconds since the epoch. How long something lasts follows from the clocks of several hosts: for people only.
     """
     now = time.time() if now is None else now
     worker_waits, agent_waits = rounds.waits(found.view), agent_rounds.waits(found.agents)
@@ -510,6 +519,7 @@ def show_status(
             }
             for agent, seen in found.agents.agents.items()
         ],
+        "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
         "controller": _show_controller(found),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
@@ -517,6 +527,37 @@ def show_status(
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
     }
+
+
+def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) -> list[dict[str, Any]]:
+    """Nodes whose worker does not train yet, and the stage of each: requested, starting, importing, building or ready."""
+    view = found.view
+    apps = found.controller.apps if found.controller is not None else {}
+    labels = {agent: record.labels.get("node", "") for agent, record in view.agents.items()}
+    joining = []
+    for name in sorted({*apps} - {*labels.values()}):
+        asked_at = nodes[name].asked_at if name in nodes else 0.0
+        joining.append({"node": name, "stage": "starting" if apps[name] else "requested", "for_s": _elapsed(asked_at, now)})
+    for agent, record in view.agents.items():
+        num_registered = sum(worker.agent_id == agent for worker in view.workers.values())
+        if record.state == "running" and num_registered < record.num_workers:
+            name = labels[agent] or f"{record.host}:{record.pid}"
+            joining.append({"node": name, "stage": "importing", "for_s": _elapsed(record.since, now)})
+    stages = {"standby": "building", "ready": "ready"}
+    for worker in view.workers.values():
+        if worker.state in stages:
+            name = labels.get(worker.agent_id) or f"{worker.host}:{worker.pid}"
+            joining.append({"node": name, "stage": stages[worker.state], "for_s": _elapsed(worker.since, now)})
+    return joining
+
+
+def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
+    """Nodes that controllers have asked for, by name; what cannot be read is left out."""
+    nodes = {}
+    for entry in client.get_prefix(keys.each_node)[1]:
+        with contextlib.suppress(RecordError):
+            nodes[entry.key.removeprefix(keys.each_node)] = decode(NodeRecord, entry.value, entry.key)
+    return nodes
 
 
 def _show_plan(plan: PlanRecord) -> dict[str, Any]:

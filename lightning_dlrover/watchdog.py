@@ -145,7 +145,7 @@ class _GilWatch:
     """Reports times in which no Python thread could run, as when C code holds the GIL: nobody here can answer meanwhile."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1" and sys.__stderr__ is not None
+        self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1"
         self._looked_at = self._armed_at = self._told_at = -math.inf
         if self._is_unsafe:
             log.warning(
@@ -156,10 +156,10 @@ class _GilWatch:
 
     def look(self, now: float) -> None:
         """To be called regularly, from a thread of its own."""
-        if self._is_unsafe and now - self._armed_at > GIL_TIMEOUT_S / 4:
+        if self._is_unsafe and (stream := sys.__stderr__) is not None and now - self._armed_at > GIL_TIMEOUT_S / 4:
             self._armed_at = now
             with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed, or no file
-                faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=sys.__stderr__)
+                faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=stream)
         silent_s, self._looked_at = now - self._looked_at, now
         if GIL_TIMEOUT_S < silent_s < math.inf and now - self._told_at > TELL_AGAIN_S:
             self._told_at = now

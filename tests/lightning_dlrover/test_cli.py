@@ -718,6 +718,7 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         "training, 1 to 3 workers",
         "round 4 (grow): w-a joined",
         "plan: 2 workers, by planner: 2 is best",
+        "joining: host:102 builds model and data, for 0 s",
         "host:101",
     ):
         assert part in text

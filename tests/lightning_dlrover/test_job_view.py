@@ -11,9 +11,27 @@ from pathlib import Path
 import pytest
 from dlrover_process import eventually
 
-from lightning_dlrover.job_view import EventLog, JobNotFoundError, JobPlace, find_job, read_event_file, read_job, show_status
+from lightning_dlrover.job_view import (
+    EventLog,
+    JobNotFoundError,
+    JobPlace,
+    find_job,
+    read_event_file,
+    read_job,
+    read_nodes,
+    show_status,
+)
 from lightning_dlrover.rdzv.client import EtcdClient, Mirror
-from lightning_dlrover.rdzv.records import AgentRecord, EventRecord, JobRecord, Keys, encode
+from lightning_dlrover.rdzv.records import (
+    AgentRecord,
+    ControllerRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    WorkerRecord,
+    encode,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +149,27 @@ def limited_files(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_status_shows_how_far_joiners_are(client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 9, "0")))
+    apps = {f"node{number}": "handle" if number > 1 else "" for number in range(1, 7)}
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "slurm", apps)))
+    client.put(keys.each_node + "node1", encode(NodeRecord("asked", asked_at=90.0)))
+    client.put(keys.each_node + "node2", encode(NodeRecord("started", "handle", asked_at=80.0)))
+    client.put(keys.each_node + "node3", b"garbage")
+    for number, state in ((3, None), (4, "standby"), (5, "ready"), (6, "active")):
+        agent = AgentRecord(f"a{number}", "host", number, 1, "running", {"node": f"node{number}"}, since=70.0)
+        client.put(f"{keys.agents}a{number}", encode(agent))
+        if state is not None:
+            worker = WorkerRecord(f"w{number}", agent.agent_id, "host", number, 0, "127.0.0.1", 1, state, since=60.0)  # type: ignore[arg-type]
+            client.put(f"{keys.workers}w{number}", encode(worker))
+    place, found = JobPlace(keys.run_id, "host:1"), read_job(client, keys)
+    shown = show_status(place, found, {}, [], now=100.0, nodes=read_nodes(client, keys))
+    assert [(each["node"], each["stage"], each["for_s"]) for each in shown["joining"]] == [
+        ("node1", "requested", 10.0),
+        ("node2", "starting", 20.0),
+        ("node3", "importing", 30.0),
+        ("node4", "building", 40.0),
+        ("node5", "ready", 40.0),
+    ]

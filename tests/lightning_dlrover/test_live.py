@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(tmp_path: Path)
         former.log_metrics({"loss": float(step)}, step)
     former.save()
     successor = CSVLogger(tmp_path, name="log", version=0)
-    _adopt_csv_log(successor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as that former rows will be deleted, which they are not
+        _adopt_csv_log(successor)
     successor.log_metrics({"loss": 3.0}, 3)
     successor.save()
     rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
