@@ -385,7 +385,10 @@ def first_traceback(file: Path) -> str | None:
 
 @dataclass
 class EventLog:
-    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew."""
+    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew.
+
+    Events that an earlier process has copied there are no news.
+    """
 
     mirror: Mirror
     file: Path
@@ -394,18 +397,19 @@ class EventLog:
     _began: bool = False
 
     def new(self) -> list[EventRecord]:
-        """Events since the last call; they are in the file when this returns."""
+        """Events since the last call, or since an earlier process wrote the file; they are in it when this returns."""
         if self.mirror.revision == self._revision:
             return []
         self._revision = self.mirror.revision
         fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
         events = read_events(fresh)
+        former = set() if self._began or not self.file.exists() else set(self.file.read_bytes().splitlines())
         with self.file.open("ab" if self._began else "wb") as stream:
             for event in events:
                 stream.write(encode(event) + b"\n")
         self._began = True
-        return events
+        return [event for event in events if encode(event) not in former]
 
     def complete(self, client: EtcdClient) -> None:
         """Bring the file up to what etcd holds now: the watch may be a moment behind the last words of a job.
