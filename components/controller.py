@@ -986,6 +986,9 @@ class Controller:
                 if self._client.txn([self._is_ours, modified(key) == entry.mod_revision], [Put(key, failed)]).succeeded:
                     break
                 acts = self._still_acts() is not False
+            if acts:  # a worker that leaves a job that has ended does the same; the last one may have left before
+                self._client.txn([self._is_ours], [Delete(self._keys.plan)])
+                self._client.delete_prefix(self._keys.drains)
             return acts
         except (EtcdError, RecordError) as error:
             log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)

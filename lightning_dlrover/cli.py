@@ -1240,6 +1240,8 @@ def _cancel(options: argparse.Namespace) -> int:
         if has_etcd and not is_over:
             _let_workers_leave(client, place, deadline)
             _mark_as_cancelled(client, place.keys)
+            client.delete(place.keys.plan)
+            client.delete_prefix(place.keys.drains)
     what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
     show(f"job {place.run_id}: {what}")
     return EXIT_OK

@@ -387,7 +387,10 @@ def first_traceback(file: Path) -> str | None:
 
 @dataclass
 class EventLog:
-    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew."""
+    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew.
+
+    Events that an earlier process has copied there are no news.
+    """
 
     mirror: Mirror
     file: Path
@@ -398,9 +401,10 @@ class EventLog:
     _failed: bool = False
 
     def new(self) -> list[EventRecord]:
-        """Events since the last call; they are in the file when this returns, unless that cannot be written.
+        """Events since the last call, or since an earlier process wrote the file.
 
-        What was not written is written by a later call: a full disk ends no job.
+        They are in the file when this returns, unless that cannot be written. What was not written is written by a later call: a
+        full disk ends no job.
         """
         if self.mirror.revision == self._revision:
             self._write()
@@ -409,9 +413,13 @@ class EventLog:
         fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
         events = read_events(fresh)
+        former: set[bytes] = set()
+        if not self._began:
+            with contextlib.suppress(OSError):  # there is none, or it cannot be read: all events are new
+                former = set(self.file.read_bytes().splitlines())
         self._unwritten += b"".join(encode(event) + b"\n" for event in events)
         self._write()
-        return events
+        return [event for event in events if encode(event) not in former]
 
     def _write(self) -> None:
         if self._began and not self._unwritten:

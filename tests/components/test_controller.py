@@ -437,6 +437,7 @@ def test_a_killed_node_is_replaced_as_often_as_it_takes(make_job: MakeJob) -> No
 def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job()
     job.phase("starting")
+    client.put(f"{keys.drains}worker-node1", encode(DrainRecord("worker-node1", "of a worker that is killed")))
     while job.end is None:
         job.run_until("a node or the end", lambda: job.end or job.target.living)
         for node in job.target.living:
@@ -447,6 +448,8 @@ def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: Make
     record = decode(JobRecord, entry.value, entry.key)
     assert record.phase == "failed"
     assert f"{QUICK.max_failures} nodes in a row" in record.message
+    assert client.get(keys.plan) is None
+    assert client.get_prefix(keys.drains)[1] == []
 
 
 def test_node_is_killed_again_and_again_until_the_job_is_given_up(make_job: MakeJob) -> None:

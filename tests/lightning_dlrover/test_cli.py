@@ -496,6 +496,8 @@ def test_a_job_that_nobody_looks_after_is_marked_as_cancelled(
     assert entry is not None
     record = decode(JobRecord, entry.value, entry.key)
     assert (record.phase, record.message) == ("failed", "cancelled by `dlrover cancel`")
+    assert client.get(job.plan) is None
+    assert client.get_prefix(job.drains)[1] == []
     assert "had ended already" in dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)[1]
 
 

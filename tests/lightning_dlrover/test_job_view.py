@@ -88,6 +88,19 @@ def test_the_event_file_is_complete_and_in_order_at_the_end(client: EtcdClient, 
     mirror.close()
 
 
+def test_events_that_an_earlier_process_has_copied_are_no_news(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    with Mirror(client, keys.events) as mirror:
+        put_event(client, keys, 1, 1.0)
+        put_event(client, keys, 2, 2.0)
+        mirror.wait_for(lambda entries: True if len(entries) == 2 else None, 5.0)
+        assert len(EventLog(mirror, file).new()) == 2
+        put_event(client, keys, 3, 3.0)
+        mirror.wait_for(lambda entries: True if len(entries) == 3 else None, 5.0)
+        assert [event.text for event in EventLog(mirror, file).new()] == ["event 3"]
+    assert [event.at for event in read_event_file(file)] == [1.0, 2.0, 3.0]
+
+
 def test_a_half_written_line_does_not_hide_the_others(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(encode(EventRecord("round", 1.0, "whole")) + b"\n" + encode(EventRecord("round", 2.0, "cut"))[:20])
