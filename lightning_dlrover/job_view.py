@@ -403,8 +403,8 @@ class EventLog:
     def new(self) -> list[EventRecord]:
         """Events since the last call, or since an earlier process wrote the file.
 
-        They are in the file when this returns, unless that cannot be written. What was not written is written by a later call: a
-        full disk ends no job.
+        They are in the file when this returns, unless that cannot be written. What was not written is written by a later call:
+        a full disk ends no job.
         """
         if self.mirror.revision == self._revision:
             self._write()
