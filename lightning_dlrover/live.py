@@ -21,6 +21,7 @@ import math
 import os
 import random
 import socket
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
+from lightning_dlrover.rdzv.meeting import Purpose, shown
 from lightning_dlrover.rdzv.records import CheckpointRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
@@ -218,6 +220,7 @@ class LiveTraining:
         self._undo: _Update | None = None
         self._was_rolled_back = False
         self._snapshots_are_readable = False  # not known
+        world.activity, world.is_in_step = self._activity, lambda: self._in_step
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
 
@@ -510,6 +513,11 @@ class LiveTraining:
             self._recover()
         self._results[key] = result
         return result
+
+    def check_group(self) -> None:
+        """Raise if the group is gone after an abort: collectives of Lightning's would do nothing, and nobody would notice."""
+        if self._size > 1 and not dist.is_initialized():
+            raise self.world.broken_error()
 
     def run_validation(self, run: Callable[[], T]) -> T:
         """A validation run, started over when a worker is lost while all are in it."""
@@ -994,14 +1002,19 @@ class LiveTraining:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
                 if self._tables is None:
-                    self.collective(dist.barrier)
-                elif self._attempt(dist.barrier) is None:
+                    self.collective(self._end_together)
+                elif self._attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:
                 if not self.world.has_finished:
                     raise
         self._entered = False
         self.world.finish(self._trainer.global_step)
+
+    def _end_together(self) -> None:
+        frame = sys._getframe()
+        with self.world.compared(lambda: Purpose("the end of fit", place=shown(frame))):
+            dist.barrier()
 
     def _await_finish(self) -> None:
         """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
@@ -1059,6 +1072,15 @@ class LiveTraining:
         counts = (self._updates, self._collective, self._epoch_loop.val_loop.batch_progress.total.ready)
         number = self.formation.round.number if self.formation is not None else 0
         return Progress(phase, number, self._pace.steps_in_round, self._batch, counts)
+
+    def _activity(self) -> str:
+        """Where this worker is in the training program, for an error message. Any thread."""
+        if not self._entered:
+            return "before the first step"
+        where = "in a training step" if self._in_step else "between two steps"
+        if self._validation:
+            where = f"in validation run {self._validation}"
+        return f"{where} (batch {self._batch})"
 
     @property
     def is_in_collective(self) -> bool:

@@ -11,12 +11,14 @@ import dataclasses
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import lightning as L
@@ -37,6 +39,7 @@ from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv.loop import model_fingerprint
+from lightning_dlrover.rdzv.meeting import Purpose, place_of
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
@@ -527,7 +530,7 @@ class DLRoverStrategy(DDPStrategy):
             self.lightning_module.load_state_dict(state, strict=strict)
         if self._tables_to_load is not None:
             tables, folder, self._tables_to_load = self._tables, self._tables_to_load, None
-            self._collective(lambda: load_tables(tables, folder))
+            self._collective("loading tables from a checkpoint", lambda: load_tables(tables, folder))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._tables is None or self._tables.is_built:
@@ -539,7 +542,9 @@ class DLRoverStrategy(DDPStrategy):
         if self._tables is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
+            self._collective(
+                "saving a checkpoint with tables", lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options)
+            )
         if self._live is not None and "optimizer_states" in checkpoint:
             self._live.saved_checkpoint(os.path.abspath(filepath))
 
@@ -599,27 +604,60 @@ class DLRoverStrategy(DDPStrategy):
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
 
-    def _collective(self, run: Callable[[], T]) -> T:
-        return run() if self._live is None else self._live.collective(run)
+    def _collective(self, kind: str, run: Callable[[], T], details: str = "", *, same_line: bool = False) -> T:
+        """Run a collective of all workers, once they have found that all of them are about to run it.
+
+        Args:
+            kind: named in the error if they are not.
+            details: compared, too.
+            same_line: whether the user's code must have called it at one line on all workers.
+        """
+        live = self._live
+        if live is None:
+            return run()
+        frame = sys._getframe(1)
+
+        def compared() -> T:
+            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+                live.check_group()
+                return run()
+
+        return live.collective(compared)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
+        name = str(args[0] if args else kwargs.get("name") or "")
+        self._collective("strategy.barrier", lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs), name)
         if "run-stage" in args and self._lightning_trainer.state.fn == TrainerFn.FITTING:
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src))
+        run = super().broadcast
+        return self._collective("strategy.broadcast", lambda: run(obj, src), f"what rank {src} has")
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
+        run = super().reduce
+        if group is not None and group is not dist.group.WORLD:
+            return run(tensor, group, reduce_op)  # of some workers, which no round can do again
+        name = _logged_name(sys._getframe(1))
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
-        return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
+        return self._collective(
+            "strategy.reduce",
+            lambda: run(tensor.clone(), group, reduce_op),
+            f"{_described(tensor)} ({reduce_op})" + (f", logged as {name!r}" if name else ""),
+            same_line=not name,
+        )
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
+        run = super().all_gather
+        if group is not None and group is not dist.group.WORLD:
+            return run(tensor, group, sync_grads)
+        return self._collective(
+            "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
+        )
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------
 
@@ -704,6 +742,21 @@ class DLRoverStrategy(DDPStrategy):
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _logged_name(frame: FrameType | None) -> str:
+    """The name that a value was logged as, if Lightning reduces one on behalf of `self.log`."""
+    for _ in range(3):
+        if frame is None:
+            return ""
+        if frame.f_globals.get("__name__", "").endswith(".logger_connector.result"):
+            return str(getattr(getattr(frame.f_locals.get("self"), "meta", None), "name", ""))
+        frame = frame.f_back
+    return ""
 
 
 def _replace_folder(folder: Path, new: Path) -> None:

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv import waits
+
 __all__ = ["TransferError", "all_gather", "dumps", "loads", "receive", "send"]
 
 INLINE_BYTES = 4096
@@ -49,12 +51,11 @@ def send(obj: Any, to_rank: int) -> None:
     """
     body, large = _packed(obj)
     tensors = [t.cpu().contiguous() for t in large]
-    dist.send(torch.tensor([len(body)], dtype=torch.int64), to_rank)
-    dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), to_rank)
+    waits.wait_for(dist.isend(torch.tensor([len(body)], dtype=torch.int64), to_rank))
+    waits.wait_for(dist.isend(torch.frombuffer(bytearray(body), dtype=torch.uint8), to_rank))
     pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
     for work in pending:
-        assert work is not None
-        work.wait()
+        waits.wait_for(work)
 
 
 def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
@@ -67,9 +68,9 @@ def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
         TransferError: it holds a class that is not allowed.
     """
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, from_rank)
+    waits.wait_for(dist.irecv(size, from_rank))
     body = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.recv(body, from_rank)
+    waits.wait_for(dist.irecv(body, from_rank))
     outline = _unpacked(body.numpy().tobytes(), classes)
     tensors: list[torch.Tensor] = []
 
@@ -83,8 +84,7 @@ def receive(from_rank: int, classes: Sequence[type] = ()) -> Any:
     obj = _replaced(outline, fill, {})
     pending = [dist.irecv(t.flatten().view(torch.uint8), from_rank) for t in tensors]
     for work in pending:
-        assert work is not None
-        work.wait()
+        waits.wait_for(work)
     return obj
 
 
