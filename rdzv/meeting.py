@@ -218,7 +218,7 @@ class Meeting:
     Args:
         group: of this round's members, for nothing else.
         capacity: of a vote, in numbers; equal on all workers.
-        begun: returns the number of collectives that this worker has begun in the round's group.
+        begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
         activity: describes what this worker is doing.
         is_in_step: returns whether this worker is inside a training step.
@@ -241,7 +241,9 @@ class Meeting:
         self._group: Any = group  # None once the round is over
         self._rank, self._size = rank, size
         self._length = NUM_HEADER + capacity
-        self._begun = begun
+        self._all_begun = begun
+        self._num_messages = 0  # of these: between two workers, so their numbers differ
+        self._messages_lock = threading.Lock()
         self._connect = connect
         self._activity = activity
         self._is_in_step = is_in_step
@@ -266,7 +268,7 @@ class Meeting:
         self._closed.set()
         # This thread and the watcher must not be the last ones to have a group, see `waits`.
         self._group = None
-        self._begun = lambda: 0
+        self._all_begun = lambda: 0
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread: one that comes back from the store while the process ends aborts it."""
@@ -327,6 +329,16 @@ class Meeting:
         if self._is_in_step() and any(t.device.type != "cpu" for t in _tensors(args)):
             return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
+
+    def message_begins(self, group: object, tensors: Sequence[Any]) -> None:
+        """Leave a message to or from one other worker out of this worker's counts."""
+        if group is dist.group.WORLD and all(tensor.device.type == "cpu" for tensor in tensors):  # NCCL counts them apart
+            with self._messages_lock:
+                self._num_messages += 1
+
+    def _begun(self) -> int:
+        with self._messages_lock:
+            return self._all_begun() - self._num_messages
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
@@ -528,6 +540,8 @@ _OPERATIONS = {
     "barrier": "barrier",
 }
 
+_MESSAGES = ("send", "recv", "recv_anysource")
+
 _find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None  # noqa: E731
 
 
@@ -548,6 +562,8 @@ def _install() -> None:
     for method, name in _OPERATIONS.items():
         if (original := getattr(kind, method, None)) is not None:
             setattr(kind, method, _compared_first(original, name))
+    for method in _MESSAGES:
+        setattr(kind, method, _counted_first(getattr(kind, method)))
 
 
 def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -558,6 +574,18 @@ def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., An
         if meeting is not None:
             meeting.before(self, name, args)
         return original(self, *args, **kwargs)
+
+    return begin
+
+
+def _counted_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        if meeting is not None:
+            meeting.message_begins(self, tensors)
+        return original(self, tensors, *args, **kwargs)
 
     return begin
 

@@ -1,4 +1,4 @@
-"""What workers compare before and while they wait for each other, without workers; these are in tests/e2e/test_mismatches.py."""
+"""What workers compare before and while they wait for each other, without workers; see also tests/e2e/test_mismatches.py."""
 
 from __future__ import annotations
 
