@@ -223,6 +223,7 @@ class LiveTraining:
         world.activity, world.is_in_step = self._activity, lambda: self._in_step
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
+        self._wants_stop = False  # `should_stop` was set on this worker and not on all
 
     # --- the switch point ----------------------------------------------------------------------------------------------
 
@@ -304,7 +305,9 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 1]
+            self.world.wishes = wishes[: -num_said - 2]
+            if wishes[-num_said - 2]:
+                self._wants_stop, self._trainer.should_stop = False, True
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
                 self._saved_request = request
@@ -514,6 +517,32 @@ class LiveTraining:
         self._results[key] = result
         return result
 
+    def agree_on_stop(self, phase: str) -> None:
+        """Let `trainer.should_stop` end the loops on all workers at one place.
+
+        Where all have set it, as Lightning's own callbacks do, they stop here. Else those who have not are a step ahead by the
+        time this is noticed, so all stop after the next vote.
+        """
+        trainer = self._trainer
+        if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
+            return
+        if self.world.all_reach(f"stop/{phase}/{self._batch}"):
+            return
+        if not self._wants_stop:
+            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self.world.worker_id)
+        trainer.should_stop, self._wants_stop = False, True
+
+    def check_gradients(self) -> None:
+        """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
+        if self._size == 1 or not self._entered:
+            return
+        device = self._strategy.root_device
+        if device.type == "cuda":
+            # The host does not wait for NCCL: the stream does, and goes on after an abort as after a success.
+            torch.cuda.current_stream(device).synchronize()
+        if self.world.broken:
+            raise self.world.broken_error()
+
     def check_group(self) -> None:
         """Raise if the group is gone after an abort: collectives of Lightning's would do nothing, and nobody would notice."""
         if self._size > 1 and not dist.is_initialized():
@@ -629,7 +658,7 @@ class LiveTraining:
         assert self.formation is not None
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
-        return [*tables, self.world.membership.checkpoint_request(), *said]
+        return [*tables, -int(self._wants_stop), self.world.membership.checkpoint_request(), *said]
 
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]

@@ -598,9 +598,19 @@ class DLRoverStrategy(DDPStrategy):
             self.times.backward_s += time.perf_counter() - started - blocked_s
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
-        if self._live is not None:
-            self._live.before_optimizer_step()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        live = self._live
+        if live is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._lightning_trainer.lightning_module.automatic_optimization:
+            live.check_gradients()  # computed before this
+        live.before_optimizer_step()
+
+        def checked() -> Any:
+            result = closure()
+            live.check_gradients()
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
 
@@ -699,6 +709,17 @@ class DLRoverStrategy(DDPStrategy):
             epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
             epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
             trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
+
+        def then_agree(run: Callable[..., None], phase: str) -> Callable[..., None]:
+            def run_then_agree(*args: Any) -> None:
+                run(*args)
+                live.agree_on_stop(phase)
+
+            return run_then_agree
+
+        epoch_loop.advance = then_agree(epoch_loop.advance, "batch")
+        epoch_loop.on_advance_end = then_agree(epoch_loop.on_advance_end, "validation")
+        trainer.fit_loop.on_advance_end = then_agree(trainer.fit_loop.on_advance_end, "epoch")
         trainer.__dict__.pop("save_checkpoint", None)
         save_checkpoint = trainer.save_checkpoint
         trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)

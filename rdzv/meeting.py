@@ -65,6 +65,9 @@ QUIET_S = 0.5
 ANSWER_S = 1.5
 """Seconds to wait for the other workers' places once a mismatch is certain."""
 
+POLL_S = 0.005
+"""Seconds between two looks for a worker that is awaited at a place."""
+
 NUM_COMPARED = 16
 """Workers whose counts are read in one look; the next look goes on with the next ones."""
 
@@ -330,6 +333,30 @@ class Meeting:
             return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
 
+    def all_reach(self, place: str, is_over: Callable[[], bool]) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+
+        The answer is the same on all workers, unless the round is over.
+        """
+        now = Counts(self._num_compared, self._begun())
+        missing = set(range(self._size)) - {self._rank}
+        try:
+            if (store := self._reach_store()) is None:
+                return False
+            store.set(f"{place}/{self._rank}", "1")
+            while missing and not is_over():
+                for rank in tuple(missing):
+                    seen = self._sightings(store, [rank], 0.0)
+                    if store.check([f"{place}/{rank}"]):
+                        missing.discard(rank)
+                    elif rank in seen and (seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun):
+                        return False
+                if missing:
+                    self._closed.wait(POLL_S)
+        except RuntimeError as error:
+            log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
+        return not missing
+
     def message_begins(self, group: object, tensors: Sequence[Any]) -> None:
         """Leave a message to or from one other worker out of this worker's counts."""
         if group is dist.group.WORLD and all(tensor.device.type == "cpu" for tensor in tensors):  # NCCL counts them apart
@@ -388,7 +415,7 @@ class Meeting:
             for rank in ranks:
                 if rank not in texts and store.check([f"{folder}/{rank}"]):
                     texts[rank] = store.get(f"{folder}/{rank}").decode()
-            self._closed.wait(0.01)
+            self._closed.wait(POLL_S)
         return texts
 
     def _adopt(self, text: str) -> None:

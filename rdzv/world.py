@@ -561,6 +561,13 @@ class World:
         meeting = self._meeting
         return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
 
+    def all_reach(self, place: str) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+
+        Costs nothing to those who do not come. Each place needs a name of its own in a round.
+        """
+        return self._meeting is None or self._meeting.all_reach(place, lambda: self.broken)
+
     def _current_meeting(self) -> Meeting | None:
         return self._meeting
 

@@ -142,6 +142,65 @@ class Deviating(ToyModel):
         self.all_gather(torch.ones(3 if self.is_odd else 2))
 
 
+class Stopping(ToyModel):
+    """Asks to stop after a batch or an epoch, on all workers or on the last one."""
+
+    who = hook = ""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.hook == "batch" and self.trainer.global_step == STOP_STEP:
+            self._ask()
+
+    def on_train_epoch_end(self) -> None:
+        if self.hook == "epoch" and self.trainer.current_epoch == 0:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self.who == "all" or self.trainer.global_rank == self.trainer.world_size - 1:
+            self.recorder.write("asks", step=self.trainer.global_step)
+            self.trainer.should_stop = True
+
+
+STOP_STEP = 7
+
+
+def train_to_stop(recorder: Recorder, way: Way) -> None:
+    """The script of those who stop early."""
+    L.seed_everything(SEED, verbose=False)
+    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
+    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
+    model = Stopping(recorder, 0.01)
+    model.who, _, model.hook = way.name.partition("_")
+    trainer.fit(model, DataLoader(Rows(way.num_rows), 8))
+    recorder.write("after_fit", step=trainer.global_step)
+
+
+class Severed(ToyModel):
+    """Loses its connections between the backward pass and the update, as when a reduction is aborted."""
+
+    severed_in = 0  # attempt at the step
+
+    def on_after_backward(self) -> None:
+        assert self.live is not None
+        if self.trainer.global_step == STEP and self.trainer.global_rank == 0 and not self.severed_in:
+            assert self.live.formation is not None
+            self.severed_in = self.live.formation.round.number
+            self.live.world._sever(self.severed_in)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.recorder.write("updates", **self.where(), step=self.trainer.global_step)
+
+
+def train_severed(recorder: Recorder, way: Way) -> None:
+    """The script of a worker whose reductions are aborted once."""
+    L.seed_everything(SEED, verbose=False)
+    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
+    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Severed(recorder, 0.01), DataLoader(Rows(way.num_rows), 8))
+    recorder.write("after_fit", step=trainer.global_step)
+
+
 def train_to_mismatch(recorder: Recorder, way: Way) -> None:
     """The script."""
     L.seed_everything(SEED, verbose=False)
