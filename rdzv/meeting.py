@@ -256,13 +256,13 @@ class Meeting:
         self._depth = 0  # above 0 the collectives that are begun are part of one that was compared
         self._store: Store | None = None
         self._store_lock = threading.Lock()
-        self._published: Counts | None = None
+        self._published: Sighting | None = None
         self._answered = 0
         self._thread = threading.get_ident()
         self._closed = threading.Event()
         self._is_agreed = threading.Event()  # the others have acknowledged the mismatch, or had the time to
-        self._options: Any = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.MIN
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._watcher = threading.Thread(target=self._watch, name="dlrover-meeting", daemon=True)
         self._watcher.start()
 
