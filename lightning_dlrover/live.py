@@ -21,6 +21,7 @@ import math
 import os
 import pickle
 import socket
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
+from lightning_dlrover.rdzv.meeting import Purpose, shown
 from lightning_dlrover.rdzv.records import CheckpointRecord, from_fields
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
@@ -228,8 +230,10 @@ class LiveTraining:
         self._names_in_state: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
         self._was_rolled_back = False
         self._snapshots_are_readable = False  # not known
+        world.activity, world.is_in_step = self._activity, lambda: self._in_step
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
+        self._wants_stop = False  # `should_stop` was set on this worker and not on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
         self._before: Before | None = None  # the open accumulation window
         self._metrics: list[torchmetrics.Metric] = []  # of the user's module
@@ -371,9 +375,11 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 3]
+            self.world.wishes = wishes[: -num_said - 4]
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
+            if wishes[-num_said - 4]:
+                self._wants_stop, self._trainer.should_stop = False, True
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
                 self._saved_request = request
@@ -664,6 +670,37 @@ class LiveTraining:
         self._results = {key: result[0]}
         return result
 
+    def agree_on_stop(self, phase: str) -> None:
+        """Let `trainer.should_stop` end the loops on all workers at one place.
+
+        Where all have set it, as Lightning's own callbacks do, they stop here. Else those who have not are a step ahead by the
+        time this is noticed, so all stop after the next vote.
+        """
+        trainer = self._trainer
+        if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
+            return
+        if self.world.all_reach(f"stop/{phase}/{self._batch}"):
+            return
+        if not self._wants_stop:
+            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self.world.worker_id)
+        trainer.should_stop, self._wants_stop = False, True
+
+    def check_gradients(self) -> None:
+        """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
+        if self._size == 1 or not self._entered:
+            return
+        device = self._strategy.root_device
+        if device.type == "cuda":
+            # The host does not wait for NCCL: the stream does, and goes on after an abort as after a success.
+            torch.cuda.current_stream(device).synchronize()
+        if self.world.broken:
+            raise self.world.broken_error()
+
+    def check_group(self) -> None:
+        """Raise if the group is gone after an abort: collectives of Lightning's would do nothing, and nobody would notice."""
+        if self._size > 1 and not dist.is_initialized():
+            raise self.world.broken_error()
+
     def run_validation(self, run: Callable[[], T]) -> T:
         """A validation run, which goes on with the survivors when a worker is lost; see `validation.py`."""
         if not self._entered:
@@ -786,7 +823,7 @@ class LiveTraining:
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
         digest = rates_digest(self._trainer.optimizers)
-        return [*tables, digest, -digest, self.world.membership.checkpoint_request(), *said]
+        return [*tables, -int(self._wants_stop), digest, -digest, self.world.membership.checkpoint_request(), *said]
 
     def _refuse_different_rates(self) -> None:
         error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._rank)
@@ -1193,14 +1230,19 @@ class LiveTraining:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
                 if self._tables is None:
-                    self.collective(dist.barrier)
-                elif self._attempt(dist.barrier) is None:
+                    self.collective(self._end_together)
+                elif self._attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:
                 if not self.world.is_over:
                     raise
         self._entered = self._is_finishing = False
         self.world.finish(self._trainer.global_step, self._fit)
+
+    def _end_together(self) -> None:
+        frame = sys._getframe()
+        with self.world.compared(lambda: Purpose("the end of fit", place=shown(frame))):
+            dist.barrier()
 
     def _await_finish(self) -> None:
         """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
@@ -1277,6 +1319,15 @@ class LiveTraining:
         counts = (self._updates, self._collective, self._epoch_loop.val_loop.batch_progress.total.ready)
         number = self.formation.round.number if self.formation is not None else 0
         return Progress(phase, number, self._pace.steps_in_round, self._batch, counts)
+
+    def _activity(self) -> str:
+        """Where this worker is in the training program, for an error message. Any thread."""
+        if not self._entered:
+            return "before the first step"
+        where = "in a training step" if self._in_step else "between two steps"
+        if self._validation:
+            where = f"in validation run {self._validation}"
+        return f"{where} (batch {self._batch})"
 
     @property
     def is_in_collective(self) -> bool:

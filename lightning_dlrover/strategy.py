@@ -12,12 +12,14 @@ import functools
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -40,6 +42,7 @@ from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
 from lightning_dlrover.pulse import OwnClock
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.loop import model_fingerprint
+from lightning_dlrover.rdzv.meeting import Purpose, place_of
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
@@ -692,7 +695,7 @@ class DLRoverStrategy(EitherStrategy):
             self.lightning_module.load_state_dict(state, strict=strict)
         if self._tables_to_load is not None:
             tables, folder, self._tables_to_load = self._tables, self._tables_to_load, None
-            self._collective(lambda: load_tables(tables, folder))
+            self._collective("loading tables from a checkpoint", lambda: load_tables(tables, folder))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._tables is None or self._tables.is_built:
@@ -709,7 +712,9 @@ class DLRoverStrategy(EitherStrategy):
                 "set ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...) to a folder that all hosts share"
             )
         else:
-            self._collective(lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options))
+            self._collective(
+                "saving a checkpoint with tables", lambda: self._save_with_tables(checkpoint, Path(filepath), storage_options)
+            )
         if self._live is not None and "optimizer_states" in checkpoint:
             path = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
             self._when_written(functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
@@ -758,7 +763,7 @@ class DLRoverStrategy(EitherStrategy):
                 was_written = True
             super(DLRoverStrategy, self).barrier()
 
-        self._collective(save)
+        self._collective("saving a checkpoint", save)
 
     def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
         """A folder that is there when it is complete."""
@@ -830,17 +835,48 @@ class DLRoverStrategy(EitherStrategy):
             self.times.backward_s += time.perf_counter() - started - blocked_s
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
-        if self._live is not None:
-            self._live.before_optimizer_step(optimizer, closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        live = self._live
+        if live is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._lightning_trainer.lightning_module.automatic_optimization:
+            live.check_gradients()  # computed before this
+        live.before_optimizer_step(optimizer, closure)
+
+        def checked() -> Any:
+            result = closure()
+            live.check_gradients()
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     # --- collectives outside of steps --------------------------------------------------------------------------------------
 
-    def _collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
-        return run() if self._live is None else self._live.collective(run, is_joint)
+    def _collective(
+        self, kind: str, run: Callable[[], T], details: str = "", *, same_line: bool = False, is_joint: bool = True
+    ) -> T:
+        """Run a collective of all workers, once they have found that all of them are about to run it.
+
+        Args:
+            kind: named in the error if they are not.
+            details: compared, too.
+            same_line: whether the user's code must have called it at one line on all workers.
+            is_joint: whether nobody has its result before all have begun it.
+        """
+        live = self._live
+        if live is None:
+            return run()
+        frame = sys._getframe(1)
+
+        def compared() -> T:
+            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+                live.check_group()
+                return run()
+
+        return live.collective(compared, is_joint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._collective(lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs))
+        name = str(args[0] if args else kwargs.get("name") or "")
+        self._collective("strategy.barrier", lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs), name)
         if "run-stage" not in args:
             return
         if self._live is not None:
@@ -849,16 +885,26 @@ class DLRoverStrategy(EitherStrategy):
             self._attach()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
+        run = super().broadcast
         # The source does not wait for the others.
-        return self._collective(lambda: super(DLRoverStrategy, self).broadcast(obj, src), is_joint=False)
+        return self._collective("strategy.broadcast", lambda: run(obj, src), f"what rank {src} has", is_joint=False)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
+        run = super().reduce
+        if group is not None and group is not dist.group.WORLD:
+            return run(tensor, group, reduce_op)  # of some workers, which no round can do again
+        name = _logged_name(sys._getframe(1))
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
-        return self._collective(lambda: super(DLRoverStrategy, self).reduce(tensor.clone(), group, reduce_op))
+        return self._collective(
+            "strategy.reduce",
+            lambda: run(tensor.clone(), group, reduce_op),
+            f"{_described(tensor)} ({reduce_op})" + (f", logged as {name!r}" if name else ""),
+            same_line=not name,
+        )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         def decide() -> bool:
@@ -866,12 +912,17 @@ class DLRoverStrategy(EitherStrategy):
             total = super(DLRoverStrategy, self).reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(total == self.world_size) if all else bool(total)
 
-        return self._collective(decide)
+        return self._collective("strategy.reduce_boolean_decision", decide)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        run = super().all_gather
         if group is dist.group.WORLD:
             group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
-        return self._collective(lambda: super(DLRoverStrategy, self).all_gather(tensor, group, sync_grads))
+        if group is not None:
+            return run(tensor, group, sync_grads)
+        return self._collective(
+            "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
+        )
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------
 
@@ -925,6 +976,17 @@ class DLRoverStrategy(EitherStrategy):
             # Every worker asks a clock of its own, and those that validate wait for those that do not.
             is_due = epoch_loop._should_check_val_fx
             epoch_loop._should_check_val_fx = lambda fetcher: self.broadcast(is_due(fetcher), 0)
+
+        def then_agree(run: Callable[..., None], phase: str) -> Callable[..., None]:
+            def run_then_agree(*args: Any) -> None:
+                run(*args)
+                live.agree_on_stop(phase)
+
+            return run_then_agree
+
+        epoch_loop.advance = then_agree(epoch_loop.advance, "batch")
+        epoch_loop.on_advance_end = then_agree(epoch_loop.on_advance_end, "validation")
+        trainer.fit_loop.on_advance_end = then_agree(trainer.fit_loop.on_advance_end, "epoch")
         trainer.__dict__.pop("save_checkpoint", None)
         save_checkpoint = trainer.save_checkpoint
         trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)
@@ -985,6 +1047,21 @@ def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.
 def _close_newest_world() -> None:
     if DLRoverStrategy._in_job is not None:
         DLRoverStrategy._in_job._close_world()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _logged_name(frame: FrameType | None) -> str:
+    """The name that a value was logged as, if Lightning reduces one on behalf of `self.log`."""
+    for _ in range(3):
+        if frame is None:
+            return ""
+        if frame.f_globals.get("__name__", "").endswith(".logger_connector.result"):
+            return str(getattr(getattr(frame.f_locals.get("self"), "meta", None), "name", ""))
+        frame = frame.f_back
+    return ""
 
 
 def _replace_folder(folder: Path, new: Path) -> None:

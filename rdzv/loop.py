@@ -84,7 +84,7 @@ class Pace:
             self._next_vote = place + check_every
             return number
         if place >= self._next_vote:
-            self._world.propose(self._check_every(), self._wishes())
+            self._world.propose(self._check_every(), self._wishes(), place)
         return None
 
     @property

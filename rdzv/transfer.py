@@ -28,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv import waits
+
 __all__ = [
     "Packed",
     "TransferError",
@@ -84,12 +86,11 @@ def send(obj: Any, to_rank: int) -> None:
     """
     packed = obj if isinstance(obj, Packed) else pack(obj)
     tensors = [t.cpu().contiguous() for t in packed.tensors]
-    dist.send(torch.tensor([len(packed.body)], dtype=torch.int64), to_rank)
-    dist.send(torch.frombuffer(bytearray(packed.body), dtype=torch.uint8), to_rank)
+    waits.wait_for(dist.isend(torch.tensor([len(packed.body)], dtype=torch.int64), to_rank))
+    waits.wait_for(dist.isend(torch.frombuffer(bytearray(packed.body), dtype=torch.uint8), to_rank))
     pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
     for work in pending:
-        assert work is not None
-        work.wait()
+        waits.wait_for(work)
 
 
 def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
@@ -103,9 +104,9 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
         TransferError: it holds a class that is not allowed.
     """
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, from_rank)
+    waits.wait_for(dist.irecv(size, from_rank))
     body = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.recv(body, from_rank)
+    waits.wait_for(dist.irecv(body, from_rank))
     outline = _unpacked(body.numpy().tobytes(), classes, names)
     tensors: list[torch.Tensor] = []
 
@@ -119,8 +120,7 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
     obj = _replaced(outline, fill, {})
     pending = [dist.irecv(t.flatten().view(torch.uint8), from_rank) for t in tensors]
     for work in pending:
-        assert work is not None
-        work.wait()
+        waits.wait_for(work)
     return obj
 
 

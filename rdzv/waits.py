@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.member import RoundEndedError
 
-__all__ = ["end_waits_with", "guard_replica", "let_go"]
+__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "let_go", "wait_for", "wait_in"]
 
 SLICE_S = 0.2
 
@@ -36,16 +36,26 @@ Round = tuple[int, bool]
 _find_round: Callable[[], Callable[[], Round] | None] = lambda: None  # noqa: E731
 
 
-def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]]) -> None:
+def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
     """From here on a wait that is begun from Python, and given no timeout, fails once the round in which it was begun is over.
 
     Args:
         round_: tells the number of the round that this process is in, and whether its group was cut off so long ago that
-            whatever gloo wakes is awake.
+            whatever gloo wakes is awake. Raises the reason if the round was ended because of an error.
+        all_waits: False: only those in `wait_for`. NCCL's waits are none of the host's.
     """
     global _find_round
     _find_round = round_
-    _install()
+    if all_waits:
+        _install()
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective or a message of gloo's, and give it up with its round, beside NCCL, too."""
+    if _install.cache_info().currsize:
+        work.wait()
+    else:
+        wait_in(work, type(work).wait)
 
 
 def _round_now() -> Round:
@@ -59,14 +69,23 @@ def _install() -> None:
     wait = work.wait
 
     def guarded_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number, _ = _round_now()
-        if args or kwargs or number == 0:
-            return wait(self, *args, **kwargs)
-        if self._get_op_type() in POINT_TO_POINT:
-            return _wait_beside(number, functools.partial(wait, self))
-        return _wait_in_slices(number, self, wait)
+        return wait(self, *args, **kwargs) if args or kwargs else wait_in(self, wait)
 
     work.wait = guarded_wait
+
+
+def wait_in(work: Any, wait: Callable[..., Any]) -> Any:
+    """Wait for `work`, and give it up with its round; `wait` is torch's own method."""
+    number, _ = _round_now()
+    if number == 0:
+        return wait(work)
+    try:
+        if work._get_op_type() in POINT_TO_POINT:
+            return _wait_beside(number, functools.partial(wait, work))
+        return _wait_in_slices(number, work, wait)
+    except RuntimeError:
+        _round_now()  # raises the reason if the round was ended on purpose
+        raise
 
 
 def _wait_in_slices(number: int, work: Any, wait: Callable[..., Any]) -> Any:
@@ -114,7 +133,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
         return
     group: Any = replica.process_group
     size, is_divided = group.size(), replica.gradient_as_bucket_view  # or multiplied, which rounds otherwise
-    replica._distributed_broadcast_coalesced = functools.partial(_broadcast, group)  # type: ignore[method-assign]
+    replica._distributed_broadcast_coalesced = functools.partial(broadcast_buffers, group)  # type: ignore[method-assign]
     its_replica = weakref.ref(replica)  # in a cycle with the reducer it would live for ever
     pending: list[Any] = []
 
@@ -146,10 +165,11 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     replica.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
-def _broadcast(group: Any, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+def broadcast_buffers(group: Any, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
     """Give all workers one worker's tensors; those of one kind at once."""
     options = dist.BroadcastOptions()
     options.rootRank = authoritative_rank
+    options.asyncOp = True  # part of a forward pass, which is not compared with the others'
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())

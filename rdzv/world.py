@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 import traceback
@@ -52,6 +53,7 @@ from lightning_dlrover.rdzv.client import (
     parse_endpoints,
 )
 from lightning_dlrover.rdzv.loop import Stateful, Step, steps
+from lightning_dlrover.rdzv.meeting import Meeting, MismatchError, Purpose, compare_with, shown
 from lightning_dlrover.rdzv.member import (
     CannotMeetError,
     EvictedError,
@@ -79,7 +81,16 @@ from lightning_dlrover.rdzv.records import (
 from lightning_dlrover.rdzv.rounds import Patience, View
 from lightning_dlrover.rdzv.timeouts import Timeouts
 
-__all__ = ["Formation", "LeftOutError", "World", "WorldConfig", "WorldError", "end_with_agent", "is_group_failure"]
+__all__ = [
+    "Formation",
+    "LeftOutError",
+    "MismatchError",
+    "World",
+    "WorldConfig",
+    "WorldError",
+    "end_with_agent",
+    "is_group_failure",
+]
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +114,8 @@ AWAKE_S = 0.5
 
 FULL_PAUSE_S = 0.2
 """Between two attempts to write a record into an etcd that takes none."""
+VOTE_ROOM = 32, 8
+"""Numbers that a vote may hold: in any round, and for each of its workers."""
 
 MAX_ATTEMPTS = 8
 """Recoveries of one place in the program before its error is taken for the user's own."""
@@ -171,18 +184,26 @@ class WorldConfig:
 def is_group_failure(error: BaseException) -> bool:
     """Whether `error` was raised by a collective whose peer went away, as opposed to by the user's own code."""
     text = str(error)
+    if any(mark in text for mark in _MISTAKES):
+        return False
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        mark in text
-        for mark in (
-            "gloo/transport",
-            "Connection closed by peer",
-            "Connection reset by peer",
-            "NCCL",
-            "ncclRemoteError",
-        )
-    )
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _LOSSES)
+
+
+_LOSSES = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL communicator was aborted",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+"""Texts of errors that collectives raise when a peer is gone."""
+
+_MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "Duplicate GPU detected")
+"""Texts of NCCL's errors that would come again in the next round, such as two workers on one GPU."""
 
 
 class World:
@@ -241,11 +262,18 @@ class World:
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
-        self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self.num_fits = 0  # of the script so far
+        self._last_failure = ""  # text of the newest error that was taken for a loss
+        self._vote: tuple[int, dist.Work, torch.Tensor] | list[int] | None = None
+        self._vote_size = 0
+        self._meeting: Meeting | None = None  # of the round, unless this worker is alone in it
+        self._mismatch: MismatchError | None = None
+        self.activity: Callable[[], str] = lambda: "between two collectives"  # of the training loop, for error messages
+        self.is_in_step: Callable[[], bool] = lambda: False
         self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
-        if "nccl" not in backend:  # NCCL's groups can be aborted
-            waits.end_waits_with(weakref.WeakMethod(self._round_of_waits))
+        # NCCL's groups can be aborted; votes and the state travel through gloo in any case.
+        waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits="nccl" not in backend)
+        compare_with(weakref.WeakMethod(self._current_meeting))
         self.membership = Membership(
             self._client,
             MembershipConfig(
@@ -407,7 +435,10 @@ class World:
         if hello:
             self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
             if self._attempts[1] > MAX_ATTEMPTS:
-                raise WorldError(f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up")
+                raise WorldError(
+                    f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up. "
+                    f"The last error was: {self._last_failure or 'unknown'}"
+                )
         formation = run_blocking(self._member.recover(hello))
         with contextlib.suppress(EtcdError, MembershipError):  # training matters more than what the job is taken for
             self._announce_as_first()
@@ -487,7 +518,10 @@ class World:
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
+        meeting = self._meeting
         self._destroy(is_last=True)
+        if meeting is not None:
+            meeting.join(1.0)
         for thread in self._dropping:
             thread.join(0.5)  # if it does not hang: a thread that comes back from there while the process ends aborts it
         self.membership.close()
@@ -601,28 +635,63 @@ class World:
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether `error` says that this worker's round is broken: to `recover` from, not a mistake of the user's."""
-        if isinstance(error, MembershipError | LeftOutError):
+        if isinstance(error, MembershipError | LeftOutError | MismatchError):
             return False
-        if is_group_failure(error) or isinstance(error, RoundEndedError):
-            return True
-        return self.broken and isinstance(error, RuntimeError)
+        self._raise_mismatch(error)
+        is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
+        # After an abort the default group is gone, and torch raises a ValueError about it.
+        is_loss = is_loss or (self.broken and (isinstance(error, RuntimeError) or _has_no_group(error)))
+        if is_loss:
+            self._last_failure = f"{type(error).__name__}: {error}"[:2000]
+        return is_loss
 
-    def propose(self, check_every: int = 1, wishes: Sequence[int] = ()) -> None:
+    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+        """Compare what this worker is about to do with what all others do; collectives within are taken to be part of it.
+
+        Entering raises `MismatchError` if another worker does something else. A worker that is alone compares nothing.
+        """
+        meeting = self._meeting
+        return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
+
+    def all_reach(self, place: str) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+
+        Costs nothing to those who do not come. Each place needs a name of its own in a round.
+        """
+        return self._meeting is None or self._meeting.all_reach(place, lambda: self.broken)
+
+    def _current_meeting(self) -> Meeting | None:
+        return self._meeting
+
+    def _raise_mismatch(self, error: BaseException | None = None) -> None:
+        """Raise what ended the round in place of `error`, which is a consequence of it."""
+        if (meeting := self._meeting) is not None:
+            self._mismatch = meeting.await_mismatch()
+        if self._mismatch is not None and error is not self._mismatch:
+            raise self._mismatch from error
+
+    def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         """Begin to agree on a round to switch to; a collective of all members that overlaps with the next step.
 
         Args:
             check_every: steps until this worker would like to agree again; the largest of all members' wishes holds.
-            wishes: further numbers, as many on all members, to learn the smallest of each; see `wishes`.
+            wishes: further numbers, as many on all members, to learn the smallest of each; see `wishes`. At most 30, and 8
+                more for each member.
+            place: number of the next step; must be equal on all members.
         """
         assert self._vote is None
         assert self.formation is not None
         view = self.membership.view
         newest = view.round.number if view.round is not None else 0
-        ballot = torch.tensor([newest, -check_every, *wishes], dtype=torch.int64)
-        if self.formation.size > 1:
-            self._vote = (dist.all_reduce(ballot, op=dist.ReduceOp.MIN, async_op=True), ballot)
+        ballot = [newest, -check_every, *wishes]
+        self._vote_size = len(ballot)
+        if self.formation.size == 1:
+            self._vote = ballot
+        elif self._meeting is not None:
+            purpose = Purpose("the vote between two steps", f"step {place}", shown(sys._getframe()))
+            self._vote = self._meeting.vote(purpose, ballot)
         else:
-            self._vote = (_Done(), ballot)  # type: ignore[assignment]
+            raise self.broken_error()
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:
@@ -638,11 +707,15 @@ class World:
         """The round that all members have seen and shall switch to (None: stay), and the steps until the next vote."""
         assert self._vote is not None
         assert self.formation is not None
-        work, ballot = self._vote
-        self._vote = None
-        work.wait()
-        newest, check_every = int(ballot[0]), -int(ballot[1])
-        self.wishes = ballot[2:].tolist()
+        vote, self._vote = self._vote, None
+        if isinstance(vote, list):
+            ballot = vote
+        elif self._meeting is not None:
+            ballot = self._meeting.counted(vote, self._vote_size)
+        else:
+            raise self.broken_error()
+        newest, check_every = ballot[0], -ballot[1]
+        self.wishes = ballot[2:]
         return (newest if newest > self.formation.round.number else None), check_every
 
     # --- forming -----------------------------------------------------------------------------------------------------
@@ -669,6 +742,10 @@ class World:
                 raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
             self._groups.append(gloo)
+            control = None
+            if len(target.members) > 1:
+                control = self._connect_gloo(target, PrefixStore("meeting", rendezvous), deadline, target.members, check)
+                self._groups.append(control)
             with _as_gloo(gloo):
                 dist.init_process_group(
                     self.backend,
@@ -687,7 +764,33 @@ class World:
                 self._sockets = [(fd, inode) for fd, inode in _inet_sockets().items() if inode not in self._known_inodes]
                 self._member.forming = False
         self._on_view(self.membership.view)  # the round may have ended while its sockets were not known yet
+        if control is not None:
+            self._meeting = Meeting(
+                control,
+                rank,
+                len(target.members),
+                VOTE_ROOM[0] + VOTE_ROOM[1] * len(target.members),
+                begun=functools.partial(_num_begun, gloo, "nccl" in self.backend),
+                connect=functools.partial(self._connect_briefly, target),
+                activity=lambda: self.activity(),
+                is_in_step=lambda: self.is_in_step(),
+                sever=functools.partial(self._sever, target.number),
+            )
         return Formation(target, hellos, rank)
+
+    def _connect_briefly(self, target: RoundRecord) -> Store | None:
+        """A further connection to a round's store, which stays when the round is severed; None if there is no answer."""
+        with contextlib.suppress(OSError, dist.DistError):
+            socket.create_connection((target.store_address, target.store_port), timeout=CONNECT_TIMEOUT_S).close()
+            store = TCPStore(
+                target.store_address,
+                target.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            )
+            return PrefixStore(f"round/{target.number}/meeting", store)
+        return None
 
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
         while True:
@@ -836,6 +939,9 @@ class World:
 
     def _destroy(self, is_last: bool = False) -> None:
         self._vote = None
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
         self.wishes = []  # they were said in a round that is over
         # This thread must not be the last one to have a group: see `waits`. Since this round was formed nobody has those of the
         # one before any more, as models were wrapped anew.
@@ -856,6 +962,7 @@ class World:
         dist.destroy_process_group()
 
     def _round_of_waits(self) -> tuple[int, bool]:
+        self._raise_mismatch()
         return self._member.number, self._severed and time.monotonic() - self._severed_at > AWAKE_S
 
     def _on_view(self, view: View) -> None:
@@ -1015,7 +1122,10 @@ class _LoneWorld(World):
     def is_voting(self) -> bool:
         return False
 
-    def propose(self, check_every: int = 1, wishes: Sequence[int] = ()) -> None:
+    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         pass  # there is nobody to agree with
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
@@ -1084,9 +1194,18 @@ def end_with_agent() -> None:
         raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
 
 
-class _Done:
-    def wait(self) -> None:
-        return None
+def _num_begun(group: Any, has_nccl: bool) -> int:
+    """Collectives that this worker has begun in its round's group, whoever began them."""
+    number: int = group._get_sequence_number_for_group()
+    if has_nccl and (default := dist.group.WORLD) is not None:
+        with contextlib.suppress(RuntimeError):  # not used yet
+            nccl: Any = default._get_backend(torch.device("cuda"))
+            number += nccl._get_sequence_number_for_group()
+    return number
+
+
+def _has_no_group(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and "Default process group has not been initialized" in str(error)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from full_etcd import full
 from torchrun_agent import eventually
@@ -22,7 +23,7 @@ from lightning_dlrover.rdzv.member import TooLateError
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, ControllerRecord, Keys, encode
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.timeouts import Timeouts
-from lightning_dlrover.rdzv.world import World, WorldConfig, _inet_sockets, _shut_down, is_group_failure
+from lightning_dlrover.rdzv.world import MismatchError, World, WorldConfig, _inet_sockets, _shut_down, is_group_failure
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
 
@@ -120,7 +121,14 @@ def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: Etc
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2"), True),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"), True),
-        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistBackendError("NCCL error: ncclInvalidUsage: Last error: Duplicate GPU detected : rank 1 and rank 0"), False),
+        (
+            dist.DistBackendError("NCCL error: unhandled cuda error, ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+            False,
+        ),
+        (RuntimeError("Distributed package doesn't have NCCL built in"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), False),
         (ValueError("Connection closed by peer"), False),
         (KeyError("gloo/transport"), False),
@@ -181,6 +189,7 @@ def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
 
 MEMBER = """
 import os, signal, sys, threading, time
+import torch
 import torch.distributed as dist
 from lightning_dlrover.live import Position, can_meet
 from lightning_dlrover.rdzv.world import World, WorldConfig
@@ -333,3 +342,41 @@ def test_a_member_that_fails_to_form_a_round_does_not_hold_up_those_who_have_for
     outputs = run_members([[], [], ["fail"]], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
     assert all(output.endswith("FORMED 2 3\nDONE\n") for output in outputs), "\n".join(outputs)
+
+
+# --- what is recovered from ---------------------------------------------------------------------------------------------------
+
+
+def world_of_a_round(is_broken: bool) -> World:
+    """Enough of a world to judge errors; it has no group, socket or thread."""
+    world = World.__new__(World)
+    world._severed = is_broken
+    world._meeting = world._mismatch = None
+    world._last_failure = ""
+    return world
+
+
+def missing_group() -> Exception:
+    """What torch raises once the default group was aborted."""
+    with pytest.raises(ValueError, match="Default process group has not been initialized") as raised:
+        dist.all_reduce(torch.ones(1))
+    return raised.value
+
+
+def test_missing_group_is_a_loss_in_a_broken_round_only() -> None:
+    assert world_of_a_round(is_broken=True).is_failure(missing_group())
+    assert not world_of_a_round(is_broken=False).is_failure(missing_group())
+    assert not world_of_a_round(is_broken=True).is_failure(ValueError("a mistake of the user's"))
+
+
+def test_mismatch_is_no_loss_though_the_round_is_broken() -> None:
+    assert not world_of_a_round(is_broken=True).is_failure(MismatchError("rank 0 is here, rank 1 there"))
+
+
+def test_consequence_of_a_mismatch_is_raised_as_the_mismatch() -> None:
+    world = world_of_a_round(is_broken=True)
+    world._mismatch = MismatchError("rank 0 is here, rank 1 there")
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(MismatchError, match="rank 0 is here") as raised:
+        world.is_failure(closed)
+    assert raised.value.__cause__ is closed

@@ -1,0 +1,221 @@
+"""Scripts whose workers meet in different collectives, each in another way, for `test_mismatches.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
+
+from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.rdzv.meeting import MismatchError
+
+STEP = 5
+"""Batch at which the last rank does something else than the others."""
+
+CHECK_INTERVAL_S = 0.03
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the workers of a job come to different places."""
+
+    name: str
+    num_rows: int = 400
+    num_val_rows: int = 0
+
+
+class Deviating(ToyModel):
+    """Trains like the others until the last rank deviates."""
+
+    way = ""
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether this worker is the one that deviates, now."""
+        is_it = self.trainer.global_rank == self.trainer.world_size - 1 and self.trainer.world_size > 1
+        if is_it:
+            self.recorder.write("deviates")
+        return is_it
+
+    @property
+    def strategy(self) -> Any:
+        return self.trainer.strategy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.way == "logs":
+            if not self.is_odd:
+                self.log("first", 1.0, on_step=False, on_epoch=True, sync_dist=True)
+            self.log("second", 2.0, on_step=False, on_epoch=True, sync_dist=True)
+        if batch_idx == STEP:
+            act: Callable[[Tensor], Tensor] = getattr(self, f"step_{self.way}", lambda loss: loss)
+            return act(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == STEP:
+            act: Callable[[], object] = getattr(self, f"end_{self.way}", lambda: None)
+            act()
+
+    # --- inside of a step -----------------------------------------------------------------------------------------------
+
+    def step_barrier_alone(self, loss: Tensor) -> Tensor:
+        if self.is_odd:
+            self.strategy.barrier("alone")
+        return loss
+
+    def step_raw_against_gradients(self, loss: Tensor) -> Tensor:
+        if self.is_odd:
+            dist.all_reduce(torch.ones(3))
+        return loss
+
+    def step_gather_in_step(self, loss: Tensor) -> Tensor:
+        if self.is_odd:
+            self.all_gather(loss)
+        return loss
+
+    def step_no_sync(self, loss: Tensor) -> Tensor:
+        if self.is_odd:
+            self.strategy.model.require_backward_grad_sync = False
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.strategy.model.require_backward_grad_sync = True
+
+    def step_stop_iteration(self, loss: Tensor) -> Tensor:
+        if self.is_odd:
+            raise StopIteration
+        return loss
+
+    # --- between two steps ----------------------------------------------------------------------------------------------
+
+    def end_broadcast_or_reduce(self) -> None:
+        if self.is_odd:
+            self.strategy.reduce(torch.ones(1))
+        else:
+            self.strategy.broadcast(1)
+
+    def end_barrier_names(self) -> None:
+        self.strategy.barrier("odd" if self.is_odd else "even")
+
+    def end_reduce_lines(self) -> None:
+        if self.is_odd:
+            self.strategy.reduce(torch.ones(1))
+        else:
+            self.strategy.reduce(torch.zeros(1))
+
+    def end_checkpoint_alone(self) -> None:
+        if self.is_odd:
+            self.trainer.save_checkpoint(f"{self.recorder.place.folder}/alone.ckpt")
+
+    def end_raw_or_ours(self) -> None:
+        if self.is_odd:
+            dist.all_reduce(torch.ones(1))
+        else:
+            self.strategy.reduce(torch.ones(1))
+
+    def end_raw_sizes(self) -> None:
+        dist.all_reduce(torch.ones(1000 if self.is_odd else 1))
+
+    def end_torchmetrics(self) -> None:
+        from torchmetrics import MeanMetric
+
+        metric = MeanMetric()
+        metric.update(1.0)
+        if self.is_odd:
+            metric.compute()
+
+    def end_validation(self) -> None:
+        # Seen after this hook: should a validation be run now?
+        if self.is_odd:
+            self.trainer.val_check_batch = STEP + 1
+
+    def end_gather_shapes(self) -> None:
+        self.all_gather(torch.ones(3 if self.is_odd else 2))
+
+
+class Stopping(ToyModel):
+    """Asks to stop after a batch or an epoch, on all workers or on the last one."""
+
+    who = hook = ""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.hook == "batch" and self.trainer.global_step == STOP_STEP:
+            self._ask()
+
+    def on_train_epoch_end(self) -> None:
+        if self.hook == "epoch" and self.trainer.current_epoch == 0:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self.who == "all" or self.trainer.global_rank == self.trainer.world_size - 1:
+            self.recorder.write("asks", step=self.trainer.global_step)
+            self.trainer.should_stop = True
+
+
+STOP_STEP = 7
+
+
+def train_to_stop(recorder: Recorder, way: Way) -> None:
+    """The script of those who stop early."""
+    L.seed_everything(SEED, verbose=False)
+    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
+    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
+    model = Stopping(recorder, 0.01)
+    model.who, _, model.hook = way.name.partition("_")
+    trainer.fit(model, DataLoader(Rows(way.num_rows), 8))
+    recorder.write("after_fit", step=trainer.global_step)
+
+
+class Severed(ToyModel):
+    """Loses its connections between the backward pass and the update, as when a reduction is aborted."""
+
+    severed_in = 0  # attempt at the step
+
+    def on_after_backward(self) -> None:
+        assert self.live is not None
+        if self.trainer.global_step == STEP and self.trainer.global_rank == 0 and not self.severed_in:
+            assert self.live.formation is not None
+            self.severed_in = self.live.formation.round.number
+            self.live.world._sever(self.severed_in)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.recorder.write("updates", **self.where(), step=self.trainer.global_step)
+
+
+def train_severed(recorder: Recorder, way: Way) -> None:
+    """The script of a worker whose reductions are aborted once."""
+    L.seed_everything(SEED, verbose=False)
+    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
+    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Severed(recorder, 0.01), DataLoader(Rows(way.num_rows), 8))
+    recorder.write("after_fit", step=trainer.global_step)
+
+
+def train_to_mismatch(recorder: Recorder, way: Way) -> None:
+    """The script."""
+    L.seed_everything(SEED, verbose=False)
+    trainer = make_trainer(
+        recorder.place.folder,
+        strategy=DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S),
+        max_epochs=2,
+        limit_val_batches=None if way.num_val_rows else 0,
+    )
+    model = Deviating(recorder, 0.01)
+    model.way = way.name
+    val_loader = DataLoader(Rows(way.num_val_rows), 8) if way.num_val_rows else None
+    try:
+        trainer.fit(model, DataLoader(Rows(way.num_rows), 8), val_loader)
+    except MismatchError as error:
+        recorder.write("mismatch", text=str(error))
+        raise
+    recorder.write("after_fit", step=trainer.global_step)
