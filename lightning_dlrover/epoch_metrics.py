@@ -211,7 +211,7 @@ class EpochMetrics:
             "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
             "weight": self._live.sample_weight,
         }
-        parts: list[dict[str, Any]] = self._live.collective(lambda: transfer.all_gather(mine))
+        parts: list[dict[str, Any]] = self._live.exchange("the exchange of logged values", lambda: transfer.all_gather(mine))
         entries: dict[str, list[dict[str, Any]]] = {}
         for part in parts:
             for key, entry in part["logged"].items():
@@ -252,7 +252,7 @@ class EpochMetrics:
         for row, name in zip(values, names, strict=True):
             if name in fresh:
                 row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._live.sample_weight
-        parts = self._live.collective(lambda: transfer.all_gather(values))
+        parts = self._live.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
         for i, name in enumerate(names):
             found = [(part[i, 0], float(part[i, 1])) for part in parts if part[i, 1] > 0]
             if name in fresh and found:
@@ -309,7 +309,7 @@ class EpochMetrics:
                 metric.value._computed = None  # of an attempt that a lost worker ended, here later than elsewhere
             return [metric.value.compute() for metric in due]
 
-        values = self._live.collective(compute)
+        values = self._live.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
             _set_computed(metric, value.to(self._live.device) if isinstance(value, Tensor) else value)
 

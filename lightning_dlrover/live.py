@@ -652,6 +652,15 @@ class LiveTraining:
         self._results[key] = result
         return result
 
+    def exchange(self, what: str, run: Callable[[], T]) -> T:
+        """A collective of our own, which workers name in the error if others do something else meanwhile."""
+        return self.collective(lambda: self.named(what, run))
+
+    def named(self, what: str, run: Callable[[], T]) -> T:
+        """Run collectives under one name, under which all workers must meet."""
+        with self.world.compared(lambda: Purpose(what)):
+            return run()
+
     def collective_once(self, run: Callable[[], T]) -> tuple[T] | None:
         """A collective after which a loss must be answered before it is tried again.
 
@@ -1230,7 +1239,7 @@ class LiveTraining:
             # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
             try:
                 if self._tables is None:
-                    self.collective(self._end_together)
+                    self.exchange("the end of training", self._end_together)
                 elif self._attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:

@@ -333,7 +333,9 @@ class _Fetcher(_DataFetcher):
         if self._live.size > 1:
             self._is_committing = True
             try:
-                outcome = self._live.collective_once(lambda: transfer.all_gather(self._ballot()))
+                outcome = self._live.collective_once(
+                    lambda: self._live.named("the exchange of validated samples", lambda: transfer.all_gather(self._ballot()))
+                )
             finally:
                 self._is_committing = False
             if outcome is None:

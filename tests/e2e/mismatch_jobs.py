@@ -50,10 +50,6 @@ class Deviating(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.way == "logs":
-            if not self.is_odd:
-                self.log("first", 1.0, on_step=False, on_epoch=True, sync_dist=True)
-            self.log("second", 2.0, on_step=False, on_epoch=True, sync_dist=True)
         if batch_idx == STEP:
             act: Callable[[Tensor], Tensor] = getattr(self, f"step_{self.way}", lambda loss: loss)
             return act(loss)

@@ -206,7 +206,9 @@ def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
 def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job: MakeJob) -> None:
     epochs = 12
     job = make_job(Feature(name, epochs=epochs, step_s=0.02), script=run_feature)
-    for _ in range(4):
+    job.start()
+    job.wait_for_step(1)  # the batch size is that of a job of one worker
+    for _ in range(3):
         job.start()
     job.wait_for_world(4)
     for number, moment in enumerate(moments):

@@ -77,7 +77,7 @@ def test_other_classes_are_refused_by_name() -> None:
 
 
 def test_class_inside_a_class_is_refused_with_advice() -> None:
-    with pytest.raises(transfer.TransferError, match="move that class to the top level of its module"):
+    with pytest.raises(transfer.TransferError, match="move its class, which is inside another one"):
         sent(Outer.Inner(), own=Outer.Inner())
 
 
