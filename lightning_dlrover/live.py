@@ -40,7 +40,7 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
-from lightning_dlrover.rdzv.meeting import Purpose, shown
+from lightning_dlrover.rdzv.meeting import Purpose, place_of, shown
 from lightning_dlrover.rdzv.records import CheckpointRecord, from_fields
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
@@ -658,7 +658,8 @@ class LiveTraining:
 
     def named(self, what: str, run: Callable[[], T]) -> T:
         """Run collectives under one name, under which all workers must meet."""
-        with self.world.compared(lambda: Purpose(what)):
+        frame = sys._getframe(1)
+        with self.world.compared(lambda: Purpose(what, place=place_of(frame), any_place=True)):
             return run()
 
     def collective_once(self, run: Callable[[], T]) -> tuple[T] | None:

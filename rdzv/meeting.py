@@ -113,12 +113,13 @@ class Purpose:
     details: str = ""  # name, size, type, root: must be equal on all workers
     place: Place | None = None
     same_line: bool = False  # whether it must be called at the same line on all workers
+    any_place: bool = False  # whether `place` is for the error's text alone
 
     @property
     def key(self) -> int:
         """Equal for workers that may meet; 62 bits."""
         compared = [self.kind, self.details]
-        if self.place is not None:
+        if self.place is not None and not self.any_place:
             compared += [self.place.caller, self.place.line if self.same_line else ""]
         return int.from_bytes(hashlib.blake2b("\n".join(compared).encode(), digest_size=8).digest(), "big") >> 2
 

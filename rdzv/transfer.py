@@ -223,9 +223,7 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
             name = found[1] if found is not None else "what is not data"
             advice = "keep it as dicts, lists and tensors"
         if name in ("getattr", "builtins.getattr"):
-            advice = (
-                "keep it as dicts, lists and tensors, or move its class, which is inside another one, to its module's top level"
-            )
+            advice += ", or move its class, which is inside another one, to the top level of its module"
         raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
 
 
