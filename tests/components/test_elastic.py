@@ -201,13 +201,12 @@ def test_timeouts_of_a_job_reach_its_agents() -> None:
     options = cli._parser().parse_args(["run", "--join-timeout", "2h", "--lease-ttl", "7s", "--wait-timeout", "1d", "train.py"])
     timeouts = {name: getattr(options, name) for name in cli._TIMEOUTS}
     assert timeouts == {"join_timeout": 7200.0, "wait_timeout": 86400.0, "lease_ttl": 7.0}
-    del timeouts["wait_timeout"]
     spec = NodeSpec("train.py", (), "h:1", "run", "/dlrover", 1, 2, timeouts=timeouts)
     [conf] = [a.partition("=")[2] for a in node_app(spec, "node1", "$").roles[0].args if a.startswith("--rdzv-conf=")]
-    assert conf == "live=1,key_prefix=/dlrover,join_timeout=7200,lease_ttl=7"
+    assert conf == "live=1,key_prefix=/dlrover,join_timeout=7200,wait_timeout=86400,lease_ttl=7"
     parameters = RendezvousParameters("etcd-v3", "h:1", "run", 1, 2, **dict(pair.split("=") for pair in conf.split(",")))
     config = HandlerConfig.from_parameters(parameters)
-    assert (config.join_timeout_s, config.lease_ttl_s) == (7200.0, 7.0)
+    assert (config.join_timeout_s, config.timeouts.wait_timeout_s, config.timeouts.lease_ttl_s) == (7200.0, 86400.0, 7.0)
 
 
 @pytest.mark.parametrize("timeouts", ["join_timeout", "join_timeout=1h", "a=1,,b=2", "live=0=1"])

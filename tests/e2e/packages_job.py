@@ -70,4 +70,8 @@ def train_with(recorder: Recorder, settings: PackageSettings) -> None:
         DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True),
         DataLoader(Rows(settings.num_val_rows), settings.batch_size),
     )
-    recorder.write("after_fit", step=trainer.global_step, strategy=type(trainer.strategy).__mro__[2].__module__)
+    recorder.write(
+        "after_fit",
+        step=trainer.global_step,
+        strategy=next(c.__module__ for c in type(trainer.strategy).__mro__ if c.__name__ == "DDPStrategy"),
+    )

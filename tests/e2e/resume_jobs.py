@@ -70,7 +70,7 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
     else:
         model = MODELS.get(settings.name, ToyModel)(recorder, settings.step_s)
     every = {"save_on_train_epoch_end": True} if settings.at_epoch_end else {"every_n_train_steps": 5}
-    checkpoints = ModelCheckpoint(f"file://{folder}" if settings.as_url else folder, "{step}", save_top_k=-1, **every)
+    checkpoints = ModelCheckpoint(f"local://{folder}" if settings.as_url else folder, "{step}", save_top_k=-1, **every)
     saves = not settings.name.startswith("unsendable")
     trainer = make_trainer(
         recorder.place.folder,

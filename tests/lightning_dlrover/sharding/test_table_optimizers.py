@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ from lightning_dlrover.sharding.optimizers import TableOptimizerError, in_backwa
 ROWS = {"a": 40, "b": 23}
 
 Configure = Callable[["Model"], Any]
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Sharded tables need a process group, which lasts as long as the script otherwise."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class Model(L.LightningModule):
