@@ -425,9 +425,13 @@ class LiveTraining:
         while True:
             self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
+            trainable = [(p, p.requires_grad) for p in self._trainer.lightning_module.parameters()]
             if (done := self._attempt(run, kwargs)) is not None:
                 result = done[0]
                 break
+            # The step may have been left inside `toggle_optimizer`; DDP, which `_recover` makes anew, ignores what is frozen.
+            for parameter, requires_grad in trainable:
+                parameter.requires_grad_(requires_grad)
             skip = self._recover()
             if skip:
                 result = {}

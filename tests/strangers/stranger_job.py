@@ -83,7 +83,16 @@ class _Pace:
 
     def __init__(self, recorder: Recorder, paced: bool) -> None:
         self._recorder, self._paced = recorder, paced
-        self._steps = 0
+        self._steps = self._num_samples = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        training_step = trainer.strategy.training_step
+
+        def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._num_samples = _num_samples(batch)  # that of a step that is redone is another one than its hooks are given
+            return training_step(batch, *args, **kwargs)
+
+        trainer.strategy.training_step = counted
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if self._paced and not released(Path(self._recorder.place.folder)).exists():
@@ -101,7 +110,7 @@ class _Pace:
             step=trainer.fit_loop.epoch_loop.total_batch_idx + 1,  # batches: an accumulated step is several
             epoch=trainer.current_epoch,
             batch=batch_idx,
-            samples=_num_samples(batch),
+            samples=self._num_samples,
             round=formation.round.number if formation else 0,
             rank=trainer.global_rank,
             world=trainer.world_size,

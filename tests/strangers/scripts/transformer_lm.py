@@ -38,7 +38,7 @@ class LanguageModel(L.LightningModule):
         self.save_hyperparameters()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(BLOCK, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True, bias=False)
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight  # tied
