@@ -118,6 +118,7 @@ class _Update:
 
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]  # of each optimizer: what it keeps beside its parameters, such as schedule-free counters
     manual_steps: dict[str, Any]
 
 
@@ -149,6 +150,20 @@ def remaining_batches(trainer: L.Trainer) -> float | None:
 def batches_done(trainer: L.Trainer) -> int:
     """Batches that the job has trained on, over all epochs; the one that is being computed included."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+SET_BY_SCHEDULERS = frozenset(
+    {"params", "lr", "initial_lr", "min_lr", "max_lr", "momentum", "betas", "base_momentum", "max_momentum", "swa_lr"}
+)
+
+
+def _own_options(group: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer itself may change in a group of parameters.
+
+    A worker that missed an update keeps its own rates: its schedulers have not seen the update yet and will set them.
+    """
+    plain = (bool, int, float, str, torch.Tensor)
+    return {name: value for name, value in group.items() if name not in SET_BY_SCHEDULERS and isinstance(value, plain)}
 
 
 class _RepeatValidation(Exception):
@@ -823,6 +838,7 @@ class LiveTraining:
         return _Update(
             model={name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)},
             optimizers=[optimizer.state_dict()["state"] for optimizer in self._trainer.optimizers],
+            groups=[[_own_options(group) for group in optimizer.param_groups] for optimizer in self._trainer.optimizers],
             manual_steps=self._epoch_loop.manual_optimization.optim_step_progress.state_dict(),
         )
 
@@ -831,9 +847,11 @@ class LiveTraining:
             for name, value in self._trainer.lightning_module.state_dict().items():
                 if isinstance(value, torch.Tensor):
                     value.copy_(update.model[name])
-        for optimizer, state in zip(self._trainer.optimizers, update.optimizers, strict=True):
-            # Only the state: this worker's schedulers have not seen the update yet and will set the rates themselves.
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for optimizer, state, groups in zip(self._trainer.optimizers, update.optimizers, update.groups, strict=True):
+            mine = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(
+                {"state": state, "param_groups": [{**g, **own} for g, own in zip(mine, groups, strict=True)]}
+            )
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
 
     def _message(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_changes_leave_the_result_as_it_is(stranger: Stranger, make_job: MakeJob
 
 
 def resize_and_kill(job: Job) -> None:
-    """1 -> 3 workers, 2 as rank 0 leaves, 3 as another one joins, and 2 as one is killed between its forward and backward pass."""
+    """Grow from 1 to 3 workers, let rank 0 leave, take another one in, and kill one between its forward and backward pass."""
     first = job.start()
     job.wait_for_step(3)
     second, _ = job.start(), job.start()

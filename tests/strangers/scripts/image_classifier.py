@@ -95,7 +95,9 @@ def main():
     trainer.fit(model, DataLoader(Stripes(640, 0), batch_size=16, shuffle=True), DataLoader(Stripes(96, 1), batch_size=32))
     weights = {name: value.tolist() for name, value in model.net.state_dict().items()}
     steps, epochs = trainer.global_step, trainer.current_epoch
-    fit_metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_acc", "train_loss_epoch", "train_acc")}
+    fit_metrics = {
+        name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_acc", "train_loss_epoch", "train_acc")
+    }
     (tested,) = trainer.test(model, DataLoader(Stripes(96, 2), batch_size=32), ckpt_path="best")
     if path := os.environ.get("STRANGER_RESULT"):
         result = {

@@ -64,7 +64,9 @@ class LanguageModel(L.LightningModule):
         decay = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=self.hparams.lr, betas=(0.9, 0.95)
+            [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=self.hparams.lr,
+            betas=(0.9, 0.95),
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.hparams.warmup))
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 1}]
