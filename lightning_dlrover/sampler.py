@@ -323,6 +323,11 @@ class ElasticLoader:
         return self._batch_sampler
 
     @property
+    def worker_init_fn(self) -> Callable[[int], None] | None:
+        """The user's, or the one that `seed_everything(workers=True)` asks for, which Lightning would otherwise set itself."""
+        return self._seeded_init()
+
+    @property
     def num_samples(self) -> int:
         return len(self._user_sampler) if self._user_sampler is not None else len(self.dataset)
 

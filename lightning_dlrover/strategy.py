@@ -362,6 +362,9 @@ class DLRoverStrategy(EitherStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         assert self.lightning_module is not None
         if self._tables is None and not has_tables(self.lightning_module):
+            if self._is_single and trainer.state.fn != TrainerFn.FITTING:
+                self._setup_alone(trainer)
+                return
             super().setup(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._note_optimizers()
@@ -393,6 +396,15 @@ class DLRoverStrategy(EitherStrategy):
             self._build_tables(self._tables)
         if trainer.state.fn == TrainerFn.FITTING:
             self._give_tables_to_optimizers()
+        self.setup_precision_plugin()
+
+    def _setup_alone(self, trainer: L.Trainer) -> None:
+        """What DDP does before validation, test and prediction, without sending weights: there is no process group."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
         self.setup_precision_plugin()
 
     def _note_optimizers(self) -> None:

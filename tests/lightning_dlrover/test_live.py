@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dlrover.live import LiveTraining, Position, can_meet
@@ -74,6 +76,32 @@ def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(val
     for _ in range(2):
         with pytest.raises(SnapshotError, match=r"add_safe_globals\(\[Own\]\)"):
             live._packed_snapshot()
+
+
+def test_missed_update_brings_counters_of_parameter_groups() -> None:
+    def worker(**options: float) -> tuple[LiveTraining, torch.optim.Optimizer]:
+        module = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([{"params": module.parameters(), **options}])
+        progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        live = LiveTraining.__new__(LiveTraining)
+        live._trainer = SimpleNamespace(  # type: ignore[assignment]
+            lightning_module=module,
+            optimizers=[optimizer],
+            precision_plugin=SimpleNamespace(state_dict=dict),
+            fit_loop=SimpleNamespace(
+                epoch_loop=SimpleNamespace(manual_optimization=SimpleNamespace(optim_step_progress=progress))
+            ),
+        )
+        return live, optimizer
+
+    source, _ = worker(lr=0.1, k=7, weight_sum=0.5)  # counters as of schedule-free optimizers
+    target, optimizer = worker(lr=0.2, k=6, weight_sum=0.4)
+    target._apply(source._capture())
+    (group,) = optimizer.param_groups
+    assert (group["k"], group["weight_sum"]) == (7, 0.5)
+    assert group["lr"] == 0.2  # its own scheduler sets it
+    weights = [live._trainer.lightning_module.weight for live in (source, target)]
+    assert torch.equal(*weights)  # type: ignore[arg-type]
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------

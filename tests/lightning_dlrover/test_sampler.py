@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
@@ -779,3 +779,10 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
     loader = ElasticLoader(Filtering(Numbers(5), 1), 1, training=True)
     assert loader.retune(1)
     assert (loader.num_workers, loader.refusal) == (0, "Filtering makes its iterators itself")
+
+
+def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as `seed_everything(workers=True)` does, and LightningCLI by default
+    loader = ElasticLoader(DataLoader(Numbers(6), 2, num_workers=1), 2, training=True)
+    _auto_add_worker_init_fn(loader, rank=0)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -74,6 +74,32 @@ def test_a_plain_script_trains_exactly_as_without_the_strategy(by_name: bool, tm
     assert not torch.distributed.is_initialized()
 
 
+def test_plain_script_validates_tests_and_predicts(tmp_path: Path) -> None:
+    class Evaluated(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", float(len(batch)))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test", float(len(batch)))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> int:
+            return len(batch)
+
+    model = train(tmp_path, DLRoverStrategy(), Evaluated())
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    loader = DataLoader(TensorDataset(torch.zeros(6, 8)), 3)
+    assert trainer.validate(model, loader, verbose=False) == [{"val": 1.0}]
+    assert trainer.test(model, loader, verbose=False) == [{"test": 1.0}]
+    assert trainer.predict(model, loader) == [1, 1]
+
+
 def test_a_plain_script_has_no_live_job(tmp_path: Path) -> None:
     strategy = DLRoverStrategy()
     train(tmp_path, strategy)

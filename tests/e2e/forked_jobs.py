@@ -1,0 +1,38 @@
+"""Fixtures of jobs whose workers are forked from one warm process; a `conftest.py` imports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+__all__ = ["MakeJob", "fork_server", "make_job"]
+
+MakeJob = Callable[..., harness.Job]
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    harness.start_fork_server()
+    yield
+    harness.stop_fork_server()
+
+
+@pytest.fixture
+def make_job(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[MakeJob]:
+    """Makes jobs whose workers end with the test."""
+    jobs: list[harness.Job] = []
+
+    def make(settings: Any, **kwargs: Any) -> harness.Job:
+        name = f"{run_id}-{len(jobs)}"
+        jobs.append(harness.Job(kwargs.pop("endpoint", etcd.endpoint), name, tmp_path / name, settings, **kwargs))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.__exit__()
