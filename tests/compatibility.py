@@ -1,0 +1,436 @@
+"""What Lightning scripts may contain, and what becomes of it in a job that changes: the source of docs/compatibility.md.
+
+`python tests/compatibility.py` writes the page. A test compares the two, and looks each test up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["PAGE", "ROWS", "Row", "render"]
+
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+Verdict = Literal["works", "refused", "warned"]
+
+_E2E = "tests/e2e"
+_UNIT = "tests/lightning_dlrover"
+_FEATURES = f"{_E2E}/test_features.py"
+_TABLE = f"{_E2E}/test_table_of_features.py::test_resized_run_ends_as_the_undisturbed_one"
+_STRANGERS = "tests/strangers/test_strangers.py::test_changes_leave_the_result_as_it_is"
+_MISMATCH = f"{_E2E}/test_mismatches.py::test_different_collectives_end_with_both_places"
+_OPTIMIZERS = f"{_UNIT}/sharding/test_table_optimizers.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One feature."""
+
+    group: str
+    feature: str
+    verdict: Verdict
+    test: str  # path::function, with [parameter] where one case shows it
+    note: str = ""
+
+
+def _rows(group: str, *rows: tuple[str, Verdict, str] | tuple[str, Verdict, str, str]) -> list[Row]:
+    return [Row(group, *row) for row in rows]
+
+
+ROWS: list[Row] = [
+    *_rows(
+        "Packages and start",
+        (
+            "`import lightning` and `import pytorch_lightning`, in any order",
+            "works",
+            f"{_E2E}/test_package_jobs.py::test_job_of_pytorch_lightning_after_lightning",
+        ),
+        (
+            "`pytorch_lightning` where `lightning` is not installed",
+            "works",
+            f"{_E2E}/test_package_jobs.py::test_job_of_pytorch_lightning_alone_survives_changes",
+        ),
+        (
+            "Two packages of different releases",
+            "refused",
+            f"{_UNIT}/test_packages.py::test_strategy_refuses_a_trainer_of_another_release",
+        ),
+        ('`strategy="dlrover"`', "works", f"{_UNIT}/test_packages.py::test_trainer_takes_strategy_by_name_and_by_instance"),
+        ("A subclass of `DLRoverStrategy`", "works", f"{_UNIT}/test_packages.py::test_strategy_of_the_users_own_is_taken"),
+        (
+            "LightningCLI: YAML, `class_path`, `trainer_defaults` with a name or a `class_path`",
+            "works",
+            f"{_UNIT}/test_lightning_cli.py::test_trainer_defaults_hold_a_name_or_a_class_path",
+            "jsonargparse refuses an instance in `trainer_defaults`, of any strategy",
+        ),
+        ("LightningCLI with YAML in a job", "works", f"{_STRANGERS}[cli]"),
+        (
+            "`Trainer(devices=...)` and `num_nodes` of another number",
+            "warned",
+            f"{_E2E}/test_arguments.py::test_number_of_devices_without_effect_is_named",
+        ),
+        (
+            "Arguments of `DLRoverStrategy` that cannot be meant",
+            "refused",
+            f"{_UNIT}/test_strategy.py::test_an_argument_that_cannot_be_meant_is_refused",
+        ),
+        (
+            "`python script.py` without a job, with `validate`, `test` and `predict`",
+            "works",
+            f"{_UNIT}/test_strategy.py::test_plain_script_validates_tests_and_predicts",
+        ),
+    ),
+    *_rows(
+        "Data",
+        (
+            "`batch_sampler=BatchSampler(...)`",
+            "works",
+            f"{_FEATURES}::test_workers_agree_at_every_step_across_growth_loss_and_move_of_rank_0_with[batch_sampler]",
+        ),
+        (
+            "Batch samplers of the user's own, `batch_size=None`, `DataLoader.__iter__` overridden",
+            "refused",
+            f"{_UNIT}/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
+        ),
+        ("`IterableDataset`", "refused", f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[iterable]"),
+        (
+            "Samplers that follow the rank",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[rank_aware]",
+        ),
+        (
+            "`use_distributed_sampler=False` with a sampler of the user's own",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[split_by_user]",
+        ),
+        (
+            "`use_distributed_sampler=False` with torch's samplers",
+            "works",
+            f"{_UNIT}/test_loader_checks.py::test_samplers_of_torch_are_those_of_all_workers",
+        ),
+        (
+            "A loader that is no `DataLoader`",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[list]",
+        ),
+        (
+            "`training_step(self, dataloader_iter)`",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[dataloader_iter]",
+        ),
+        (
+            "A sampler of the user's own",
+            "works",
+            f"{_FEATURES}::test_a_sampler_of_the_users_own_decides_the_order_across_resizes",
+        ),
+        (
+            "`in_order=False`",
+            "works",
+            f"{_UNIT}/test_sampler.py::test_batches_come_in_order_though_the_user_does_not_ask_for_it",
+            "batches come in order",
+        ),
+        (
+            "Several training loaders, the first one shorter",
+            "works",
+            f"{_FEATURES}::test_shorter_first_loader_does_not_end_changes_or_recovery[max_size_cycle]",
+        ),
+        (
+            "Several training loaders with uneven shares",
+            "warned",
+            f"{_UNIT}/test_sampler.py::test_loss_weighs_by_the_first_loader_that_takes_part",
+            "one weight for all of them",
+        ),
+        (
+            "One `global_batch_size` for loaders of unlike batch sizes",
+            "refused",
+            f"{_UNIT}/test_sampler.py::test_one_global_batch_size_for_unlike_loaders_is_refused",
+        ),
+        (
+            "Loaders made anew each epoch, with other lengths; a seed per worker",
+            "works",
+            f"{_FEATURES}::test_workers_with_seeds_of_their_own_share_one_order",
+        ),
+        (
+            "`shuffle=True` with a `generator`",
+            "works",
+            f"{_UNIT}/test_sampler.py::test_a_generator_of_the_users_seeds_the_order",
+            "it seeds the order",
+        ),
+        ("`seed_everything(workers=True)`", "works", f"{_UNIT}/test_sampler.py::test_lightning_seeds_workers_of_any_loader"),
+        (
+            "Reading attributes of `trainer.train_dataloader`",
+            "works",
+            f"{_UNIT}/test_sampler.py::test_user_code_reads_its_loader",
+        ),
+        ("Setting them", "refused", f"{_UNIT}/test_sampler.py::test_a_change_that_would_have_no_effect_is_an_error"),
+        ("A joiner with other data", "refused", f"{_FEATURES}::test_joiner_with_other_data_is_refused_and_the_job_goes_on"),
+        (
+            "First workers with other data than each other",
+            "refused",
+            f"{_FEATURES}::test_first_workers_with_other_data_are_refused",
+        ),
+        ("Random augmentation", "works", f"{_UNIT}/test_data_fingerprint.py::test_random_augmentation_is_not_compared"),
+        (
+            "`LightningDataModule` with `state_dict` and `reload_dataloaders_every_n_epochs`",
+            "works",
+            f"{_STRANGERS}[datamodule]",
+        ),
+    ),
+    *_rows(
+        "Callbacks and schedules",
+        ("EarlyStopping, ModelCheckpoint by metric and by steps", "works", f"{_TABLE}[monitors]"),
+        (
+            "ReduceLROnPlateau on a metric that is not logged in each epoch, `reload_dataloaders_every_n_epochs=2`",
+            "works",
+            f"{_TABLE}[plateau]",
+        ),
+        ("GradientAccumulationScheduler", "works", f"{_TABLE}[accumulation_scheduler]"),
+        ("WeightAveraging, EMAWeightAveraging", "works", f"{_TABLE}[weight_averaging]"),
+        ("An EMA callback that swaps weights in validation", "works", f"{_STRANGERS}[ema]"),
+        ("StochasticWeightAveraging", "works", f"{_TABLE}[swa]"),
+        (
+            "BaseFinetuning",
+            "works",
+            f"{_TABLE}[finetuning]",
+            "the model is wrapped anew when layers are unfrozen; stock DDP does not reduce their gradients",
+        ),
+        ("ModelPruning", "works", f"{_TABLE}[pruning]"),
+        ("Values that `on_train_epoch_start` sets by the epoch", "works", f"{_TABLE}[epoch_hooks]"),
+        ("Timer, `val_check_interval` as a time", "works", f"{_TABLE}[clock]"),
+        ("Objects in checkpoints: scalers, enums, dataclasses, partials", "works", f"{_TABLE}[objects]"),
+        (
+            "Objects in checkpoints that cannot be pickled",
+            "refused",
+            f"{_E2E}/test_resume.py::test_state_that_cannot_be_sent_refuses_joiners_alone",
+            "joiners are; the job goes on",
+        ),
+        (
+            "A learning rate by `trainer.world_size`",
+            "refused",
+            f"{_FEATURES}::test_joiner_with_another_learning_rate_is_refused",
+            "the joiner is",
+        ),
+        (
+            "`Tuner.lr_find`, LearningRateFinder",
+            "works",
+            f"{_E2E}/test_arguments.py::test_search_for_a_rate_is_no_part_of_the_job",
+        ),
+        (
+            "`on_exception`, OnExceptionCheckpoint at a planned leave",
+            "works",
+            f"{_FEATURES}::test_checkpoint_of_a_lost_rank_0_is_written_by_the_next",
+            "not called",
+        ),
+        (
+            "`trainer.should_stop` on some workers only",
+            "works",
+            f"{_E2E}/test_mismatches.py::test_all_stop_soon_after_one_asks_for_it",
+            "all stop after the next vote",
+        ),
+    ),
+    *_rows(
+        "Optimization",
+        (
+            "GAN: several optimizers, growth and loss",
+            "works",
+            f"{_FEATURES}::test_growth_keeps_models_that_leave_parameters_out[gan]",
+        ),
+        ("GAN with `toggle_optimizer`", "works", f"{_STRANGERS}[gan]"),
+        (
+            "Parameters that a step leaves out",
+            "works",
+            f"{_FEATURES}::test_growth_keeps_models_that_leave_parameters_out[unused]",
+        ),
+        (
+            "`find_unused_parameters`, `static_graph` of the user's",
+            "works",
+            f"{_UNIT}/test_unused_parameters.py::test_users_own_choice_is_kept",
+        ),
+        (
+            "`toggle_optimizer` and accumulation by hand, with losses",
+            "works",
+            f"{_FEATURES}::test_frozen_halves_and_manual_windows_survive_losses",
+        ),
+        (
+            "LBFGS and other optimizers that evaluate several times",
+            "works",
+            f"{_FEATURES}::test_optimizers_that_evaluate_several_times_are_redone",
+        ),
+        ("Schedule-free optimizers", "works", f"{_STRANGERS}[schedule_free]"),
+        (
+            "Gradient accumulation and clipping",
+            "works",
+            f"{_FEATURES}::test_gradient_accumulation_and_clipping_count_the_same_updates_as_an_unresized_run",
+        ),
+        (
+            "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",
+            "refused",
+            f"{_FEATURES}::test_script_that_cannot_be_right_is_refused",
+        ),
+        (
+            "`torch.compile` with `DLRoverCallback`",
+            "works",
+            f"{_UNIT}/test_compiled_models.py::test_callback_leaves_compilation_alone",
+        ),
+        (
+            "Tables: SGD, Adagrad, parameter groups, schedules, frozen tables",
+            "works",
+            f"{_OPTIMIZERS}::test_tables_end_as_with_the_ordinary_optimizer",
+        ),
+        (
+            "Tables: data-parallel ones with any optimizer",
+            "works",
+            f"{_OPTIMIZERS}::test_whole_tables_are_trained_by_any_optimizer",
+        ),
+        (
+            "Tables: Adam on CPU, momentum, weight decay, no optimizer",
+            "refused",
+            f"{_OPTIMIZERS}::test_optimizer_without_a_kernel_is_refused",
+        ),
+        ("Tables: `sync_batchnorm`", "works", f"{_OPTIMIZERS}::test_sync_batchnorm_holds_beside_tables"),
+    ),
+    *_rows(
+        "Metrics and logs",
+        (
+            "Logging without `sync_dist`: mean, sum, max, min; callbacks that monitor it",
+            "works",
+            f"{_FEATURES}::test_script_for_one_device_means_the_same_with_three",
+        ),
+        ("torchmetrics objects, logged", "works", f"{_TABLE}[torchmetrics]"),
+        (
+            "torchmetrics objects of a worker that leaves",
+            "works",
+            f"{_UNIT}/test_epoch_metrics.py::test_metric_of_a_leaver_is_merged",
+        ),
+        (
+            "... whose states have no reduction",
+            "warned",
+            f"{_UNIT}/test_epoch_metrics.py::test_metric_that_cannot_be_merged_is_named",
+        ),
+        ("A loss at an epoch's end", "works", f"{_FEATURES}::test_loss_at_an_epochs_end_keeps_its_metrics"),
+        ("Logs and metrics of a step that is done again", "works", f"{_FEATURES}::test_redone_steps_count_once"),
+        (
+            "CSVLogger, TensorBoardLogger, TQDM bar when rank 0 moves",
+            "works",
+            f"{_E2E}/test_logger_jobs.py::test_logs_stay_in_one_version_when_rank_0_moves",
+        ),
+        (
+            "A logger of the user's own with `state_dict`",
+            "works",
+            f"{_UNIT}/test_loggers.py::test_logger_of_the_users_own_gets_its_state",
+        ),
+        (
+            "Wandb, MLflow, Comet",
+            "works",
+            f"{_UNIT}/test_loggers.py::test_attributes_of_remote_loggers_exist",
+            "not run against their servers",
+        ),
+    ),
+    *_rows(
+        "Validation, checkpoints, several fits",
+        (
+            "A loss in validation: modes, averaged weights, patience, checkpoints, metrics",
+            "works",
+            f"{_FEATURES}::test_validation_goes_on_after_losses[validated]",
+        ),
+        (
+            "`self.all_gather` and `sync_dist` on each step in `validation_step`",
+            "works",
+            f"{_FEATURES}::test_validation_goes_on_after_losses[gathering]",
+        ),
+        (
+            "A checkpoint that rank 0 was writing when it was lost",
+            "works",
+            f"{_FEATURES}::test_checkpoint_of_a_lost_rank_0_is_written_by_the_next",
+            "not with AsyncCheckpointIO",
+        ),
+        (
+            "Checkpoints at a URL",
+            "works",
+            f"{_E2E}/test_resume.py::test_checkpoint_is_found_again_at_a_url_and_with_objects[url]",
+        ),
+        (
+            "Hyperparameters of any class",
+            "works",
+            f"{_E2E}/test_resume.py::test_checkpoint_is_found_again_at_a_url_and_with_objects[objects]",
+        ),
+        (
+            "A checkpoint on record that cannot be read",
+            "refused",
+            f"{_E2E}/test_resume.py::test_job_does_not_begin_anew_when_its_checkpoint_is_gone",
+        ),
+        (
+            "A checkpoint of an epoch's end",
+            "works",
+            f"{_E2E}/test_resume.py::test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch",
+        ),
+        (
+            "Several fits, k-fold",
+            "works",
+            f"{_FEATURES}::test_later_fits_survive_losses_and_end_right",
+            "workers join the first one only",
+        ),
+        ("k-fold as a script", "works", f"{_STRANGERS}[kfold]"),
+        ("`predict` and `test` after `fit`", "works", f"{_STRANGERS}[predictions]"),
+        (
+            "Code after `fit` that raises",
+            "works",
+            f"{_E2E}/test_dlrover_run.py::test_failure_after_fit_fails_the_job",
+            "exit code 1",
+        ),
+        (
+            "A worker killed before the first batch",
+            "works",
+            f"{_E2E}/test_job_control.py::test_worker_killed_before_the_first_batch_is_replaced",
+        ),
+    ),
+    *_rows(
+        "Collectives that differ between workers",
+        ("A barrier, broadcast or reduction on one worker", "refused", f"{_MISMATCH}[barrier_alone]"),
+        ("`save_checkpoint` on one worker", "refused", f"{_MISMATCH}[checkpoint_alone]"),
+        ("`self.all_gather` of different shapes", "refused", f"{_MISMATCH}[gather_shapes]"),
+        ("torchmetrics' `compute` on one worker", "refused", f"{_MISMATCH}[torchmetrics]"),
+        ("`torch.distributed` on one worker", "refused", f"{_MISMATCH}[raw_against_gradients]"),
+        ("Gradients that one worker does not reduce", "refused", f"{_MISMATCH}[no_sync]"),
+        ("Validation on one worker", "refused", f"{_MISMATCH}[validation]"),
+        ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
+    ),
+    *_rows(
+        "Whole scripts, resized 1-3-2 and killed once",
+        ("Autoencoder", "works", f"{_STRANGERS}[autoencoder]"),
+        ("Image classifier", "works", f"{_STRANGERS}[image_classifier]"),
+        ("Fine-tuning", "works", f"{_STRANGERS}[finetuning]"),
+        ("Transformer language model", "works", f"{_STRANGERS}[transformer_lm]"),
+        ("DeepFM", "works", f"{_STRANGERS}[deepfm]"),
+        ("Wide and deep, manual optimization", "works", f"{_STRANGERS}[wide_deep]"),
+        ("DLRM with torchrec", "works", f"{_STRANGERS}[dlrm]"),
+        ("Time series", "works", f"{_STRANGERS}[timeseries]"),
+        ("Tabular library with its own `pytorch_lightning` Trainer", "works", f"{_STRANGERS}[tabular]"),
+        ("StochasticWeightAveraging", "works", f"{_STRANGERS}[swa]"),
+    ),
+]
+
+
+def render(rows: list[Row]) -> str:
+    """The page."""
+    lines = [
+        "# What scripts may contain",
+        "<!-- Written by `python tests/compatibility.py` from the table in that file. -->",
+        "",
+        "Each row was tried in jobs whose workers join, leave and die.",
+        "*Works*: the result is that of an undisturbed run.",
+        "*Refused*: the error gives the reason and the next move, when the Trainer starts or where the script does it.",
+        "*Warned*: one line in the log.",
+    ]
+    for group in dict.fromkeys(row.group for row in rows):
+        lines += ["", f"## {group}", "| feature | | shown by |", "| --- | --- | --- |"]
+        for row in (row for row in rows if row.group == group):
+            verdict = f"{row.verdict}: {row.note}" if row.note else row.verdict
+            lines.append(f"| {row.feature} | {verdict} | `{row.test}` |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(ROWS))

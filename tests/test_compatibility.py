@@ -1,0 +1,45 @@
+"""The page on compatibility holds what the tests show."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from compatibility import PAGE, ROWS, Row, render
+
+ROOT = PAGE.parent.parent
+
+
+@cache
+def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(path.read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_page_is_written_from_the_table() -> None:
+    assert PAGE.read_text() == render(ROWS), "write it anew: python tests/compatibility.py"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)
+def test_row_names_a_test_that_exists(row: Row) -> None:
+    path, _, name = row.test.partition("::")
+    function, _, case = name.partition("[")
+    assert function in functions_of(ROOT / path), row.test
+    if case:
+        folder = (ROOT / path).parent
+        sources = "\n".join(file.read_text() for file in [*folder.glob("*.py")])
+        files = {file.stem for file in folder.glob("scripts/*.py")}
+        assert case.rstrip("]") in files or re.search(rf"""["']{case.rstrip("]")}["']""", sources), row.test
+
+
+def test_every_feature_of_the_tables_has_a_row() -> None:
+    cases = {case for row in ROWS for case in re.findall(r"\[(\w+)\]", row.test)}
+    table = (ROOT / "tests/e2e/table_of_features.py").read_text()
+    features = set(re.findall(r'^    "(\w+)": Setup\(', table, re.MULTILINE))
+    scripts = {file.stem for file in (ROOT / "tests/strangers/scripts").glob("*.py")}
+    assert features
+    assert scripts
+    assert (features | scripts) - cases == set()
