@@ -190,7 +190,10 @@ class EpochMetrics:
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
-        self.agree()
+        # Lightning ends a dataloader of several when this worker sees a batch of the next one, so a worker without samples does
+        # not. Values of a validation's dataloader were exchanged when all workers had computed their batches.
+        if not self._live.validation.is_between_dataloaders:
+            self.agree()
 
     def _after_agreement(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
@@ -220,7 +223,7 @@ class EpochMetrics:
             if key not in results or results[key].has_reset:
                 self._adopt(results, key, found[0])
             if found[0]["value"] is not None:
-                _set_computed(results[key], _value_of(results[key].meta, found))
+                set_computed(results[key], _value_of(results[key].meta, found))
         self._compute_together(results, sorted(key for key, found in entries.items() if found[0]["value"] is None))
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
@@ -278,9 +281,10 @@ class EpochMetrics:
         """Names that may be read between two steps, rather than after a validation or an epoch."""
         names = set()
         for callback in self._trainer.callbacks:
+            every = getattr(callback, "_every_n_train_steps", 1)
             is_rare = isinstance(callback, EarlyStopping) or (
                 isinstance(callback, Checkpoint)
-                and not getattr(callback, "_every_n_train_steps", 1)
+                and (not every or self._trainer.global_step % every != 0)
                 and getattr(callback, "_train_time_interval", None) is None
             )
             if not is_rare:
@@ -311,7 +315,7 @@ class EpochMetrics:
 
         values = self._live.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
-            _set_computed(metric, value.to(self._live.device) if isinstance(value, Tensor) else value)
+            set_computed(metric, value.to(self._live.device) if isinstance(value, Tensor) else value)
 
 
 def _is_own(metric: Any) -> bool:
@@ -345,7 +349,8 @@ def _value_of(meta: Any, entries: Sequence[dict[str, Any]]) -> Tensor:
     return (total / weight).to(values[0].dtype) if weight else torch.full_like(values[0], float("nan"))
 
 
-def _set_computed(metric: Any, value: Any) -> None:
+def set_computed(metric: Any, value: Any) -> None:
+    """Make a value that all workers have agreed on the epoch's value of a logged metric; it is not agreed on again."""
     metric._computed = metric._dlrover_agreed = value.to(metric.value.device) if metric.is_tensor else value
 
 

@@ -246,6 +246,7 @@ class LiveTraining:
         """Before Lightning's loops run."""
         self.world.num_fits += 1
         self._fit = self.world.num_fits
+        self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
         if self._fit > 1:
             self.world.begin_fit(self._fit)
 
@@ -324,7 +325,7 @@ class LiveTraining:
         self._names_in_state = self._names_in_own_state()
         if self.formation.rank == 0 and self.world.config.max_workers > 1:
             loggers.begin(self._trainer.loggers)
-        if self.formation.size > 1 and self._trainer.loggers:
+        if self.formation.size > 1:
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)
@@ -1234,6 +1235,8 @@ class LiveTraining:
         Every worker says so before it goes on: the first one to exit must not be taken for lost.
         """
         if not self._entered:
+            if self._fit > 1 and self.formation is not None:
+                self.world.finish(self._trainer.global_step, self._fit)  # there was nothing to train
             return
         self._is_finishing = True
         if self._size > 1:

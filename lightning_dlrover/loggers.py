@@ -6,6 +6,7 @@ All workers are given rank 0's, so that whoever is rank 0 next goes on with that
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.packages import PACKAGES, CSVLogger
+from lightning_dlrover.rdzv import transfer
 
 __all__ = ["adopt", "begin", "capture", "take_over"]
+
+log = logging.getLogger(__name__)
 
 _NAMES = {
     "CSVLogger": ("_version",),
@@ -43,6 +47,8 @@ def capture(loggers: Sequence[Any]) -> list[dict[str, Any]]:
 
 def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
     """On a worker that does not log: go on with these runs, should it ever be rank 0."""
+    if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
+        return  # a script that logs on one worker only
     for logger, run in zip(loggers, runs, strict=True):
         if "state" in run:
             logger.load_state_dict(run["state"])
@@ -51,7 +57,7 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
             _leave_comet(logger)
         for name, value in names.items():
             setattr(logger, name, value)
-        if _kind(logger) == "WandbLogger":
+        if _kind(logger) == "WandbLogger" and names.get("_id"):
             logger._wandb_init.update(id=names["_id"])
             logger._wandb_init.setdefault("resume", "allow")
 
@@ -74,12 +80,18 @@ def _kind(logger: object) -> str:
 def _captured(logger: Any) -> dict[str, Any]:
     run: dict[str, Any] = {}
     if callable(getattr(logger, "state_dict", None)) and callable(getattr(logger, "load_state_dict", None)):
-        run["state"] = logger.state_dict()
+        state = logger.state_dict()
+        try:
+            transfer.loads(transfer.dumps(state))
+            run["state"] = state
+        except transfer.TransferError as error:
+            log.warning("the state of %s stays on this worker: %s", type(logger).__name__, error)
     kind = _kind(logger)
     names = _NAMES.get(kind, ("_version",))
     values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
     for name in {"_version", "_id"} & values.keys():
         values[name] = logger.version  # which some choose when they are asked for it
+    run["kind"] = kind
     run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
     return run
 

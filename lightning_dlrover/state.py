@@ -306,10 +306,15 @@ def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def run_epoch_start_hooks(trainer: L.Trainer) -> None:
-    """Run `on_train_epoch_start` of all callbacks and the module for the epoch that the loops are in."""
+    """Run `on_train_epoch_start` of all callbacks and the module for the epoch that the loops are in.
+
+    The other workers do not: collectives of the strategy end here as on a single device.
+    """
     call = submodule(package_of(trainer), "trainer.call")
-    call._call_callback_hooks(trainer, "on_train_epoch_start")
-    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    strategy: Any = trainer.strategy
+    with strategy.alone():
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -328,7 +333,9 @@ def _begin_next_epoch_if_ended(trainer: L.Trainer) -> None:
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
     epoch_loop = fit_loop.epoch_loop
-    if epochs.processed < epochs.ready:
+    steps, max_steps = epoch_loop.global_step, epoch_loop.max_steps
+    is_last = fit_loop.max_epochs not in (None, -1) and epochs.processed >= fit_loop.max_epochs
+    if epochs.processed < epochs.ready or is_last or (max_steps != -1 and steps >= max_steps):
         return
     epochs.completed = epochs.processed
     epochs.ready += 1

@@ -14,8 +14,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -187,6 +187,7 @@ class DLRoverStrategy(EitherStrategy):
         self._world: World | None = None
         self._live: LiveTraining | None = None
         self._start_workers = 0
+        self._is_alone = False  # hooks run that other workers do not run now
         self._use_distributed_sampler: bool | None = None  # what the Trainer was made with
         self._trainer: Any = None
         self._sharding_constraints = sharding_constraints
@@ -729,15 +730,16 @@ class DLRoverStrategy(EitherStrategy):
             )
         if self._live is not None and "optimizer_states" in checkpoint:
             path = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
-            self._when_written(functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
+            self._when_written(path, functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
 
-    def _when_written(self, record: Callable[[], None]) -> None:
+    def _when_written(self, path: str, record: Callable[[], None]) -> None:
         """Put a checkpoint on record once it is there, which may be later: a plugin may write it in a thread of its own."""
         executor = getattr(self.checkpoint_io, "_executor", None)
         if executor is None:
             record()
         else:
-            executor.submit(record)  # one thread, which carries out what it is given in that order
+            # One thread, which carries out what it is given in that order. It may have failed to write the file.
+            executor.submit(lambda: None if self.unreadable(path) else record())
 
     def unreadable(self, path: str) -> str:
         """Why this worker cannot read a checkpoint of the job; empty if it can."""
@@ -887,6 +889,8 @@ class DLRoverStrategy(EitherStrategy):
         return live.collective(compared, is_joint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_alone:
+            return
         name = str(args[0] if args else kwargs.get("name") or "")
         self._collective("strategy.barrier", lambda: super(DLRoverStrategy, self).barrier(*args, **kwargs), name)
         if "run-stage" not in args:
@@ -896,13 +900,24 @@ class DLRoverStrategy(EitherStrategy):
         if self._lightning_trainer.state.fn == TrainerFn.FITTING:
             self._attach()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let collectives do nothing, as with one worker: the others are not in them."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
     def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._is_alone:
+            return obj
         run = super().broadcast
         # The source does not wait for the others.
         return self._collective("strategy.broadcast", lambda: run(obj, src), f"what rank {src} has", is_joint=False)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
@@ -919,6 +934,9 @@ class DLRoverStrategy(EitherStrategy):
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._is_alone:
+            return decision
+
         def decide() -> bool:
             # Compared with the size of the world that was asked: a worker may take the answer over in a smaller one.
             total = super(DLRoverStrategy, self).reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
@@ -927,6 +945,8 @@ class DLRoverStrategy(EitherStrategy):
         return self._collective("strategy.reduce_boolean_decision", decide)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._is_alone:
+            return tensor
         run = super().all_gather
         if group is dist.group.WORLD:
             group = None  # `LightningModule.all_gather` names the current one, which a loss replaces

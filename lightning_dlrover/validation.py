@@ -28,6 +28,7 @@ import torchmetrics
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_dlrover.epoch_metrics import set_computed
 from lightning_dlrover.packages import package_of, result_module, submodule
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.redo import Before, metrics_of
@@ -119,6 +120,11 @@ class Validation:
     @number.setter
     def number(self, number: int) -> None:
         self._run = number
+
+    @property
+    def is_between_dataloaders(self) -> bool:
+        """Whether batches of further dataloaders are still to come."""
+        return self._fetcher is not None and self._fetcher.has_more
 
     def run(self, run: Callable[[], Any]) -> Any:
         """A validation run of Lightning's."""
@@ -241,6 +247,10 @@ class _Fetcher(_DataFetcher):
     def __iter__(self) -> _Fetcher:
         return self
 
+    @property
+    def has_more(self) -> bool:
+        return self.part < len(self._loaders)
+
     def __next__(self) -> Any:
         self._start_profiler()
         try:
@@ -352,7 +362,7 @@ class _Fetcher(_DataFetcher):
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric):
                 meta = {**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None}
                 weight = metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0
-                logged[key] = (meta, metric.value, weight)
+                logged[key] = (meta, metric.value, weight, metric.meta.sync.should)
         metrics = {
             name: {attr: _tensors_of(metric, attr) for attr in metric._reductions}
             for name, metric in self._metrics
@@ -363,10 +373,10 @@ class _Fetcher(_DataFetcher):
     def _is_ours(self, metric: Any) -> bool:
         number = self.part if self._loop.num_dataloaders > 1 else None
         sync = metric.meta.sync
-        is_reduced = sync.should and sync.group is None and not sync.rank_zero_only
+        is_reduced = sync.group is None and not sync.rank_zero_only
         return metric.meta.on_epoch and is_reduced and metric.meta.dataloader_idx == number
 
-    def _adopt(self, by_rank: Sequence[dict[str, tuple[dict[str, Any], Any, Any]]]) -> None:
+    def _adopt(self, by_rank: Sequence[dict[str, tuple[dict[str, Any], Any, Any, bool]]]) -> None:
         """Take the epoch's values from what all workers have logged; Lightning then has no reason to reduce them."""
         results, device = self._loop._results, self._loop.trainer.strategy.root_device
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
@@ -374,18 +384,18 @@ class _Fetcher(_DataFetcher):
             if key not in results:  # this worker had no sample
                 result = result_module(self._loop)
                 meta = result._Metadata(**found[0][0])
-                meta.sync = result._Sync(fn=self._loop.trainer.strategy.reduce, _should=True)
+                meta.sync = result._Sync(fn=self._loop.trainer.strategy.reduce, _should=found[0][3])
                 results[key] = result._ResultMetric(meta, is_tensor=True).to(device)
             metric = results[key]
             metric.has_reset = False
-            values = torch.stack([value.double() for _, value, _ in found])
+            values = torch.stack([value.double() for _, value, _, _ in found])
             if metric.meta.is_mean_reduction:
-                value = values.sum(0) / sum(weight for _, _, weight in found)
+                value = values.sum(0) / sum(weight for _, _, weight, _ in found)
             elif metric.meta.is_sum_reduction:
                 value = values.sum(0)
             else:
                 value = values.amax(0) if metric.meta.is_max_reduction else values.amin(0)
-            metric._computed = value.to(device, found[0][1].dtype)
+            set_computed(metric, value.to(device, found[0][1].dtype))
 
     @property
     def _metrics(self) -> Iterator[tuple[str, torchmetrics.Metric]]:

@@ -221,7 +221,9 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
     if view.job is None or view.job.is_over:
         return None
     if view.job.unfinished_fit:  # nobody joins any more: those who would stand in the script's first `fit`
-        view = replace(view, workers={w: view.workers[w] for w in view.survivors})
+        # Nor can the job get back to its least number of workers, so those that are left go on.
+        job = replace(view.job, min_workers=1)
+        view = replace(view, job=job, workers={w: view.workers[w] for w in view.survivors})
         if not view.survivors:
             return None
     if not view.survivors:

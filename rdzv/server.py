@@ -164,7 +164,11 @@ class EmbeddedEtcd:
     def why_it_ended(self) -> str:
         """How an etcd ended that was not asked to, why, where its log is kept, and what to do."""
         how = self._ending()
-        return f"it {how}{self._cause(how, self.log_path.read_text(errors='replace'))}"
+        try:
+            log = self.log_path.read_text(errors="replace")
+        except OSError:  # its folder was removed, or the log was moved away when this was asked first
+            return f"it {how}"
+        return f"it {how}{self._cause(how, log)}"
 
     def _ending(self) -> str:
         code = self._process.poll() if self._process is not None else None
