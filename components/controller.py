@@ -760,7 +760,9 @@ class Controller:
         app.stopped_job = is_last
         # Without an error of the script, the node may have been killed in its last step, which others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
-        app.after_training = has_finished_s >= (0.0 if app.post_mortem.error else self._patience.settle_s)
+        is_late = has_finished_s >= (0.0 if app.post_mortem.error else self._patience.settle_s)
+        trains_again = view.job is not None and bool(view.job.unfinished_fit) and not app.post_mortem.error
+        app.after_training = is_late and app.member_seen_at is not None and not trains_again
         app.stopped_job, app.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
         # A round formed since the last failure is progress: the two have nothing to do with each other.

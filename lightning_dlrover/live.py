@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import socket
 import sys
 from collections import Counter, OrderedDict
@@ -1156,7 +1155,9 @@ class LiveTraining:
     def _load_checkpoint(self, record: CheckpointRecord) -> None:
         try:
             checkpoint = self._strategy.load_own_checkpoint(record.path, self._names_in_state)
-        except (OSError, pickle.UnpicklingError) as error:
+        except Exception as error:  # whatever a foreign or broken file leads to
+            if self.world.is_failure(error):
+                raise
             raise WorldError(self._cannot_read(record.path, str(error))) from error
         log.warning("run %s: no living worker has the state; going on from %s", self.world.config.run_id, record.path)
         resume(self._trainer, checkpoint, self._strategy.reruns_epoch_hooks)
@@ -1305,7 +1306,8 @@ class LiveTraining:
         """Weight of this worker's share of the last training batch, relative to an equal share."""
         if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
             return 1.0
-        return self._loaders[0].loss_weight(self._loaders[0].cursor - 1)
+        batch = self._loaders[0].cursor - 1
+        return self._train_loaders.loss_weight(batch) if self._loaders[0].has_samples(batch) else 1.0
 
     @property
     def num_own_samples(self) -> int:

@@ -52,7 +52,9 @@ class SlowTables(Slow, TableModel):
 
 def train_profiled(recorder: Recorder, settings: Profiled) -> None:
     L.seed_everything(SEED, verbose=False)
-    module: Any = SlowTables(recorder, TableSettings(step_s=0.0)) if settings.with_tables else SlowToy(recorder)
+    module: Any = (
+        SlowTables(recorder, TableSettings(step_s=0.0, users_optimizer=True)) if settings.with_tables else SlowToy(recorder)
+    )
     module.settings_ = settings
     trainer = make_trainer(
         recorder.place.folder,

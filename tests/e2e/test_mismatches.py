@@ -46,7 +46,7 @@ def mismatch(make_job: MakeJob, way: Way, num_workers: int = 2) -> str:
         (Way("checkpoint_alone"), "saving a checkpoint", "(batch "),
         (Way("raw_or_ours"), "torch.distributed.all_reduce of 1 x float32", "strategy.reduce"),
         (Way("raw_sizes"), "all_reduce of 1000 x float32", "all_reduce of 1 x float32"),
-        (Way("torchmetrics"), "torch.distributed.", IN_STEP),
+        (Way("torchmetrics"), "torch.distributed.", "(batch "),
         (Way("validation", num_val_rows=40), "in validation run 1", "(batch "),
         (Way("gather_shapes"), "strategy.all_gather of [3]", "strategy.all_gather of [2]"),
     ],

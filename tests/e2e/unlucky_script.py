@@ -74,7 +74,7 @@ def main() -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True)
+    loader = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=8, shuffle=True)
     trainer.fit(UnluckyModel(given.hook, given.bad, given.until), loader)
 
 
