@@ -757,7 +757,6 @@ class Controller:
             # Not the script's fault as long as the next node may have more.
             can_grow = app.size.memory_mb < self._limits.max_size.memory_mb
             app.post_mortem = dataclasses.replace(app.post_mortem, error="" if can_grow else "out of memory")
-        app.stopped_job = is_last
         # Without an error of the script, the node may have been killed in its last step, which others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
         is_late = has_finished_s >= (0.0 if app.post_mortem.error else self._patience.settle_s)

@@ -177,9 +177,8 @@ class DLRoverStrategy(EitherStrategy):
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
-        self._wrapped: list[
-            tuple[torch.nn.Parameter, bool]
-        ] = []  # parameters of the model in DDP; whether each was trainable then
+        # Parameters of the model in DDP, and whether each was trainable when it was wrapped.
+        self._wrapped: list[tuple[torch.nn.Parameter, bool]] = []
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
         self.compares_data = compare_data
