@@ -269,7 +269,9 @@ def test_bytes_that_are_no_position_cost_a_round(etcd: EmbeddedEtcd, client: Etc
     """As when another program writes into the store of a round, which only the port guards."""
     outputs = run_members([[], ["garbage"], []], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
-    assert all("round 1 is given up" in output and "FORMED 2 3\nDONE" in output for output in outputs), "\n".join(outputs)
+    assert all("FORMED 2 3\nDONE" in output for output in outputs), "\n".join(outputs)
+    # One is enough: when it leaves, the others may lose the round's store before they read the bytes themselves.
+    assert any("round 1 is given up: Expecting value" in output for output in outputs), "\n".join(outputs)
 
 
 def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
