@@ -19,13 +19,25 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from lightning_dlrover.packages import Checkpoint, EarlyStopping, result_module
+from lightning_dlrover.logged_values import description, new_entry
+from lightning_dlrover.packages import Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv import transfer
 
 if TYPE_CHECKING:
     from lightning_dlrover.live import LiveTraining
 
-__all__ = ["EpochMetrics", "Partial", "add_partial", "partial_values", "restore_partial"]
+__all__ = [
+    "EpochMetrics",
+    "Partial",
+    "add_partial",
+    "adopt",
+    "entry_of",
+    "partial_values",
+    "reset_metrics",
+    "restore_partial",
+    "set_computed",
+    "value_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +179,9 @@ def _combined(meta: Any, values: Sequence[Tensor]) -> Tensor:
 class EpochMetrics:
     """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job."""
 
-    def __init__(self, live: LiveTraining, trainer: Any, reduce: Callable[..., Any]) -> None:
+    def __init__(self, live: LiveTraining, trainer: Any) -> None:
         self._live = live
         self._trainer = trainer
-        self._reduce = reduce
 
     def attach(self) -> None:
         """Stand before the points at which Lightning computes an epoch's values."""
@@ -210,7 +221,7 @@ class EpochMetrics:
             return
         names = self._monitored()
         mine = {
-            "logged": {key: _entry(metric) for key, metric in results.items() if _is_due(metric)},
+            "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
             "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
             "weight": self._live.sample_weight,
         }
@@ -221,10 +232,10 @@ class EpochMetrics:
                 entries.setdefault(key, []).append(entry)
         for key, found in entries.items():
             if key not in results or results[key].has_reset:
-                self._adopt(results, key, found[0])
-            if found[0]["value"] is not None:
-                set_computed(results[key], _value_of(results[key].meta, found))
-        self._compute_together(results, sorted(key for key, found in entries.items() if found[0]["value"] is None))
+                adopt(self._trainer, results, key, found[0])
+            if found[0]["is_tensor"]:
+                set_computed(results[key], value_of(results[key].meta, found))
+        self._compute_together(results, sorted(key for key, found in entries.items() if not found[0]["is_tensor"]))
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
             self._values[name] = _weighted_mean(values).to(self._live.device)
@@ -292,16 +303,6 @@ class EpochMetrics:
         names |= {c.monitor for c in self._trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
         return {name for name in names if isinstance(name, str)}
 
-    def _adopt(self, results: Any, key: str, entry: dict[str, Any]) -> None:
-        """Have an entry for what only other workers have logged in this epoch."""
-        result = result_module(self._trainer)
-        meta = result._Metadata(**entry["meta"])
-        meta.sync = result._Sync(fn=self._reduce, _should=entry["is_synced"])
-        metric = result._ResultMetric(meta, is_tensor=entry["value"] is not None).to(self._live.device)
-        if not metric.is_tensor:
-            metric.value = self._trainer.lightning_module.get_submodule(str(meta.metric_attribute))
-        results[key] = metric
-
     def _compute_together(self, results: Any, keys: Sequence[str]) -> None:
         """Compute torchmetrics objects, which reduce their states themselves, in the same order on all workers."""
         due = [results[key] for key in keys]
@@ -330,17 +331,30 @@ def _is_due(metric: Any) -> bool:
     return metric._computed is None or metric._computed is not metric.__dict__.get("_dlrover_agreed")
 
 
-def _entry(metric: Any) -> dict[str, Any]:
+def entry_of(metric: Any) -> dict[str, Any]:
+    """Return one worker's part of a logged value, as plain data. A torchmetrics object reduces its value itself."""
     is_mean = metric.is_tensor and metric.meta.is_mean_reduction
     return {
+        **description(metric),
         "value": metric.value if metric.is_tensor else None,
         "weight": metric.cumulated_batch_size if is_mean else 0,
-        "meta": {**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None},
-        "is_synced": metric.meta.sync.should,
     }
 
 
-def _value_of(meta: Any, entries: Sequence[dict[str, Any]]) -> Tensor:
+def adopt(trainer: Any, results: Any, key: str, entry: Mapping[str, Any]) -> None:
+    """Add an entry for what only other workers have logged in this epoch.
+
+    Args:
+        trainer: or a loop of it.
+        entry: another worker's, of `entry_of`.
+    """
+    described = {name: entry[name] for name in ("meta", "is_tensor", "is_synced", "rank_zero_only")}
+    strategy = getattr(trainer, "trainer", trainer).strategy
+    results[key] = new_entry(trainer, **described, device=strategy.root_device)
+
+
+def value_of(meta: Any, entries: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Return the epoch's value of several workers' parts."""
     values = [entry["value"] for entry in entries]
     if not meta.is_mean_reduction:
         return _combined(meta, values)

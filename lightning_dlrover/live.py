@@ -207,7 +207,7 @@ class LiveTraining:
         self._trainer = trainer
         self.pulse = Pulse()
         self.backwards = BackwardCheck()
-        self.metrics = EpochMetrics(self, trainer, strategy.reduce)
+        self.metrics = EpochMetrics(self, trainer)
         self._was_at_boundary = strategy.clock.read()
         self._pace = Pace(world, check_interval_s, self._wishes)
         self._settings = SettingsInForce(available_cores())

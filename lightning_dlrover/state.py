@@ -34,7 +34,8 @@ import torch
 from torch.nn.utils import prune
 
 from lightning_dlrover import loggers
-from lightning_dlrover.packages import package_of, result_module, submodule
+from lightning_dlrover.logged_values import description, new_entry
+from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.sampler import LoaderState
 
 if TYPE_CHECKING:
@@ -192,14 +193,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
 
 def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
     return [
-        LoggedValue(
-            key=key,
-            meta={**vars(metric.meta), "reduce_fx": getattr(metric.meta.reduce_fx, "__name__", "mean"), "_sync": None},
-            has_reset=metric.has_reset,
-            is_synced=metric.meta.sync.should,
-            rank_zero_only=metric.meta.sync.rank_zero_only,
-            is_tensor=metric.is_tensor,
-        )
+        LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
         for key, metric in trainer.fit_loop.epoch_loop._results.items()
         if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
     ]
@@ -413,28 +407,17 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
 
 def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
     """Have an entry, still without a value, for what the others have logged before this worker came."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    result = result_module(trainer)
-    meta = result._Metadata(**logged.meta)
-    meta.sync = result._Sync(fn=strategy.reduce, _should=logged.is_synced, rank_zero_only=logged.rank_zero_only)
-    metric = result._ResultMetric(meta, is_tensor=logged.is_tensor).to(strategy.root_device)
+    try:
+        metric = new_entry(
+            trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only, strategy.root_device
+        )
+    except AttributeError as error:
+        raise StateError(
+            f"the others log the metric {logged.key!r} from the module's attribute {logged.meta['metric_attribute']!r}, "
+            "which this worker's module does not have; create metrics in __init__ or setup"
+        ) from error
     metric.has_reset = logged.has_reset
-    if not logged.is_tensor:
-        try:
-            metric.value = _at(trainer.lightning_module, logged.meta["metric_attribute"])
-        except AttributeError as error:
-            raise StateError(
-                f"the others log the metric {logged.key!r} from the module's attribute {logged.meta['metric_attribute']!r}, "
-                "which this worker's module does not have; create metrics in __init__ or setup"
-            ) from error
-    epoch_loop._results[logged.key] = metric
-
-
-def _at(module: torch.nn.Module, path: str) -> Any:
-    found: Any = module
-    for part in path.split("."):
-        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
-    return found
+    trainer.fit_loop.epoch_loop._results[logged.key] = metric
 
 
 def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,10 @@ import torchmetrics
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_dlrover.epoch_metrics import set_computed
-from lightning_dlrover.packages import package_of, result_module, submodule
+from lightning_dlrover.epoch_metrics import adopt, entry_of, set_computed, value_of
+from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.rdzv import transfer
-from lightning_dlrover.redo import Before, metrics_of
+from lightning_dlrover.redo import Before
 from lightning_dlrover.sampler import ElasticLoader, share
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Validation:
         if fetcher is None or self._live.size == 1:
             evaluate(*args)
             return
-        before = Before(fetcher.metrics, loop._results)
+        before = Before(fetcher.metrics.values(), loop._results)
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
             done = self._live.attempt(evaluate, *args)
@@ -241,7 +241,8 @@ class _Fetcher(_DataFetcher):
         self._is_committing = False
         self._done: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._update_counts: dict[str, int] = {}
-        self.metrics = metrics_of(loop.trainer.lightning_module)
+        modules = loop.trainer.lightning_module.named_modules()
+        self.metrics = {name: module for name, module in modules if isinstance(module, torchmetrics.Metric)}
         self._begin_part()
 
     def __iter__(self) -> _Fetcher:
@@ -275,7 +276,7 @@ class _Fetcher(_DataFetcher):
         iter(loader)
         limit = self._limits[self.part]
         self._done = np.zeros(loader.num_dealt(limit), dtype=bool)
-        self._update_counts = {name: metric._update_count for name, metric in self._metrics}
+        self._update_counts = {name: metric._update_count for name, metric in self._to_exchange.items()}
         batches = self._validation.take_plan(self.part)
         if batches is None:
             positions = np.arange(len(self._done))
@@ -350,22 +351,21 @@ class _Fetcher(_DataFetcher):
                 self._is_committing = False
             if outcome is None:
                 return
-            self._adopt([parts["logged"] for parts in outcome[0]])
+            self._take_values([parts["logged"] for parts in outcome[0]])
             self._hold_metrics([parts["metrics"] for parts in outcome[0]])
         self.part += 1
         self._begin_part()
 
     def _ballot(self) -> dict[str, Any]:
         """What this worker has logged for the current dataloader."""
-        logged = {}
-        for key, metric in self._loop._results.items():
-            if not metric.has_reset and metric.is_tensor and self._is_ours(metric):
-                meta = {**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None}
-                weight = metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0
-                logged[key] = (meta, metric.value, weight, metric.meta.sync.should)
+        logged = {
+            key: entry_of(metric)
+            for key, metric in self._loop._results.items()
+            if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
+        }
         metrics = {
             name: {attr: _tensors_of(metric, attr) for attr in metric._reductions}
-            for name, metric in self._metrics
+            for name, metric in self._to_exchange.items()
             if metric._update_count != self._update_counts.get(name, 0)
         }
         return {"logged": logged, "metrics": metrics}
@@ -376,44 +376,32 @@ class _Fetcher(_DataFetcher):
         is_reduced = sync.group is None and not sync.rank_zero_only
         return metric.meta.on_epoch and is_reduced and metric.meta.dataloader_idx == number
 
-    def _adopt(self, by_rank: Sequence[dict[str, tuple[dict[str, Any], Any, Any, bool]]]) -> None:
+    def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Take the epoch's values from what all workers have logged; Lightning then has no reason to reduce them."""
-        results, device = self._loop._results, self._loop.trainer.strategy.root_device
+        results = self._loop._results
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
             if key not in results:  # this worker had no sample
-                result = result_module(self._loop)
-                meta = result._Metadata(**found[0][0])
-                meta.sync = result._Sync(fn=self._loop.trainer.strategy.reduce, _should=found[0][3])
-                results[key] = result._ResultMetric(meta, is_tensor=True).to(device)
-            metric = results[key]
-            metric.has_reset = False
-            values = torch.stack([value.double() for _, value, _, _ in found])
-            if metric.meta.is_mean_reduction:
-                value = values.sum(0) / sum(weight for _, _, weight, _ in found)
-            elif metric.meta.is_sum_reduction:
-                value = values.sum(0)
-            else:
-                value = values.amax(0) if metric.meta.is_max_reduction else values.amin(0)
-            set_computed(metric, value.to(device, found[0][1].dtype))
+                adopt(self._loop, results, key, found[0])
+            results[key].has_reset = False
+            set_computed(results[key], value_of(results[key].meta, found))
 
     @property
-    def _metrics(self) -> Iterator[tuple[str, torchmetrics.Metric]]:
-        for name, module in self._loop.trainer.lightning_module.named_modules():
-            if isinstance(module, torchmetrics.Metric) and module._reductions and not callable(module.dist_sync_fn):
-                yield name, module
+    def _to_exchange(self) -> dict[str, torchmetrics.Metric]:
+        """Metrics with states to be reduced, by no function of their own."""
+        return {name: each for name, each in self.metrics.items() if each._reductions and not callable(each.dist_sync_fn)}
 
     def _hold_metrics(self, by_rank: Sequence[dict[str, dict[str, list[torch.Tensor]]]]) -> None:
         """Have torchmetrics objects computed from the states that all workers have committed."""
-        metrics = dict(self._metrics)
+        metrics = self._to_exchange
         for name in dict.fromkeys(name for states in by_rank for name in states):
             if (metric := metrics.get(name)) is not None:
                 metric.dist_sync_fn = _Committed(metric, [states[name] for states in by_rank if name in states])
 
     def release_metrics(self) -> None:
-        for module in self._loop.trainer.lightning_module.modules():
-            if isinstance(module, torchmetrics.Metric) and isinstance(module.dist_sync_fn, _Committed):
-                module.dist_sync_fn = None
+        for metric in self.metrics.values():
+            if isinstance(metric.dist_sync_fn, _Committed):
+                metric.dist_sync_fn = None
 
 
 class _Step:

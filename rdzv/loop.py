@@ -163,8 +163,9 @@ def updates_made(formation: Formation) -> dict[str, int | None]:
     try:
         return {worker: int(hello) if hello else None for worker, hello in formation.hellos.items()}
     except ValueError as error:
+        # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
         raise RoundEndedError(
-            f"round {formation.round.number}: what a member is said to have done cannot be read ({error}); "
+            f"round {formation.round.number}: a member's number of steps is unreadable ({error}); "
             "another program may write into the round's store"
         ) from error
 
@@ -311,14 +312,7 @@ class _Loop:
     def _settle(self) -> None:
         """Bring everyone in a new round to the most advanced worker's state."""
         formation, me = self._formation, self._world.worker_id
-        try:
-            updates = {w: int(hello) if hello else None for w, hello in formation.hellos.items()}
-        except ValueError as error:
-            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
-            raise RoundEndedError(
-                f"round {formation.round.number}: a member's number of steps is unreadable: {error}"
-            ) from error
-        plan = handover(formation.round.members, updates)
+        plan = handover(formation.round.members, updates_made(formation))
         for sender, receiver in (*plan.behind, *plan.joining):
             if me == sender:
                 transfer.send(self._dump(), formation.rank_of(receiver))
