@@ -126,6 +126,9 @@ class _Update:
     groups: list[list[dict[str, Any]]]  # of each optimizer: what it keeps in its parameter groups beside hyperparameters
     scaler: dict[str, Any]  # of mixed precision
     manual_steps: dict[str, Any]
+    # Manual optimization: what the batches since the last optimizer step have added up, and whether there are any.
+    gradients: list[torch.Tensor | None] | None = None  # by parameter; None: no part of this update
+    window_is_open: bool = False
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:
@@ -215,6 +218,7 @@ class LiveTraining:
         self._updates = 0
         self._batch = 0
         self._in_step = False
+        self._is_redoing = False  # the open window's batches, between two batches
         self._collective = 0
         self._validation = 0
         self.validation = Validation(self)
@@ -229,8 +233,8 @@ class LiveTraining:
         self._names_in_state: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
         self._was_rolled_back = False
         self._snapshots_are_readable = False  # not known
-        world.activity, world.is_in_step = self._activity, lambda: self._in_step
-        self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
+        world.activity, world.is_in_step = self._activity, lambda: self._is_computing
+        self._max_manual_steps = 0  # optimizer steps of any batch; 0: not known, so there may be several
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
@@ -262,12 +266,9 @@ class LiveTraining:
         if not self._entered:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
-            if self._window_is_stale:
-                self._redo_window()
-            while self._attempt(self._maybe_switch) is None:
+            while self._attempt(self._bring_up_to_date) is None:
                 with suppress(_RolledBack):  # to another boundary: this one, as far as the loops are concerned
                     self._recover()
-                    self._redo_window()
         self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
@@ -369,6 +370,16 @@ class LiveTraining:
         except LeftOutError as left_out:
             self._leave(left_out)
 
+    def _bring_up_to_date(self) -> None:
+        """Make up for what a lost worker took with it, then see whether the world shall change."""
+        if self._window_is_stale:
+            self._is_redoing = True
+            try:
+                self._redo_window()
+            finally:
+                self._is_redoing = False
+        self._maybe_switch()
+
     def _maybe_switch(self) -> None:
         if self._in_window and not self.world.broken:
             return  # gradients of earlier micro-batches belong to the current split
@@ -439,13 +450,19 @@ class LiveTraining:
         """Lightning's automatic optimization of one batch, done again as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
         closes_window = not self._trainer.fit_loop._should_accumulate()
+        again = False
+
+        def compute() -> Any:
+            # A worker may be lost while earlier batches are computed again, too.
+            return run(optimizer, batch_idx, self._redo_window(inside=True) if again else kwargs)
+
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
             self._remember()
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
             self._in_step, self._num_backwards = True, 0
             before = copy.deepcopy(progress.state_dict())
-            if (done := self._attempt(run, optimizer, batch_idx, kwargs)) is not None:
+            if (done := self._attempt(compute)) is not None:
                 result = done[0]
                 break
             skip = self._recover()
@@ -458,7 +475,7 @@ class LiveTraining:
             if undo is not None:
                 self._apply(copy.deepcopy(undo))
             call_restart_hooks(self._trainer, batch_idx)
-            kwargs = self._redo_window(inside=True)
+            again = True
         self._in_step = False
         if closes_window:
             self._max_backwards = max(self._max_backwards, self._num_backwards)
@@ -477,13 +494,13 @@ class LiveTraining:
         while True:
             self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
+            skip = False
             if (done := self._attempt(run, kwargs)) is not None:
                 result = done[0]
                 break
             skip = self._recover()
             if skip:
                 result = {}
-                self._manual_steps = max(1, self._manual_steps)
                 break
             if self._manual_steps:
                 if self._undo is None:
@@ -501,9 +518,10 @@ class LiveTraining:
             self._is_logged_for(kwargs)
         self._in_step = False
         self._updates += 1
-        self._max_manual_steps = self._manual_steps if self._updates == 1 else max(self._max_manual_steps, self._manual_steps)
-        # Where no step was ever seen, the user steps optimizers that Lightning has not wrapped.
-        self._manual_window_is_open = self._manual_steps == 0 and progress.total.completed > 0
+        self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
+        if not skip:  # else the window is the other worker's, whose update was taken over
+            # Where no step was ever seen, the user steps optimizers that Lightning has not wrapped.
+            self._manual_window_is_open = self._manual_steps == 0 and progress.total.completed > 0
         self._undo = self._before = self._frozen = self._gradients = None
         self.metrics.agree_on_step()
         return result
@@ -529,8 +547,18 @@ class LiveTraining:
         return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
     def _restore_gradients(self) -> None:
-        for parameter, gradient in zip(self._trainer.lightning_module.parameters(), self._gradients or (), strict=False):
-            parameter.grad = None if gradient is None else gradient.clone()
+        self._set_gradients(self._gradients or ())
+
+    def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._trainer.lightning_module.parameters(), gradients, strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+    def _last_update(self) -> _Update:
+        """What a worker needs that lacks this one's last update; this worker may be in the step after it."""
+        gradients = None
+        if not self._trainer.lightning_module.automatic_optimization:
+            gradients = self._gradients if self._gradients is not None else self._copy_of_gradients()
+        return replace(self._capture(), gradients=gradients, window_is_open=self._manual_window_is_open)
 
     def backward_begins(self) -> None:
         self._num_backwards += 1
@@ -559,7 +587,7 @@ class LiveTraining:
         if self.world.config.max_workers > 1:
             self.backwards.optimizer_step(optimizer, closure)
         # With sharded tables a loss leads back to a snapshot.
-        if self._manual_steps == 0 and self._max_manual_steps > 1 and self._size > 1 and self._tables is None:
+        if self._manual_steps == 0 and self._max_manual_steps != 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
         self._manual_steps += 1
 
@@ -582,24 +610,28 @@ class LiveTraining:
         Returns:
             The arguments of the training step for that batch; None if not `inside`.
         """
-        self._window_is_stale = False
         handed_out = self._epoch_loop.batch_progress.current.ready
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
-        if earlier == 0 and not inside:
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        # In manual optimization, gradients of earlier batches are already means over all workers that were there.
+        if not inside and (earlier == 0 or not is_automatic):
+            self._window_is_stale = False
             return None
-        if not self._trainer.lightning_module.automatic_optimization:
-            return None  # gradients of earlier batches are already means over all workers that were there
         if self._before is not None:
             self._before.restore()
         optimizer = self._trainer.optimizers[0]
         optimizer.zero_grad()
         steps = self._fetch_again(earlier + inside)
-        for i, kwargs in enumerate(steps[:earlier]):
-            self._weighed = self._loaders[0].cursor - inside - earlier + i
-            self._is_logged_for(kwargs)
-            with self._strategy.block_backward_sync():
-                self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, handed_out - inside - earlier + i)()
-        self._weighed = None
+        try:
+            for i, kwargs in enumerate(steps[:earlier]):
+                self._weighed = self._loaders[0].cursor - inside - earlier + i
+                self._is_logged_for(kwargs)
+                batch_idx = handed_out - inside - earlier + i
+                with self._strategy.block_backward_sync():
+                    self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)()
+        finally:
+            self._weighed = None
+        self._window_is_stale = False
         if inside:
             self._is_logged_for(steps[-1])
         return steps[-1] if inside else None
@@ -635,7 +667,7 @@ class LiveTraining:
         Args:
             is_joint: it ends nowhere before all workers have entered it; so all have the results of those before it.
         """
-        if not self._entered or self._in_step:
+        if not self._entered or self._is_computing:
             return run()
         self._collective += 1
         key = (self._batch, self._collective)
@@ -799,7 +831,7 @@ class LiveTraining:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
             if me == source:
-                transfer.send(vars(self._capture()), formation.rank_of(worker))
+                transfer.send(vars(self._last_update()), formation.rank_of(worker))
             elif me == worker:
                 missed = standing[source].updates - standing[me].updates
                 if missed != 1 or not standing[me].in_step:
@@ -1008,6 +1040,9 @@ class LiveTraining:
         if update.scaler:
             self._trainer.precision_plugin.load_state_dict(update.scaler)
         self._epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
+        if update.gradients is not None:
+            self._set_gradients(update.gradients)
+            self._manual_window_is_open = update.window_is_open
 
     def _message(self) -> dict[str, Any]:
         """What a joiner is sent."""
@@ -1404,6 +1439,11 @@ class LiveTraining:
     def _batch_number(self) -> int:
         # Not from the epoch: loaders that are made anew may be shorter, and this number must grow.
         return self._epoch_loop.batch_progress.total.ready
+
+    @property
+    def _is_computing(self) -> bool:
+        """Whether collectives belong to a batch that would be computed again as a whole."""
+        return self._in_step or self._is_redoing
 
     @property
     def _in_window(self) -> bool:

@@ -403,6 +403,82 @@ class Toggling(ToyModel):
         return [torch.optim.SGD(self.net[0].parameters(), 1e-2), torch.optim.SGD(self.net[2].parameters(), 1e-2)]
 
 
+class Accumulating(ToyModel):
+    """Adds up gradients over several batches, and writes down its weights at the end."""
+
+    def await_loss(self) -> None:
+        """Wait until this worker's round has ended."""
+        assert self.live is not None
+        deadline = time.monotonic() + 20
+        while not self.live.world.broken:
+            if time.monotonic() > deadline:
+                raise TimeoutError("waited 20 s for the end of the round that another worker was lost from")
+            time.sleep(0.005)
+
+    def on_train_end(self) -> None:
+        self.recorder.write("weights", values=[float(value) for p in self.parameters() for value in p.flatten()])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.02)
+
+
+class ManualWindows(Accumulating):
+    """Steps once in three batches; a reduction may be aborted on one worker after another one has its result."""
+
+    automatic_optimization = False
+    was_aborted = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.record_share(batch, batch_idx)
+        time.sleep(self.step_s)
+        optimizer: Any = self.optimizers()
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.manual_backward(loss / 3)
+        place = f"added_{self.trainer.current_epoch}_{batch_idx}"
+        self.recorder.moment(place)
+        if self.recorder.is_armed(f"aborted_{place}") and not self.was_aborted:
+            self.was_aborted = True
+            self.await_loss()
+            for parameter in self.parameters():
+                parameter.grad = torch.full_like(parameter, 1e3)  # what an aborted reduction may leave
+            assert self.live is not None
+            raise self.live.world.broken_error()
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._loss, self._weight = float(loss.detach()), len(batch[2])
+
+
+class GatheringWindows(Accumulating):
+    """Has a collective in each batch of an accumulation window."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self._computed: set[tuple[int, int]] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        place = self.trainer.current_epoch, batch_idx
+        if place in self._computed:
+            self.recorder.write("again", batch=batch_idx, in_step=self._in_step)
+            self.recorder.moment("again")
+        self._computed.add(place)
+        loss = super().training_step(batch, batch_idx)
+        gathered = self.all_gather(torch.tensor(float(len(batch[2]))))
+        assert isinstance(gathered, Tensor)
+        self.recorder.moment(f"gathered_{place[0]}_{batch_idx}")
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.recorder.is_armed(f"late_{self.trainer.current_epoch}_{batch_idx}"):
+            self.await_loss()
+
+    @property
+    def _in_step(self) -> bool:
+        assert self.live is not None
+        return self.live._in_step
+
+
 class Walking(torch.optim.SGD):
     """Keeps state in its parameter groups, as schedule-free optimizers do, and evaluates its closure twice, as SAM does."""
 
@@ -500,6 +576,8 @@ MODELS: dict[str, type[ToyModel]] = {
     "counted": Counted,
     "counted_windows": Counted,
     "toggling": Toggling,
+    "manual_windows": ManualWindows,
+    "gathering_windows": GatheringWindows,
     "walked": Walked,
     "newton": Newton,
     "validated": Validated,
@@ -520,6 +598,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
         case "counted_windows":
             options = {"accumulate_grad_batches": 3}
+        case "gathering_windows":
+            options = {"accumulate_grad_batches": 5}
         case "bf16":
             options = {"precision": "bf16-mixed"}
         case "csv_logger":

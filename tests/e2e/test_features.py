@@ -277,6 +277,51 @@ def test_frozen_halves_and_manual_windows_survive_losses(moment: str, make_job: 
     assert all(all(record["flags"]) for record in job.records("trainable"))
 
 
+def weights_alone(make_job: MakeJob, name: str, epochs: int) -> list[float]:
+    """The weights at the end of an undisturbed run."""
+    alone = make_job(Feature(name, epochs=epochs, step_s=0.0), script=run_feature)
+    alone.start()
+    assert alone.finish() == [0], alone.report()
+    weights: list[float] = alone.records("weights")[0]["values"]
+    return weights
+
+
+def grown_to(make_job: MakeJob, feature: Feature, num_workers: int) -> tuple[Job, int]:
+    """A job with so many workers, all of which are in an epoch before the returned one."""
+    job = make_job(feature, script=run_feature)
+    job.start()
+    job.wait_for_step(1)
+    for _ in range(num_workers - 1):
+        job.start()
+    job.wait_for_world(num_workers)
+    return job, max(record["epoch"] for record in job.records("done")) + 1
+
+
+def test_late_worker_takes_over_an_open_manual_window(make_job: MakeJob) -> None:
+    job, epoch = grown_to(make_job, Feature("manual_windows", epochs=6, step_s=0.03), 3)
+    job.workers[1].arm(f"aborted_added_{epoch}_4")
+    job.workers[2].arm(f"added_{epoch}_4")
+    assert job.finish() == [0, 0, -9], job.report()
+    assert_all_agree(job, 6 * STEPS_PER_EPOCH)
+    expected = weights_alone(make_job, "manual_windows", epochs=6)
+    for record in job.records("weights"):
+        assert record["values"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_loss_while_a_window_is_computed_again_is_survived(make_job: MakeJob) -> None:
+    job, epoch = grown_to(make_job, Feature("gathering_windows", epochs=6, step_s=0.03), 4)
+    job.workers[1].arm(f"late_{epoch}_12")
+    job.workers[3].arm("again")
+    job.workers[2].arm(f"gathered_{epoch}_12")
+    assert job.finish() == [0, 0, -9, -9], job.report()
+    assert {record["in_step"] for record in job.workers[0].records("again")} == {True}
+    assert False in {record["in_step"] for record in job.workers[1].records("again")}
+    assert_all_agree(job, 6 * STEPS_PER_EPOCH)
+    expected = weights_alone(make_job, "gathering_windows", epochs=6)
+    for record in job.records("weights"):
+        assert record["values"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["walked", "newton"])
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_optimizers_that_evaluate_several_times_are_redone(name: str, moment: str, make_job: MakeJob) -> None:

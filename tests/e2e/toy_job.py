@@ -97,13 +97,16 @@ class Recorder:
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
-        try:
-            armed = self.place.armed.read_text()
-        except FileNotFoundError:
-            return
-        if armed == name:
+        if self.is_armed(name):
             self.write("killed", moment=name)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_armed(self, name: str) -> bool:
+        """Return whether the test has armed this worker for the moment `name`."""
+        try:
+            return self.place.armed.read_text() == name
+        except FileNotFoundError:
+            return False
 
 
 def run_worker(place: Place, script: Script, settings: Any) -> None:
