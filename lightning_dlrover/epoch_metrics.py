@@ -9,7 +9,7 @@ names and values together: a name that some workers have not logged cannot misma
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_dlrover.logged_values import description, new_entry
-from lightning_dlrover.packages import Checkpoint, EarlyStopping
+from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv import transfer
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ Partial = dict[str, Any]
 
 LARGE_BYTES = 1 << 20
 """Size above which a metric's state, such as all predictions so far, is sent only by workers that are about to leave."""
+
+
+STEP_HOOKS = (
+    *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_before_zero_grad", "on_train_batch_end"),
+)
+"""Hooks of a callback in which it can read what a step has logged before the epoch ends."""
 
 
 # --- one worker's part --------------------------------------------------------------------------------------------------------
@@ -198,6 +205,36 @@ class EpochMetrics:
             # They run after the module's own hook, which may have logged what they monitor.
             first: Any = monitoring[0]
             first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
+        for callback in monitoring:
+            for name in ("on_train_batch_end", "_monitor_candidates"):
+                callback.__dict__.pop(name, None)
+            if _saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
+                self._agree_when_read(callback)
+
+    def _agree_when_read(self, callback: Any) -> None:
+        """Have a `ModelCheckpoint` with `train_time_interval` exchange what it monitors only when it is about to save.
+
+        It looks for the value when all workers have agreed on rank 0's clock.
+        """
+        end_batch, candidates = callback.on_train_batch_end, callback._monitor_candidates
+        is_in_step = False
+
+        @wraps(end_batch)
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            nonlocal is_in_step
+            is_in_step = True
+            try:
+                end_batch(*args, **kwargs)
+            finally:
+                is_in_step = False
+
+        @wraps(candidates)
+        def monitor_candidates(*args: Any, **kwargs: Any) -> Any:
+            if is_in_step:
+                self._agree_on_values_of_step({callback.monitor})
+            return candidates(*args, **kwargs)
+
+        callback.on_train_batch_end, callback._monitor_candidates = on_train_batch_end, monitor_candidates
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
@@ -251,7 +288,10 @@ class EpochMetrics:
 
     def agree_on_step(self) -> None:
         """Replace what a callback or scheduler monitors after each step by its mean over all workers' samples."""
-        names = sorted(self._monitored_in_steps())
+        self._agree_on_values_of_step(self._monitored_in_steps())
+
+    def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
+        names = sorted(monitored)
         if not names or self._live.num_workers == 1:
             return
         fresh = {}
@@ -289,18 +329,13 @@ class EpochMetrics:
         return {name for name in names if isinstance(name, str)}
 
     def _monitored_in_steps(self) -> set[str]:
-        """Names that may be read between two steps, rather than after a validation or an epoch."""
-        names = set()
-        for callback in self._trainer.callbacks:
-            every = getattr(callback, "_every_n_train_steps", 1)
-            is_rare = isinstance(callback, EarlyStopping) or (
-                isinstance(callback, Checkpoint)
-                and (not every or self._trainer.global_step % every != 0)
-                and getattr(callback, "_train_time_interval", None) is None
-            )
-            if not is_rare:
-                names.add(getattr(callback, "monitor", None))
-        names |= {c.monitor for c in self._trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
+        """Names that may be read between this step and the next, rather than after a validation or an epoch."""
+        trainer = self._trainer
+        names = {getattr(c, "monitor", None) for c in trainer.callbacks if _may_read_after(c, trainer.global_step)}
+        num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step" and num_batches % config.frequency == 0:
+                names.add(config.monitor)
         return {name for name in names if isinstance(name, str)}
 
     def _compute_together(self, results: Any, keys: Sequence[str]) -> None:
@@ -317,6 +352,23 @@ class EpochMetrics:
         values = self._live.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
             set_computed(metric, value.to(self._live.device) if isinstance(value, Tensor) else value)
+
+
+def _may_read_after(callback: Any, step: int) -> bool:
+    """Whether a callback may read what it monitors between this step and the next; see `_agree_when_read` for clocks."""
+    every = getattr(callback, "_every_n_train_steps", None)
+    if isinstance(callback, Checkpoint) and every is not None:
+        return bool(every) and step % every == 0
+    # The hooks of `Callback` itself and those of Lightning's `EarlyStopping` read nothing in a step.
+    return any(not _is_lightnings(getattr(type(callback), hook, None)) for hook in STEP_HOOKS)
+
+
+def _is_lightnings(function: Any) -> bool:
+    return function is None or str(getattr(function, "__module__", "")).startswith(tuple(f"{package}." for package in PACKAGES))
+
+
+def _saves_by_clock(callback: Any) -> bool:
+    return getattr(callback, "_train_time_interval", None) is not None and hasattr(callback, "_monitor_candidates")
 
 
 def _is_own(metric: Any) -> bool:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from lightning_dlrover.packages import EarlyStopping, ModelCheckpoint
+
 __all__ = [
     "BackwardCheck",
     "UnsupportedScriptError",
     "check_optimizers",
+    "different_callbacks",
     "different_rates",
     "explain_single_sample",
+    "monitoring",
     "rates",
     "rates_digest",
 ]
@@ -40,6 +45,34 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
                 "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
                 "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
             )
+
+
+def monitoring(callbacks: Iterable[Any]) -> list[str]:
+    """Describe the callbacks that follow a logged value or save checkpoints: all workers have to act on them together."""
+    found = []
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str):
+            found.append(f"{type(callback).__name__}(monitor={monitor!r})")
+        elif isinstance(callback, ModelCheckpoint | EarlyStopping):
+            found.append(type(callback).__name__)
+    return sorted(found)
+
+
+def different_callbacks(ones: Sequence[str], others: Sequence[str], one: str, other: str) -> str:
+    """Return why two workers' callbacks, see `monitoring`, do not go together; empty if they do.
+
+    Args:
+        one, other: the workers in words, such as "rank 0".
+    """
+    odd = (Counter(ones) - Counter(others), one), (Counter(others) - Counter(ones), other)
+    parts = [f"{', '.join(sorted(found))} on {where} only" for found, where in odd if found]
+    if not parts:
+        return ""
+    return (
+        f"callbacks differ between workers: {'; '.join(parts)}. Such a callback takes part in collectives, and its worker may "
+        "leave: add it on all workers, and test trainer.is_global_zero inside its hooks where only one of them shall act"
+    )
 
 
 def explain_single_sample(error: ValueError, num_samples: int, num_workers: int) -> None:

@@ -37,6 +37,7 @@ from lightning_dlrover import loggers
 from lightning_dlrover.logged_values import description, new_entry
 from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.sampler import LoaderState
+from lightning_dlrover.script_checks import different_callbacks, monitoring
 
 if TYPE_CHECKING:
     import lightning as L
@@ -108,6 +109,7 @@ class RunningState:
     callback_fields: dict[str, dict[str, Any]]
     callback_ages_s: dict[str, dict[str, float | None]]
     checkpoint_folders: dict[str, Any]
+    monitoring: list[str]  # callbacks that all workers must have, see `script_checks.monitoring`
     attributes: dict[str, Any]  # public plain attributes of the module and its parts, compared but not restored
 
 
@@ -187,6 +189,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
             for key, callback, names in _fields_of_callbacks(trainer, CALLBACK_CLOCKS)
         },
         checkpoint_folders={c.state_key: c.dirpath for c in _callbacks(trainer) if is_lightnings(c, "ModelCheckpoint")},
+        monitoring=monitoring(_callbacks(trainer)),
         attributes=_plain_attributes(module),
     )
 
@@ -248,6 +251,10 @@ def restore(
     Raises:
         StateError: the others' Trainer has become one that this script's cannot be turned into.
     """
+    if joins and (
+        problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
+    ):
+        raise StateError(f"{problem}. The job goes on without this worker")
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
     for part in parts_with_hparams(trainer):

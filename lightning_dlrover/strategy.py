@@ -46,7 +46,13 @@ from lightning_dlrover.rdzv.meeting import Purpose, place_of
 from lightning_dlrover.rdzv.membership import JobClosedError
 from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
 from lightning_dlrover.sampler import ElasticLoader
-from lightning_dlrover.script_checks import check_optimizers, explain_single_sample
+from lightning_dlrover.script_checks import (
+    UnsupportedScriptError,
+    check_optimizers,
+    different_callbacks,
+    explain_single_sample,
+    monitoring,
+)
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
@@ -297,6 +303,21 @@ class DLRoverStrategy(EitherStrategy):
         self._take_place(formation)
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(formation.size)
+        if formation is not None and formation.size > 1:
+            self._compare_callbacks()
+
+    def _compare_callbacks(self) -> None:
+        """Before Lightning's first collectives: those of a callback that some workers lack would meet others.
+
+        Raises:
+            UnsupportedScriptError: workers have different ones.
+        """
+        assert self._live is not None
+        mine = monitoring(self._lightning_trainer.callbacks)
+        by_rank = self._live.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
+        for rank, theirs in enumerate(by_rank):  # with rank 0's on all workers, so that all of them end
+            if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
+                raise UnsupportedScriptError(problem)
 
     def _compare_with_arguments(self, num_workers: int) -> None:
         """Warn a script that was written for another number of workers than the job starts with: its steps are others."""
@@ -896,6 +917,9 @@ class DLRoverStrategy(EitherStrategy):
             return
         if self._live is not None:
             self._live.metrics.attach()
+            trainer = self._lightning_trainer
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+                self._live.validation.end_each_dataloader(loop)
         if self._lightning_trainer.state.fn == TrainerFn.FITTING:
             self._attach()
 

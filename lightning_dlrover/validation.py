@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:
     _DataFetcher = object  # the base comes with the Trainer, see `_fetcher_of`
 
-__all__ = ["Validation", "deal"]
+__all__ = ["Validation", "deal", "exchange_metrics_through"]
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class Validation:
         self._run = 0  # number of the newest run that was begun
         self._is_under_way = False
         self._fetcher: _Fetcher | None = None
+        self._is_between = False
         self._plans: dict[tuple[int, int], list[Positions]] = {}  # dealt out before this worker has come there
 
     @property
@@ -123,8 +124,8 @@ class Validation:
 
     @property
     def is_between_dataloaders(self) -> bool:
-        """Whether batches of further dataloaders are still to come."""
-        return self._fetcher is not None and self._fetcher.has_more
+        """Whether a dataloader ends whose values were exchanged already, and it is not the last one."""
+        return self._fetcher is not None and self._is_between
 
     def run(self, run: Callable[[], Any]) -> Any:
         """A validation run of Lightning's."""
@@ -148,6 +149,41 @@ class Validation:
         if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
             return  # every worker computes what its own loaders yield; there is nothing to deal out
         self._fetcher = loop._data_fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
+
+    def end_each_dataloader(self, loop: Any) -> None:
+        """Let Lightning end each of several dataloaders once on every worker.
+
+        It ends one when a batch of another one comes. A worker that has no sample of one would skip it, and with it the
+        exchange of its values, for which the others wait.
+
+        Args:
+            loop: of a validation or a test, in `fit` or outside of it.
+        """
+        for name in ("_store_dataloader_outputs", "on_run_end"):
+            loop.__dict__.pop(name, None)
+        store, end_run = loop._store_dataloader_outputs, loop.on_run_end
+
+        def end_up_to(number: int) -> None:
+            results = loop._results
+            newest = results.dataloader_idx
+            for each in range(len(loop._logged_outputs), number + 1):
+                results.dataloader_idx = each
+                self._is_between = each < loop.num_dataloaders - 1
+                store()
+            results.dataloader_idx, self._is_between = newest, False
+
+        def store_all() -> None:
+            if not loop._is_sequential or loop.num_dataloaders == 1:
+                store()
+            else:
+                end_up_to(loop._results.dataloader_idx or 0)
+
+        def end_all() -> Any:
+            if loop._is_sequential and loop.num_dataloaders > 1:
+                end_up_to(loop.num_dataloaders - 1)
+            return end_run()
+
+        loop._store_dataloader_outputs, loop.on_run_end = store_all, end_all
 
     def step(self, loop: _EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Lightning's work on one validation batch; if its own collectives fail, its samples are dealt out again."""
@@ -247,10 +283,6 @@ class _Fetcher(_DataFetcher):
 
     def __iter__(self) -> _Fetcher:
         return self
-
-    @property
-    def has_more(self) -> bool:
-        return self.part < len(self._loaders)
 
     def __next__(self) -> Any:
         self._start_profiler()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,63 @@ class OneDevice(ToyModel):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "last", "reduce_on_plateau": True},
         }
+
+
+class RarelyRead(ToyModel):
+    """Logs a value that callbacks monitor and do not read after each step; counts collectives between steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch[2].float()
+        self.log("last", ids.mean(), batch_size=len(ids))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert self.live is not None
+        self.recorder.write("collectives", number=self.live.num_collectives)
+
+
+class SeveralSets(ToyModel):
+    """Validates and tests on several sets, some of which have fewer samples than there are workers."""
+
+    NUM_ROWS = (1, 40, 2)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        ids = batch[2].float()
+        self.log("id", ids.mean(), batch_size=len(ids))
+
+    test_step = validation_step
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.recorder.write("validated", metrics=_plain(dict(self.trainer.callback_metrics)))
+
+
+def run_several_sets(recorder: Recorder, feature: Feature) -> None:
+    """A script that trains, validates and tests."""
+    sets = [DataLoader(Rows(number), BATCH_SIZE) for number in SeveralSets.NUM_ROWS]
+    model = SeveralSets(recorder, feature.step_s)
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, num_sanity_val_steps=2)
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE), sets)
+    for run in (trainer.validate, trainer.test):
+        recorder.write("evaluated", results=run(model, sets, verbose=False))
+
+
+class Closing(Callback):
+    """A callback of the user's own that reads what it monitors when training ends."""
+
+    monitor = "last"
+
+    def on_train_epoch_end(self, trainer: L.Trainer, model: Any) -> None:
+        model.recorder.write("closed", value=float(trainer.callback_metrics["last"]))
+
+
+class OnRankZero(ToyModel):
+    """Saves the best checkpoints, by a callback that rank 0 alone has."""
+
+    def configure_callbacks(self) -> Any:
+        path = Path(self.recorder.place.folder) / "checkpoints"
+        return [ModelCheckpoint(path, monitor="loss")] if self.recorder.place.agent_id == "w0" else []
 
 
 class Follower(Callback):
@@ -576,6 +634,9 @@ MODELS: dict[str, type[ToyModel]] = {
     "counted": Counted,
     "counted_windows": Counted,
     "toggling": Toggling,
+    "hourly": RarelyRead,
+    "each_moment": RarelyRead,
+    "on_rank_zero": OnRankZero,
     "manual_windows": ManualWindows,
     "gathering_windows": GatheringWindows,
     "walked": Walked,
@@ -600,6 +661,11 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"accumulate_grad_batches": 3}
         case "gathering_windows":
             options = {"accumulate_grad_batches": 5}
+        case "hourly" | "each_moment":
+            interval = timedelta(hours=1) if feature.name == "hourly" else timedelta(0)
+            clock = {"train_time_interval": interval, "save_on_train_epoch_end": False}
+            saver = ModelCheckpoint(folder / "checkpoints", "{step}-{last:.3f}", "last", save_top_k=-1, **clock)
+            options = {"callbacks": [Closing(), saver], "enable_checkpointing": True}
         case "bf16":
             options = {"precision": "bf16-mixed"}
         case "csv_logger":

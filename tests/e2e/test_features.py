@@ -14,11 +14,13 @@ from feature_jobs import (
     Feature,
     Means,
     SeveralLoaders,
+    SeveralSets,
     Validated,
     run_feature,
     run_folds,
     run_other_model,
     run_seeded_by_worker,
+    run_several_sets,
     run_split,
     run_two_trainers,
 )
@@ -275,6 +277,54 @@ def test_frozen_halves_and_manual_windows_survive_losses(moment: str, make_job: 
     job = grown_and_killed(make_job, Feature("toggling"), moment)
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
     assert all(all(record["flags"]) for record in job.records("trainable"))
+
+
+def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> None:
+    job = make_job(Feature("several_sets", epochs=2, step_s=0.0), script=run_several_sets, min_workers=3)
+    job.start(), job.start(), job.start()
+    assert job.finish() == [0, 0, 0], job.report()
+    expected = [{f"id/dataloader_idx_{i}": (number - 1) / 2} for i, number in enumerate(SeveralSets.NUM_ROWS)]
+    evaluated, validated = job.records("evaluated"), job.records("validated")
+    assert [record["results"] for record in evaluated] == [expected] * 6
+    assert len(validated) == 9  # in two epochs and after them
+    for record in validated:
+        assert record["metrics"] == {name: value for each in expected for name, value in each.items()}
+
+
+@pytest.mark.parametrize("name", ["hourly", "each_moment"])
+def test_monitored_value_is_exchanged_only_when_read(name: str, make_job: MakeJob) -> None:
+    job = make_job(Feature(name, epochs=1, step_s=0.0), script=run_feature, min_workers=2)
+    job.start(), job.start()
+    assert job.finish() == [0, 0], job.report()
+    saves_each_step = name == "each_moment"
+    # Lightning asks rank 0's clock after each step.
+    assert {record["number"] > 1 for record in job.records("collectives")} == {saves_each_step}, job.report()
+    shares = global_batches(job, "share")
+    expected = {f"step={step + 1}-last={sum(ids) / len(ids):.3f}" for step, ids in shares.items()}
+    saved = {file.stem for file in (job.folder / "checkpoints").glob("*.ckpt")}
+    assert saved == (expected if saves_each_step else set())
+    last = shares[max(shares)]
+    assert [record["value"] for record in job.records("closed")] == pytest.approx([sum(last) / len(last)] * 2)
+
+
+def test_checkpoints_of_rank_0_alone_are_refused(make_job: MakeJob) -> None:
+    job = make_job(Feature("on_rank_zero", epochs=6), script=run_feature, min_workers=2)
+    job.start(), job.start()
+    assert job.finish() == [1, 1], job.report()
+    for worker in job.workers:
+        assert "ModelCheckpoint(monitor='loss') on rank 0 only" in worker.output, job.report()
+    assert job.records("share") == []
+
+
+def test_joiner_without_the_others_callbacks_is_refused(make_job: MakeJob) -> None:
+    job = make_job(Feature("on_rank_zero", epochs=6), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    stranger = job.start()
+    assert stranger.wait() == 1
+    assert "ModelCheckpoint(monitor='loss') on the others only" in stranger.output
+    assert job.finish() == [0, 1]
+    assert_all_agree(job, 6 * STEPS_PER_EPOCH)
 
 
 def weights_alone(make_job: MakeJob, name: str, epochs: int) -> list[float]:

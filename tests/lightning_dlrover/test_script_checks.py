@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, Timer
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import nn
 
-from lightning_dlrover.script_checks import BackwardCheck, different_rates, explain_single_sample, rates, rates_digest
+from lightning_dlrover.script_checks import (
+    BackwardCheck,
+    different_callbacks,
+    different_rates,
+    explain_single_sample,
+    monitoring,
+    rates,
+    rates_digest,
+)
 
 
 def optimizer(rate: float = 0.1, betas: tuple[float, float] = (0.9, 0.99)) -> torch.optim.Adam:
     return torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, betas=betas)
+
+
+def test_only_callbacks_that_act_together_are_compared() -> None:
+    alone = [RichProgressBar(), Timer(), LearningRateMonitor()]
+    assert monitoring(alone) == []
+    assert monitoring([ModelCheckpoint(), EarlyStopping("loss")]) == ["EarlyStopping(monitor='loss')", "ModelCheckpoint"]
+
+
+def test_callback_of_one_worker_is_named() -> None:
+    common, best = ["ModelCheckpoint"], "ModelCheckpoint(monitor='loss')"
+    assert different_callbacks(common, common, "rank 0", "rank 1") == ""
+    text = different_callbacks([*common, best], common, "rank 0", "rank 1")
+    assert f"{best} on rank 0 only." in text
+    assert f"{best} on rank 1 only." in different_callbacks(common, [*common, best], "rank 0", "rank 1")
 
 
 def test_equal_rates_are_fine() -> None:
