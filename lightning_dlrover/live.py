@@ -40,6 +40,7 @@ from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.meeting import Purpose, place_of, shown
+from lightning_dlrover.rdzv.member import RoundEndedError
 from lightning_dlrover.rdzv.records import CheckpointRecord, from_fields
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.rdzv.world import Formation, LeftOutError, World, WorldError
@@ -204,6 +205,7 @@ class LiveTraining:
         self.searches = Searches(self)
         self._fit = 1  # number of this `fit` in the script
         self._is_finishing = False
+        self._is_between_fits = False
         self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles this worker's leave
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
@@ -250,8 +252,32 @@ class LiveTraining:
         self.world.num_fits += 1
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
-        if self._fit > 1:
-            self.world.begin_fit(self._fit)
+
+    def begin_later_fit(self) -> None:
+        """Before another `fit` of the script sets up: go on with the workers that are left.
+
+        One may have been lost since the last step. Where that was while all met at the end of `fit`, some have gone on and
+        others have not; they come together here, and those that are behind are given the results they lack.
+
+        Raises:
+            WorldError: no round could be formed.
+        """
+        if self.world.num_fits == 0 or self.is_standby:
+            return  # this is the first one
+        number = self.world.num_fits + 1
+        self.world.begin_fit(number)  # no later: whoever is lost from here on must not be taken for having finished
+        if self._size == 1 or self._tables is not None:
+            return
+        self._entered = self._is_between_fits = True
+        try:
+            self.exchange(f"the start of fit number {number}", self._meet)
+        finally:
+            self._entered = self._is_between_fits = False
+
+    def _meet(self) -> None:
+        if not dist.is_initialized():
+            raise RoundEndedError("the round has ended")  # this worker left it at the end of the former `fit`
+        dist.barrier()
 
     # --- the switch point ----------------------------------------------------------------------------------------------
 
@@ -820,8 +846,9 @@ class LiveTraining:
         strategy.enter_round(formation.rank, formation.size)
         if standing:
             strategy.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
-        for loader in self._loaders:
-            loader.reshard(formation.rank, formation.size)
+        if not self._is_between_fits:
+            for loader in self._loaders:
+                loader.reshard(formation.rank, formation.size)
         me = self.world.worker_id
         if self._tables is not None:
             self._settle_tables(formation, standing, plan.joining)
@@ -842,9 +869,10 @@ class LiveTraining:
         if any(p.validation for p in standing.values()):
             self._settle_validation(formation)
         self._give_state(formation, plan.joining)
-        strategy.wrap_model()
-        if formation.rank == 0:
-            self._take_over_rank_zero()
+        if not self._is_between_fits:  # else the Trainer is about to do both
+            strategy.wrap_model()
+            if formation.rank == 0:
+                self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
         self._pace.went_on(last + 1)
         return any(me == worker for _, worker in plan.behind)
@@ -1283,7 +1311,7 @@ class LiveTraining:
                 elif self._attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:
-                if not self.world.is_over:
+                if not self.world.has_finished_fit(self._fit):
                     raise
         self._entered = self._is_finishing = False
         self.world.finish(self._trainer.global_step, self._fit)
@@ -1303,6 +1331,8 @@ class LiveTraining:
         number = self.formation.round.number
 
         def look(view: View) -> str | None:
+            if self.world.has_finished_fit(self._fit):
+                return "finished"
             if view.job is not None and view.job.is_over:
                 return view.job.phase
             newest = view.round
@@ -1372,7 +1402,7 @@ class LiveTraining:
 
     def _activity(self) -> str:
         """Where this worker is in the training program, for an error message. Any thread."""
-        if not self._entered:
+        if not self._entered or self._is_between_fits:
             return "before the first step"
         where = "in a training step" if self._in_step else "between two steps"
         if self._validation:

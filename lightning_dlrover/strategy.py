@@ -269,10 +269,19 @@ class DLRoverStrategy(EitherStrategy):
         self._take_loaders_as_they_are()
         if self._world_config is None:
             return
-        if self._live is None or DLRoverStrategy._in_job not in (self, None):
+        former = DLRoverStrategy._in_job
+        if former is not None and former._live is not None and former._world is not None and self._is_about_to_fit:
+            former._live.begin_later_fit()
+        if self._live is None or former not in (self, None):
             self._enter_job()
         if self._live is not None:
             self._live.searches.attend(self._lightning_trainer.callbacks)
+
+    @property
+    def _is_about_to_fit(self) -> bool:
+        trainer = self._lightning_trainer
+        is_search = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)  # `Tuner.lr_find`
+        return bool(trainer.state.fn == TrainerFn.FITTING and not is_search)
 
     def _enter_job(self) -> None:
         """The script's first Trainer starts the world, later ones go on with it."""

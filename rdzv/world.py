@@ -483,11 +483,10 @@ class World:
         job = self.membership.view.job
         return job is not None and job.phase == "finished"
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has finished, and every later `fit` of its script that was begun."""
+    def has_finished_fit(self, number: int) -> bool:
+        """Whether a worker has reached the end of that `fit` of the script, from 1; others may have begun the next one."""
         job = self.membership.view.job
-        return job is not None and job.phase == "finished" and job.is_over
+        return job is not None and job.phase == "finished" and job.fits_finished >= number
 
     def begin_fit(self, number: int) -> None:
         """The script trains once more: losses are survived again, though nobody joins any more.
@@ -497,7 +496,13 @@ class World:
         """
         try:
             self.membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
-        except (EtcdError, RecordError) as error:
+            # A recovery that still saw the end of the former one would take the job for finished.
+            self.membership.wait_for(
+                lambda view: True if view.job is not None and view.job.fits_begun >= number else None,
+                self.config.wait_timeout_s,
+                f"etcd to show that fit number {number} has begun",
+            )
+        except (EtcdError, RecordError, TimeoutError) as error:
             log.warning("run %s: could not record that fit number %d begins: %s", self.config.run_id, number, error)
 
     def finish(self, num_steps: int, fit: int = 1) -> None:

@@ -784,13 +784,33 @@ def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
 
 
+class Folded(ToyModel):
+    """May be lost when all workers have met at the end of a fit, or lose its connections there."""
+
+    def on_train_end(self) -> None:
+        assert self.live is not None
+        live: Any = self.live
+        end_together = live._end_together
+
+        def end() -> None:
+            end_together()
+            self.recorder.moment("met")
+            if self.recorder.is_armed("cut_off"):
+                self.recorder.write("cut_off")
+                self.recorder.place.armed.unlink()
+                raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+        live._end_together = end
+
+
 def run_folds(recorder: Recorder, feature: Feature) -> None:
     """Cross-validation with one strategy and Trainer per fold, and a `fit` of the last Trainer that goes on."""
     for number in range(3):
-        model = ToyModel(recorder, feature.step_s)
+        model = Folded(recorder, feature.step_s)
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
         trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
         recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+        recorder.moment(f"after_fit_{number}")
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
     recorder.write("trained", number=3, step=trainer.global_step, world=trainer.world_size)

@@ -401,6 +401,35 @@ def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
     assert len(job.workers[2].records("trained")) == 3
 
 
+def test_loss_at_the_end_of_a_fit_keeps_the_next(make_job: MakeJob) -> None:
+    job = make_job(Feature("folds", step_s=0.02), script=run_folds)
+    for _ in range(3):
+        job.start()
+    job.wait_for_world(3)
+    job.workers[1].arm("cut_off")  # after the others have met its end already
+    job.workers[2].arm("met")
+    assert job.finish() == [0, 0, -9], job.report()
+    assert job.records("cut_off")
+    for worker in job.workers[:2]:
+        trained = {record["number"]: (record["step"], record["world"]) for record in worker.records("trained")}
+        assert [step for step, _ in trained.values()] == [STEPS_PER_EPOCH] * 3 + [2 * STEPS_PER_EPOCH]
+        assert [trained[number][1] for number in (1, 2, 3)] == [2, 2, 2]
+
+
+def test_loss_between_two_fits_keeps_the_next(make_job: MakeJob) -> None:
+    job = make_job(Feature("folds", step_s=0.02), script=run_folds)
+    for _ in range(4):
+        job.start()
+    job.wait_for_world(4)
+    job.workers[0].arm("after_fit_0")
+    job.workers[2].arm("after_fit_2")  # the last Trainer fits once more
+    assert job.finish() == [-9, 0, -9, 0], job.report()
+    for worker in (job.workers[1], job.workers[3]):
+        trained = [(record["step"], record["world"]) for record in worker.records("trained")]
+        expected = [(STEPS_PER_EPOCH, 4), (STEPS_PER_EPOCH, 3), (STEPS_PER_EPOCH, 3), (2 * STEPS_PER_EPOCH, 2)]
+        assert trained == expected, job.report()
+
+
 def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("sampler"))
     for (epoch, batch), records in by_step(job).items():
