@@ -780,6 +780,11 @@ class LiveTraining:
             self._validation = 0
         return result
 
+    def send_buffers(self) -> None:
+        """All workers, before a validation."""
+        if self._size > 1:
+            self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+
     def recover_if_broken(self) -> None:
         """Form the next round if this one has ended; where nothing is under way that would have to be done again."""
         if self.world.broken:

@@ -637,6 +637,20 @@ class DLRoverStrategy(EitherStrategy):
                 self.configure_ddp()
             finally:
                 self._ddp_kwargs = kwargs
+            if not self._lightning_trainer.training and isinstance(self.model, DistributedDataParallel):
+                self.model.require_forward_param_sync = False  # in a validation: done, see `send_buffers`
+
+    def send_buffers(self) -> None:
+        """Give all workers rank 0's buffers before a validation.
+
+        DDP does that in each worker's first forward pass. A worker that has no sample of the first dataloader, or none left
+        after a loss, makes it later than the others or not at all, and meets them in another collective.
+        """
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and self.world_size > 1:
+            if model.broadcast_buffers and any(True for _ in model.module.buffers()):
+                model._sync_buffers()
+            model.require_forward_param_sync = False
 
     def wrap_what_was_unfrozen(self) -> None:
         """Wrap the model anew if parameters were unfrozen since.

@@ -143,6 +143,7 @@ class Validation:
     def begin_batches(self, loop: _EvaluationLoop, reset: Callable[[], None]) -> None:
         """Lightning's preparation of the batches of a run, after which they come from us."""
         reset()
+        self._live.send_buffers()
         combined = loop._combined_loader
         if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             return

@@ -336,9 +336,11 @@ def weights_alone(make_job: MakeJob, name: str, epochs: int) -> list[float]:
     return weights
 
 
-def grown_to(make_job: MakeJob, feature: Feature, num_workers: int) -> tuple[Job, int]:
+def grown_to(
+    make_job: MakeJob, feature: Feature, num_workers: int, script: Callable[..., None] = run_feature
+) -> tuple[Job, int]:
     """A job with so many workers, all of which are in an epoch before the returned one."""
-    job = make_job(feature, script=run_feature)
+    job = make_job(feature, script=script)
     job.start()
     job.wait_for_step(1)
     for _ in range(num_workers - 1):
@@ -380,10 +382,7 @@ def test_optimizers_that_evaluate_several_times_are_redone(name: str, moment: st
 
 
 def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
-    job = make_job(Feature("folds", step_s=0.03), script=run_folds)
-    for _ in range(4):
-        job.start()
-    job.wait_for_world(4)
+    job, _ = grown_to(make_job, Feature("folds", step_s=0.03), 4, run_folds)
 
     def await_end_of(number: int) -> None:
         job.wait_until(lambda: any(r["number"] == number for r in job.records("trained")), f"the end of fit {number}")
@@ -402,10 +401,7 @@ def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
 
 
 def test_loss_at_the_end_of_a_fit_keeps_the_next(make_job: MakeJob) -> None:
-    job = make_job(Feature("folds", step_s=0.02), script=run_folds)
-    for _ in range(3):
-        job.start()
-    job.wait_for_world(3)
+    job, _ = grown_to(make_job, Feature("folds", step_s=0.03), 3, run_folds)
     job.workers[1].arm("cut_off")  # after the others have met its end already
     job.workers[2].arm("met")
     assert job.finish() == [0, 0, -9], job.report()
@@ -417,10 +413,7 @@ def test_loss_at_the_end_of_a_fit_keeps_the_next(make_job: MakeJob) -> None:
 
 
 def test_loss_between_two_fits_keeps_the_next(make_job: MakeJob) -> None:
-    job = make_job(Feature("folds", step_s=0.02), script=run_folds)
-    for _ in range(4):
-        job.start()
-    job.wait_for_world(4)
+    job, _ = grown_to(make_job, Feature("folds", step_s=0.03), 4, run_folds)
     job.workers[0].arm("after_fit_0")
     job.workers[2].arm("after_fit_2")  # the last Trainer fits once more
     assert job.finish() == [-9, 0, -9, 0], job.report()
