@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,22 +79,39 @@ def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(val
             live._packed_snapshot()
 
 
-def test_missed_update_brings_counters_of_parameter_groups() -> None:
-    def worker(**options: float) -> tuple[LiveTraining, torch.optim.Optimizer]:
-        module = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD([{"params": module.parameters(), **options}])
-        progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        live = LiveTraining.__new__(LiveTraining)
-        live._trainer = SimpleNamespace(  # type: ignore[assignment]
-            lightning_module=module,
-            optimizers=[optimizer],
-            precision_plugin=SimpleNamespace(state_dict=dict),
-            fit_loop=SimpleNamespace(
-                epoch_loop=SimpleNamespace(manual_optimization=SimpleNamespace(optim_step_progress=progress))
-            ),
-        )
-        return live, optimizer
+def worker(**options: float) -> tuple[LiveTraining, torch.optim.Optimizer]:
+    """One that optimizes manually."""
+    module: Any = torch.nn.Linear(2, 1)
+    module.automatic_optimization = False
+    optimizer = torch.optim.SGD([{"params": module.parameters(), **options}])
+    progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    live = LiveTraining.__new__(LiveTraining)
+    live._manual_window_is_open, live._gradients = False, None
+    live._trainer = SimpleNamespace(  # type: ignore[assignment]
+        lightning_module=module,
+        optimizers=[optimizer],
+        precision_plugin=SimpleNamespace(state_dict=dict),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(manual_optimization=SimpleNamespace(optim_step_progress=progress))),
+    )
+    return live, optimizer
 
+
+@pytest.mark.parametrize("is_in_next_step", [False, True])
+def test_missed_update_brings_an_open_manual_window(is_in_next_step: bool) -> None:
+    (source, _), (target, _) = worker(lr=0.1), worker(lr=0.1)
+    module = source._trainer.lightning_module
+    module.weight.grad = torch.tensor([[1.0, 2.0]])
+    source._manual_window_is_open = True
+    if is_in_next_step:
+        source._gradients = source._copy_of_gradients()
+        module.weight.grad += 5.0  # of the next batch, which will be computed again
+    target._apply(source._last_update())
+    assert target._manual_window_is_open
+    assert torch.equal(target._trainer.lightning_module.weight.grad, torch.tensor([[1.0, 2.0]]))
+    assert target._trainer.lightning_module.bias.grad is None
+
+
+def test_missed_update_brings_counters_of_parameter_groups() -> None:
     source, _ = worker(lr=0.1, k=7, weight_sum=0.5)  # counters as of schedule-free optimizers
     target, optimizer = worker(lr=0.2, k=6, weight_sum=0.4)
     target._apply(source._capture())
