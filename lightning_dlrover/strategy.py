@@ -649,7 +649,7 @@ class DLRoverStrategy(EitherStrategy):
         model = self.model
         if isinstance(model, DistributedDataParallel) and self.world_size > 1:
             if model.broadcast_buffers and any(True for _ in model.module.buffers()):
-                model._sync_buffers()
+                model._sync_buffers()  # type: ignore[no-untyped-call]
             model.require_forward_param_sync = False
 
     def wrap_what_was_unfrozen(self) -> None:
