@@ -173,7 +173,7 @@ class Analyst:
 
     def _digest(self, news: _News) -> None:
         profile, membership = news.profile, self._membership
-        if membership is not None and self._published.is_news(profile):
+        if membership is not None and self._published.is_news(profile, time.monotonic()):
             membership.put_profile(encode(profile))
         was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
         if not self._is_rank_0:
