@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
-from lightning_dlrover.components.failures import likeness
+from lightning_dlrover.components.failures import likeness, num_refusals, refusals
 from lightning_dlrover.components.logs import LogFile, read_tail
 from lightning_dlrover.components.post_mortem import PostMortem, examine
 from lightning_dlrover.components.reconcile import (
@@ -138,6 +138,7 @@ class _App:
     warned: bool = False
     cancelled: bool = False
     cancel_failures: int = 0  # requests to cancel it that the scheduler has refused in a row
+    refusals_in_a_row: int = 1  # of a refused one: how many there were up to it
     all_shown: bool = False
     lacked_memory: bool = False  # it was killed for that, and the plan says so
     was_adopted: bool = False  # from a controller before us, which has shown its output until then
@@ -788,29 +789,7 @@ class Controller:
     def _job_view(self, view: View, may_act: bool) -> JobView:
         now = time.monotonic()
         plan = view.plan.num_workers if view.plan is not None and view.plan.binding else self._limits.min_workers
-        nodes = [
-            Node(
-                name=name,
-                status="cancelled" if app.cancelled else app.status,
-                agent_seen=app.agent_seen,
-                has_worker=app.has_worker,
-                is_member=app.is_member,
-                workerless_s=now - app.worker_seen_at if app.worker_seen_at is not None else 0.0,
-                idle_s=now - (app.member_seen_at or app.started_at),
-                age_s=now - app.running_since if app.running_since is not None else 0.0,
-                asked_s=now - app.started_at,
-                trained_s=app.trained_s,
-                refused=app.is_refused,
-                checkpoint_step=app.checkpoint_step,
-                forgiven=app.ended_at is not None and app.ended_at <= self._forgiven_at,
-                ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
-                error=app.post_mortem.error if app.post_mortem else "",
-                stopped_job=app.stopped_job,
-                after_training=app.after_training,
-                warned=app.warned,
-            )
-            for name, app in self._apps.items()
-        ]
+        nodes = [self._node(name, app, now) for name, app in self._apps.items()]
         # Those to be replaced train on until others have started.
         replacements = len(view.replacements & set(view.survivors))
         return JobView(
@@ -825,6 +804,29 @@ class Controller:
             fewest=self._limits.min_workers,
             checkpoint_step=self._checkpoint_step(),
             stop=self._stop_reason(),
+        )
+
+    def _node(self, name: str, app: _App, now: float) -> Node:
+        return Node(
+            name=name,
+            status="cancelled" if app.cancelled else app.status,
+            agent_seen=app.agent_seen,
+            has_worker=app.has_worker,
+            is_member=app.is_member,
+            workerless_s=now - app.worker_seen_at if app.worker_seen_at is not None else 0.0,
+            idle_s=now - (app.member_seen_at or app.started_at),
+            age_s=now - app.running_since if app.running_since is not None else 0.0,
+            asked_s=now - app.started_at,
+            trained_s=app.trained_s,
+            refused=app.is_refused,
+            refusals_in_a_row=app.refusals_in_a_row,
+            checkpoint_step=app.checkpoint_step,
+            forgiven=app.ended_at is not None and app.ended_at <= self._forgiven_at,
+            ended_s=now - app.ended_at if app.ended_at is not None else 0.0,
+            error=app.post_mortem.error if app.post_mortem else "",
+            stopped_job=app.stopped_job,
+            after_training=app.after_training,
+            warned=app.warned,
         )
 
     def _stop_reason(self) -> str:
@@ -907,6 +909,9 @@ class Controller:
 
     def _note_refusal(self, name: str, app: _App, now: float, problem: str) -> None:
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+        # Counted on, as the oldest are forgotten: the pause before the next attempt grows with their number.
+        earlier = refusals([self._node(other, each, now) for other, each in self._apps.items() if each is not app])
+        app.refusals_in_a_row = 1 + num_refusals(earlier)
         app.post_mortem = PostMortem(f"it could not be started: {problem}", "")
         app.status, app.ended_at, app.all_shown = "failed", now, True
         refused = [other for other, each in self._apps.items() if each.is_refused]

@@ -19,6 +19,7 @@ __all__ = [
     "early_failures",
     "likeness",
     "most_frequent",
+    "num_refusals",
     "of_their_own",
     "refusals",
     "stops_without_progress",
@@ -44,6 +45,7 @@ class Node:
     trained_s: float = 0.0  # as a member of rounds, all together
     error: str = ""  # failed: by an error of the script; empty when it was killed
     refused: bool = False  # failed: the scheduler has not taken it on, `error` holds its words
+    refusals_in_a_row: int = 1  # refused: how many there were up to this one, those that are no longer in the list included
     after_training: bool = False  # failed in the script's code that follows `fit`
     stopped_job: bool = False  # failed, and with it the last member of the round was gone
     checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
@@ -119,6 +121,11 @@ def refusals(nodes: Sequence[Node]) -> list[Node]:
     taken_s = min((node.asked_s for node in nodes if not node.refused), default=float("inf"))
     refused = [node for node in nodes if node.refused and not node.forgiven and node.asked_s < taken_s]
     return sorted(refused, key=lambda n: -n.ended_s)
+
+
+def num_refusals(refused: Sequence[Node]) -> int:
+    """Refusals in a row up to now; more than `refused` has nodes once the oldest of them were forgotten."""
+    return max(len(refused), refused[-1].refusals_in_a_row) if refused else 0
 
 
 def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:

@@ -60,7 +60,7 @@ def notice_file(exit_file: Path) -> Path:
 
 def main() -> None:
     """Become torchrun, with the same process id; or run it and wait for it where a scheduler speaks to us."""
-    agent = [sys.executable, "-m", "torch.distributed.run"]
+    agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agent_program"]
     exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
     if exit_file or leaves:
         # torchrun would leave one of its own behind with every node.

@@ -16,6 +16,7 @@ from lightning_dlrover.components.failures import (
     culprit,
     early_failures,
     most_frequent,
+    num_refusals,
     of_their_own,
     refusals,
     stops_without_progress,
@@ -239,7 +240,8 @@ def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[i
         return min(longest_s, patience.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
 
     if refused and refused[-1].ended_s <= view.since_failure_s:
-        return len(refused), pause_s(len(refused), True), refused[-1].ended_s
+        count = num_refusals(refused)
+        return count, pause_s(count, True), refused[-1].ended_s
     return failures, pause_s(failures, failures > patience.max_failures), view.since_failure_s
 
 
@@ -265,7 +267,7 @@ def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
         return given_up
     count, pause_s, _ = _pause(view, living, patience)
     if refused := refusals(view.nodes):
-        tries = f"try {len(refused)} in a row; the next one {pause_s:.0f} s later"
+        tries = f"try {num_refusals(refused)} in a row; the next one {pause_s:.0f} s later"
         return f"{refused[-1].name} was refused ({tries}): {refused[-1].error}"
     if count < patience.max_same_error:
         return ""

@@ -173,7 +173,7 @@ class Analyst:
 
     def _digest(self, news: _News) -> None:
         profile, membership = news.profile, self._membership
-        if membership is not None and self._published.is_news(profile):
+        if membership is not None and self._published.is_news(profile, time.monotonic()):
             membership.put_profile(encode(profile))
         was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
         if not self._is_rank_0:
@@ -190,7 +190,7 @@ class Analyst:
         self._memory.add(profile)
         if self._load is not None:
             workers_here = profile.fullest_node or math.ceil(profile.num_workers / profile.num_nodes)
-            self._foreign_cores.append(self._load.foreign_cores(workers_here * profile.cpu_percent / 100))
+            self._foreign_cores.append(self._load.foreign_cores(profile.cpu_percent / 100, workers_here))
         place = profile.round_number, settings_of(profile)
         self._num_in_place = self._num_in_place + 1 if place == self._place else 1
         self._place = place

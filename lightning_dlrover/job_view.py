@@ -459,6 +459,8 @@ class EventLog:
             events = sorted(read_event_file(self.file), key=lambda event: event.at)
             unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
             unfinished.replace(self.file)
+        except JobNotFoundError as error:  # somebody has removed it: the job's end must not hinge on that
+            log.warning("the events of the job are not kept: %s", error)
         except OSError as error:
             self._complain(error)
             with contextlib.suppress(OSError):

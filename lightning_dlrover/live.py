@@ -388,7 +388,7 @@ class LiveTraining:
         job = self.world.membership.view.job
         if job is not None and job.data:
             run = f"run {self.world.config.run_id!r}: this worker's data"
-            refuse_other_data(data, job.data, run, "the job's", "The job goes on without it")
+            refuse_other_data(data, job.data, run, "the job's", self.world.consequence_of_refusal())
 
     def _admission(self, fingerprint: str) -> Formation:
         try:

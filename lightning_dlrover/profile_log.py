@@ -46,15 +46,20 @@ class PublishedProfile:
 
     def __init__(self) -> None:
         self._last: StepProfile | None = None
+        self._published_at = 0.0
 
-    def is_news(self, window: StepProfile) -> bool:
-        """Whether a window tells others something; it is then taken for published."""
+    def is_news(self, window: StepProfile, now: float) -> bool:
+        """Whether a window tells others something; it is then taken for published.
+
+        Args:
+            now: seconds of a clock that does not jump; the time in the window is a wall clock's.
+        """
         last = self._last
-        if last is not None and _place(last) == _place(window) and window.at - last.at < PUBLISH_EVERY_S:
+        if last is not None and _place(last) == _place(window) and now - self._published_at < PUBLISH_EVERY_S:
             figures = ("step_time_s", "memory_bytes", "peak_memory_bytes")
             if not any(_differs(getattr(last, name), getattr(window, name)) for name in figures):
                 return False
-        self._last = window
+        self._last, self._published_at = window, now
         return True
 
 
@@ -79,7 +84,7 @@ class WindowLog:
         if self._pending and _differs(merged(self._pending).step_time_s, window.step_time_s):
             due = self.flush()
         self._pending.append(window)
-        if window.at - self._pending[0].at >= LOG_EVERY_S:
+        if sum(each.num_steps * each.step_time_s for each in self._pending) >= LOG_EVERY_S:
             due += self.flush()
         return due
 

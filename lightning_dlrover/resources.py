@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,42 +65,90 @@ def cpu_use(children: Iterable[int] = ()) -> CpuUse:
 
 
 class MachineLoad:
-    """Cores of this machine that are busy, since it was asked for last."""
+    """Cores kept busy by other programs, of those that this worker may use, since it was asked for last.
 
-    def __init__(self, busy_s: Callable[[], float] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._busy_s = busy_s or _busy_s
+    Args:
+        busy_s: CPU time so far of these cores, and of the control group whose quota limits this worker (0.0: no such group).
+        num_cores: cores that this process is bound to.
+        cores: those of them that its control group lets it use.
+        is_bound: whether its machine has more cores.
+        num_local_workers: workers of this worker's agent, which are bound to the same cores.
+    """
+
+    def __init__(
+        self,
+        busy_s: Callable[[], tuple[float, float]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        num_cores: int | None = None,
+        cores: float | None = None,
+        is_bound: bool | None = None,
+        num_local_workers: int | None = None,
+    ) -> None:
+        bound_to = os.sched_getaffinity(0)
+        self._busy_s = busy_s or _BusyTimes(bound_to)
         self._clock = clock
+        self._num_cores = len(bound_to) if num_cores is None else num_cores
+        self._cores = available_cores() if cores is None else cores
+        self._is_bound = len(bound_to) < (os.cpu_count() or 1) if is_bound is None else is_bound
+        self._num_local_workers = num_local_workers or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._before = clock(), self._busy_s()
 
-    def foreign_cores(self, own_cores: float) -> float:
-        """Cores that other programs keep busy.
+    def foreign_cores(self, own_cores: float, num_workers: int = 1) -> float:
+        """Cores that other programs take away from this job.
 
         Args:
-            own_cores: that this job has kept busy on this machine meanwhile.
+            own_cores: that one worker has kept busy meanwhile.
+            num_workers: of this job, on this machine.
         """
-        (then, busy_then), self._before = self._before, (self._clock(), self._busy_s())
-        now, busy_now = self._before
-        return max(0.0, (busy_now - busy_then) / max(1e-3, now - then) - own_cores)
+        (then, (busy_then, group_then)), self._before = self._before, (self._clock(), self._busy_s())
+        now, (busy_now, group_now) = self._before
+        elapsed_s = max(1e-3, now - then)
+        # On cores of its own a worker does not meet the job's other workers, and their load is not in the figures.
+        own = own_cores * (self._num_local_workers if self._is_bound else num_workers)
+        # With a quota below its cores, a worker loses none as long as others leave it that many.
+        on_cores = (busy_now - busy_then) / elapsed_s - own - (self._num_cores - self._cores)
+        in_group = (group_now - group_then) / elapsed_s - own
+        return max(0.0, on_cores, in_group)
 
 
-def _busy_s() -> float:
-    """CPU time of this machine in which it was not idle, also not waiting for a disk."""
-    times = psutil.cpu_times()
-    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+class _BusyTimes:
+    """CPU time in which some cores were not idle, also not waiting for a disk, and that of the group with the least quota."""
+
+    def __init__(self, bound_to: Set[int], proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._bound_to = bound_to
+        quotas = [(quota, folder) for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+        self._group = min(quotas)[1] if quotas else None
+
+    def __call__(self) -> tuple[float, float]:
+        every = psutil.cpu_times(percpu=True)
+        # In some containers fewer cores are shown than there are; then none can be told from the others.
+        mine = [every[core] for core in self._bound_to] if max(self._bound_to) < len(every) else every
+        names = ("user", "nice", "system", "irq", "softirq", "steal")
+        return sum(getattr(core, name, 0.0) for core in mine for name in names), self._of_group_s()
+
+    def _of_group_s(self) -> float:
+        if self._group is not None:
+            with suppress(OSError, ValueError, StopIteration):  # version 1 keeps it elsewhere
+                lines = (self._group / "cpu.stat").read_text().splitlines()
+                return next(int(line.split()[1]) for line in lines if line.startswith("usage_usec ")) / 1e6
+        return 0.0
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """Cores that this process may use: those it is bound to, or fewer if its control group has a quota of CPU time."""
-    cores = float(len(os.sched_getaffinity(0)))
-    for folder in cgroup_folders("cpu", proc, cgroups):
-        with suppress(OSError, ValueError, IndexError):
-            quota, period = (folder / "cpu.max").read_text().split()[:2]
-            cores = min(cores, int(quota) / int(period))
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            quota_us, period_us = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-            if quota_us > 0:
-                cores = min(cores, quota_us / period_us)
-    return max(cores, 0.01)
+    quotas = [quota for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+    return max(min([float(len(os.sched_getaffinity(0))), *quotas]), 0.01)
+
+
+def _quota(folder: Path) -> float:
+    """Cores' worth of CPU time that a control group may use, at least 0.01; 0 if it has no limit of its own."""
+    with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return max(0.01, int(quota) / int(period))
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota_us, period_us = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return max(0.01, quota_us / period_us) if quota_us > 0 else 0.0
+    return 0.0
 
 
 def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

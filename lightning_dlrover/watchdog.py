@@ -104,6 +104,9 @@ class Watchdog:
         self._stragglers = _Stragglers(live)
         self._memory = _Memory(live)
         self._closing = threading.Event()
+        # In a thread of its own: the other one waits for etcd now and then, which is no time without the GIL.
+        self._gil = _GilWatch(os.environ)
+        self._gil.start()
         self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
         self._thread.start()
 
@@ -113,17 +116,16 @@ class Watchdog:
 
     def close(self, timeout_s: float = 5.0) -> None:
         self._closing.set()
+        self._gil.close()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        gil = _GilWatch(os.environ)
         polled_at = 0.0
         away = False
         while not self._closing.wait(POLL_S):
             now = time.monotonic()
-            gil.look(now)
             try:
                 # A process that was stopped, or a host that slept, has missed its own polls.
                 self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
@@ -138,7 +140,6 @@ class Watchdog:
                 # Training must go on unwatched; what went wrong is said with its traceback.
                 log.exception("the watch over this worker failed")
             polled_at = time.monotonic()
-        gil.close()
 
 
 class _GilWatch:
@@ -146,6 +147,8 @@ class _GilWatch:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlrover-gil-watch", daemon=True)
         self._looked_at = self._armed_at = self._told_at = -math.inf
         if self._is_unsafe:
             log.warning(
@@ -154,8 +157,17 @@ class _GilWatch:
                 *(UNSAFE_STACKS_VARIABLE, GIL_TIMEOUT_S),
             )
 
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_S):
+            self.look(time.monotonic())
+        if self._is_unsafe:
+            faulthandler.cancel_dump_traceback_later()
+
     def look(self, now: float) -> None:
-        """To be called regularly, from a thread of its own."""
+        """To be called regularly, from a thread that does nothing else."""
         if self._is_unsafe and (stream := sys.__stderr__) is not None and now - self._armed_at > GIL_TIMEOUT_S / 4:
             self._armed_at = now
             with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed, or no file
@@ -169,9 +181,10 @@ class _GilWatch:
                 *(silent_s, innermost_user_place()),
             )
 
-    def close(self) -> None:
-        if self._is_unsafe:
-            faulthandler.cancel_dump_traceback_later()
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
 
 # --- hangs --------------------------------------------------------------------------------------------------------------------
@@ -364,7 +377,7 @@ class _Memory:
         self._live = live
         self._membership: Membership = live.world.membership
         self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
-        self._since = time.time()
+        self._first_round = 0  # that this worker was a member of; 0: not known yet
         self._looked_at = 0.0  # end of the newest window looked at
         self._told: tuple[int, Act] = (0, "none")  # round, and what was done in it
         self._acted_at = 0.0
@@ -379,6 +392,7 @@ class _Memory:
         self._looked_at = windows[-1].at
         membership, view = self._membership, self._membership.view
         forecast = forecast_memory(windows)
+        self._first_round = self._first_round or windows[0].round_number
         past = membership.past_events() if forecast is not None or len(windows) == NUM_SETTLING + 1 else []
         if forecast is None and (earlier := self._of_replaced(past)) is not None:
             forecast = inherited_forecast(windows[-1], earlier)
@@ -418,21 +432,45 @@ class _Memory:
         membership.event(
             "memory",
             f"{membership.worker_id}: {remedy.reason}",
-            {"worker_id": membership.worker_id, **asdict(remedy), **asdict(forecast), "step": self._live.progress.counts[0]},
+            {
+                "worker_id": membership.worker_id,
+                "round": number,
+                "step": self._live.progress.counts[0],
+                **asdict(remedy),
+                **asdict(forecast),
+            },
         )
         log.warning("memory of this worker: %s", remedy.reason)
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
-        """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not."""
-        acts = ("replace", "enlarge")
-        asked = [e for e in past if e.kind == "memory" and e.data.get("act") in acts and e.at < self._since]
+        """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not.
+
+        Rounds tell what came before what: clocks of several hosts do not.
+        """
         workers = self._membership.view.workers
-        gone = [e for e in asked if isinstance(who := e.data.get("worker_id"), str) and who not in workers]
-        if not gone or not gone[-1].at > self._since - LEADS * _lead_s(past):
+        asked = [
+            (_round_of(e), e)
+            for e in past
+            if e.kind == "memory"
+            and e.data.get("act") in ("replace", "enlarge")
+            and isinstance(who := e.data.get("worker_id"), str)
+            and who not in workers
+            and 0 < _round_of(e) < self._first_round
+        ]
+        if not asked:
             return None
+        asked_in, event = max(asked, key=lambda found: found[0])
+        before: set[str] = set()
+        between: set[str] = set()
+        for each in past:
+            members = each.data.get("members")
+            if each.kind == "round" and isinstance(members, list) and _round_of(each) < self._first_round:
+                (before if _round_of(each) <= asked_in else between).update(m for m in members if isinstance(m, str))
+        if between - before:
+            return None  # another worker has taken that place
         names = [f.name for f in fields(MemoryForecast)]
         with contextlib.suppress(TypeError, ValueError):
-            return from_fields(MemoryForecast, {name: gone[-1].data.get(name) for name in names}, "an event")
+            return from_fields(MemoryForecast, {name: event.data.get(name) for name in names}, "an event")
         return None
 
     def _carry_out(self, remedy: Remedy) -> bool:
@@ -480,14 +518,20 @@ class _Memory:
             done, before, grown = (event.data.get(name) for name in ("act", "level_bytes", "grown_bytes"))
             if event.kind != "memory" or not isinstance(before, int) or not isinstance(grown, int):
                 continue
-            since = here[0].at if done == "add_workers" else self._since
+            entered = windows[-1].round_number if done == "add_workers" else self._first_round
             helped = level <= before - grown / 2
             if done == "enlarge":
                 limit = event.data.get("limit_bytes")
                 helped = isinstance(limit, int) and windows[-1].memory_limit_bytes > limit
-            if done in REMEDIES and done not in tried and since > event.at and not helped:
+            if done in REMEDIES and done not in tried and 0 < _round_of(event) < entered and not helped:
                 tried.append(done)
         return tried
+
+
+def _round_of(event: EventRecord) -> int:
+    """The round that an event tells of; 0 if there is none in it."""
+    number = event.data.get("number" if event.kind == "round" else "round")
+    return number if isinstance(number, int) else 0
 
 
 def _lead_s(past: list[EventRecord]) -> float:

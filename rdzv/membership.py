@@ -295,6 +295,7 @@ class Membership:
         self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
         self._events: deque[EventRecord] = deque()
         self._events_lock = threading.Lock()
+        self._results: deque[tuple[str, bytes]] = deque()  # of searches, until etcd holds them
         self._num_events_written = 0
         self._closing = False
         self._evicted = False
@@ -630,7 +631,10 @@ class Membership:
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None
 
     def put_search(self, number: int, record: SearchRecord) -> None:
-        self._swap(f"{self.keys.searches}{number}", SearchRecord, lambda _: record)
+        """Write a search's result, later if etcd is away now: who joins waits for it, who has found it trains on."""
+        self._results.append((f"{self.keys.searches}{number}", encode(record)))
+        with self._changed:
+            self._changed.notify_all()
 
     def search(self, number: int) -> SearchRecord | None:
         """Result of the script's search of that number; None before there is one."""
@@ -811,8 +815,12 @@ class Membership:
         return "its lease ended, or its agent or another worker found its process gone"
 
     def _write_events(self) -> None:
+        """Write what waits to be written; what fails stays until the next attempt."""
         # Two threads write: the background one, and the one that flushes before its process ends.
         with self._events_lock:
+            while self._results:
+                self._client.put(*self._results[0])
+                self._results.popleft()
             while self._events:
                 self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
                 self._events.popleft()

@@ -68,7 +68,7 @@ from lightning_dlrover.rdzv.member import (
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, silent_workers
+from lightning_dlrover.rdzv.membership import JobClosedError, Membership, MembershipConfig, dead_workers, silent_workers
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -393,7 +393,7 @@ class World:
             raise MembershipError(
                 f"run {self.config.run_id!r}: this worker's model has other parameter names or shapes than the job's "
                 f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
-                "The job goes on without it"
+                f"{self.consequence_of_refusal()}"
             )
         if job is not None and job.unjoinable:
             raise MembershipError(
@@ -452,6 +452,21 @@ class World:
         """
         if self.formation is not None and self.formation.size > 1 and "nccl" not in self.backend:
             waits.guard_replica(replica)
+
+    def consequence_of_refusal(self) -> str:
+        """What becomes of a job that refuses this worker, and the way out if nobody trains it any more."""
+        view = self.membership.view
+        members = [view.workers[worker] for worker in view.survivors]
+        if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
+            return "The job goes on without it"
+        weights = ""
+        with contextlib.suppress(EtcdError, RecordError):  # it cannot be read: the way out is the same without it
+            if (record := self.membership.newest_checkpoint()) is not None:
+                weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
+        return (
+            f"All workers of job {self.config.run_id!r} have ended before it was done, and under its name it goes on with the "
+            f"model and the data it had. If these were changed on purpose, start a new job under another --rdzv-id{weights}"
+        )
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
         """Declare that the job trains, and the model and the data that joiners must have.

@@ -42,7 +42,9 @@ class Limits:
     # What a worker's node may be given, where each worker has one of its own; 0: it has what it has.
     max_cores: float = 0.0
     max_memory_bytes: int = 0
-    foreign_cores: float = 0.0  # of a node that other programs keep busy: no more threads than now are considered for these
+    foreign_cores: float = (
+        0.0  # of the job's cores on a node, kept busy by others: no more threads than now are considered for these
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -149,14 +151,12 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     if asked.threads > 1 and threads > asked.node_cores:
         return f"{threads:g} threads on {asked.node_cores:g} cores of a node"
     # Threads meet at a barrier many times in each step. One that has to share its core makes all others wait.
-    free_cores = asked.node_cores - limits.foreign_cores
-    if asked.threads > max(1, now.threads) and threads > free_cores + SPARE_THREADS:
-        return (
-            f"{threads:g} threads on a node of {asked.node_cores:g} cores, of which others keep {limits.foreign_cores:.1f} busy"
-        )
-    loaders = asked.workers_on_node * asked.loader_workers
     # Workers that are each bound to cores of their own do not get those of a node that none of them has.
     cores = min(asked.node_cores, asked.workers_on_node * asked.cores)
+    free_cores = cores - limits.foreign_cores
+    if asked.threads > max(1, now.threads) and threads > free_cores + SPARE_THREADS:
+        return f"{threads:g} threads on {cores:g} cores of a node, of which others keep {limits.foreign_cores:.1f} busy"
+    loaders = asked.workers_on_node * asked.loader_workers
     if asked.loader_workers > 1 and loaders > 2 * cores:
         return f"{loaders} loader workers on {cores:g} cores of a node"
     return ""

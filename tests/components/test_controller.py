@@ -524,7 +524,9 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     entry = client.get(keys.controller)
     assert entry is not None
     held_up = decode(ControllerRecord, entry.value, entry.key).held_up
-    assert re.fullmatch(r"node\d+ was refused \(try \d in a row; .*\): .*quota exceeded", held_up)
+    match = re.fullmatch(r"node\d+ was refused \(try (\d+) in a row; .*\): .*quota exceeded", held_up)
+    assert match is not None
+    assert int(match[1]) > MAX_REFUSED + 3  # those that are forgotten count as well: the pause grows with them
     names = [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]]
     assert len(names) <= MAX_REFUSED + 1
     assert "node1" in names

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, LEAVE_VARIABLE, NOTICE_VARIABLE, notice_file
+from lightning_dlrover.components.post_mortem import PostMortem, examine
 
 POLITE = """
 import signal, sys, time
@@ -139,3 +140,26 @@ print("none is left")
         pytest.skip(f"no namespaces here: {done.stderr}")
     assert done.returncode == 0, done.stderr
     assert "none is left" in done.stdout
+
+
+KILLED = """
+import os, signal
+os.kill(os.getpid(), signal.{sign})
+"""
+
+
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGTERM"])
+def test_killed_worker_takes_one_line_of_its_node(start: Start, tmp_path: Path, sign: str) -> None:
+    assert start(KILLED.format(sign=sign)).wait(timeout=60) == 1
+    output = (tmp_path / "output").read_text()
+    assert f"was ended by {sign} (exitcode: -" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert "ChildFailedError" not in output
+    assert examine(output) == PostMortem("", "")  # as a killed worker's, which is worth another start
+
+
+def test_failed_script_keeps_the_summary_of_torchrun(start: Start, tmp_path: Path) -> None:
+    assert start("raise ValueError('bad')").wait(timeout=60) == 1
+    output = (tmp_path / "output").read_text()
+    assert "ChildFailedError" in output
+    assert examine(output).error == "ValueError: bad"

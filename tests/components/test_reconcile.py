@@ -55,6 +55,11 @@ def refused(count: int, ended_s: float = 10.0) -> list[Node]:
     return [Node("r", "failed", ended_s=s, asked_s=s, error="quota exceeded", refused=True) for s in asked_s]
 
 
+def newest_refused(count: int, of: int) -> list[Node]:
+    *others, last = reversed(refused(count, ended_s=299.0))
+    return [*others, replace(last, refusals_in_a_row=of)]
+
+
 def saved(node: Node, step: int) -> Node:
     return replace(node, checkpoint_step=step)
 
@@ -139,6 +144,7 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("it is tried again", training(2, member("a"), *refused(1, ended_s=0.6)), [AddNode]),
         ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
         ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
+        ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
         ("before the first start, too", JobView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
         ("all are refused at the first start", JobView("none", 2, refused(1)), [Give]),
         ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [Give]),

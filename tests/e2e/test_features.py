@@ -577,6 +577,19 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
     assert_all_agree(job, 5 * STEPS_PER_EPOCH)
 
 
+def test_job_that_was_killed_names_the_way_to_other_data(make_job: MakeJob) -> None:
+    job = make_job(Feature("0", epochs=5), script=run_split)
+    first = job.start()
+    job.wait_for_step(3)
+    first.kill()
+    first.wait()
+    stranger = job.start(settings=Feature("1"))
+    assert stranger.wait() == 1
+    assert "All workers of job" in stranger.output
+    assert "start a new job under another --rdzv-id" in stranger.output
+    assert "The job goes on without it" not in stranger.output
+
+
 def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
     job = make_job(Feature("0"), script=run_split, min_workers=2)
     workers = [job.start(), job.start(settings=Feature("1"))]

@@ -88,6 +88,19 @@ def test_the_event_file_is_complete_and_in_order_at_the_end(client: EtcdClient, 
     mirror.close()
 
 
+def test_job_ends_though_its_event_file_was_removed(
+    client: EtcdClient, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "events.jsonl"
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        put_event(client, keys, 1, 1.0)
+        eventually(log.new, "the first event")
+        file.unlink()
+        log.complete(client)
+    assert f"{file} does not exist" in caplog.text
+
+
 def test_events_that_an_earlier_process_has_copied_are_no_news(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     with Mirror(client, keys.events) as mirror:

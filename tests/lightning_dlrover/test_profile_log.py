@@ -81,6 +81,14 @@ def test_merged_window_has_means_by_step_and_the_highest_memory() -> None:
 
 def test_unchanged_worker_is_published_every_ten_seconds() -> None:
     published = PublishedProfile()
-    assert sum(published.is_news(window) for window in windows(30)) == 6  # in one minute
-    assert published.is_news(replace(WINDOW, at=1059.0, step_time_s=0.2))
-    assert published.is_news(replace(WINDOW, at=1060.0, step_time_s=0.2, round_number=2))
+    assert sum(published.is_news(WINDOW, now=2.0 * i) for i in range(30)) == 6  # in one minute
+    assert published.is_news(replace(WINDOW, step_time_s=0.2), now=59.0)
+    assert published.is_news(replace(WINDOW, step_time_s=0.2, round_number=2), now=60.0)
+
+
+def test_windows_are_kept_up_though_the_wall_clock_jumps() -> None:
+    published, log = PublishedProfile(), WindowLog()
+    jumping = [replace(window, at=window.at + 86_400 * (-1) ** i * (i // 50)) for i, window in enumerate(windows(300))]
+    assert sum(published.is_news(window, now=2.0 * i) for i, window in enumerate(jumping)) == 60
+    logged = [each for window in jumping for each in log.add(window)]
+    assert len(logged) == NUM_LOGGED_SINGLY + (300 - NUM_LOGGED_SINGLY) // 30

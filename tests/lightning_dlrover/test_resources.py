@@ -11,6 +11,7 @@ import sys
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from lightning_dlrover.perf.samples import AGENT_BYTES
 from lightning_dlrover.resources import (
     MachineLoad,
     MemoryWatch,
+    _BusyTimes,
     available_cores,
     cpu_use,
     memory_limit_bytes,
@@ -199,8 +201,34 @@ def test_cpu_time_of_children_counts_without_a_search(monkeypatch: pytest.Monkey
 
 def test_load_of_others_is_what_this_job_does_not_use() -> None:
     clock, busy = iter([0.0, 2.0, 4.0, 6.0]), iter([100.0, 103.0, 107.0, 107.5])
-    load = MachineLoad(lambda: next(busy), lambda: next(clock))
-    assert [load.foreign_cores(own_cores) for own_cores in (1.0, 0.5, 1.0)] == [0.5, 1.5, 0.0]
+    load = MachineLoad(lambda: (next(busy), 0.0), lambda: next(clock), num_cores=4, cores=4.0, is_bound=False)
+    assert [load.foreign_cores(0.5, num_workers) for num_workers in (2, 1, 2)] == [0.5, 1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("case", "on_cores", "in_group", "cores", "is_bound", "expected"),
+    [
+        ("others on the worker's cores", 3.0, 0.0, 4.0, True, 2.0),
+        ("a quota, and cores enough for all", 50.0, 1.0, 4.0, False, 0.0),
+        ("a quota on a full machine", 63.0, 1.0, 4.0, False, 1.0),
+        ("others that use up the same quota", 5.0, 3.0, 4.0, False, 1.0),
+    ],
+)
+def test_load_elsewhere_takes_no_core_from_the_job(
+    case: str, on_cores: float, in_group: float, cores: float, is_bound: bool, expected: float
+) -> None:
+    """Two workers on the machine, each of which keeps one core busy."""
+    clock, busy = iter([0.0, 1.0]), iter([(0.0, 0.0), (on_cores, in_group)])
+    num_cores = 4 if is_bound else 64
+    load = MachineLoad(lambda: next(busy), lambda: next(clock), num_cores, cores, is_bound, num_local_workers=1)
+    assert load.foreign_cores(1.0, num_workers=2) == expected, case
+
+
+def test_only_cores_of_this_process_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [SimpleNamespace(user=1000.0 * core, system=1.0) for core in range(4)]
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: times)
+    assert _BusyTimes({1, 2})() == (3002.0, 0.0)
+    assert _BusyTimes({1, 9})()[0] == 6004.0
 
 
 def test_machine_is_busy_while_a_child_computes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from test_memory_growth import MIB, window
 
+from lightning_dlrover import watchdog
 from lightning_dlrover.rdzv.records import EventRecord, JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.rounds import View
 from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _GilWatch, _Memory
@@ -59,11 +61,12 @@ class FakeMembership:
 class Growing:
     """A worker that needs a MiB more in every second, in windows of 2 s; time is what the test says."""
 
-    def __init__(self, membership: FakeMembership) -> None:
+    def __init__(self, membership: FakeMembership, round_number: int = 1) -> None:
         live: Any = SimpleNamespace(
             world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, progress=SimpleNamespace(counts=(0,))
         )
         self.watch = _Memory(live)
+        self.window = replace(WINDOW, round_number=round_number)
         self.now = 1000.0
         self.mib = 400.0
 
@@ -72,7 +75,7 @@ class Growing:
             self.now += 2.0
             self.mib += 2.0
             steps = round(10 * (self.now - 1002.0))
-            self.watch.windows.append(replace(WINDOW, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
+            self.watch.windows.append(replace(self.window, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
             self.watch.look(self.now)
 
 
@@ -120,13 +123,28 @@ def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not
     worker.train(470.0)
     assert membership.acts[-1] == "replace"
     membership.view = replace(membership.view, replacements=frozenset())
-    successor = Growing(membership)  # which is as large
-    successor.watch._since = membership.events[-1].at + 1
+    successor = Growing(membership, round_number=2)  # which is as large
     successor.now, successor.mib = worker.now, worker.mib
     successor.train(20.0)
     assert membership.acts[-1] == "enlarge"
     assert membership.view.plan == replace(plan, node_memory_mb=3000)
     assert membership.view.replacements == {"w"}
+
+
+@pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
+@pytest.mark.parametrize("is_successor", [True, False])
+def test_forecast_is_inherited_whatever_the_clocks_show(skew_s: float, is_successor: bool) -> None:
+    """The first worker's clock differs; only who came in the next round with newcomers has taken its place."""
+    first = FakeMembership()
+    Growing(first).train(470.0)
+    assert first.acts[-1] == "replace"
+    events = [replace(event, at=event.at + skew_s) for event in first.events]
+    rounds = [["w"], ["second"], ["second", "third"]]
+    events += [EventRecord("round", 0.0, "", {"number": i, "members": members}) for i, members in enumerate(rounds, start=1)]
+    successor = Growing(FakeMembership("second" if is_successor else "third", events=events), 2 if is_successor else 3)
+    successor.mib = 900.0
+    successor.train(2.0)
+    assert (successor.watch._of_replaced(events) is not None) == is_successor
 
 
 # --- times without the GIL -----------------------------------------------------------------------------------------------
@@ -145,6 +163,27 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     assert "ran for 646 s" in caplog.records[-1].getMessage()
     watch.close()
     assert armed == []
+
+
+def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
+    num_looks, looked_again = 0, threading.Event()
+
+    def wait_for_etcd(_: Any, now: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            looked_again.wait(3.0)  # nobody sets it meanwhile: as long as etcd does not answer
+        else:
+            looked_again.set()
+
+    for each in ("_Hangs", "_Stragglers"):
+        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(look=lambda *_, **__: None))
+    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "look": wait_for_etcd}))
+    watch = watchdog.Watchdog(SimpleNamespace())  # type: ignore[arg-type]
+    assert looked_again.wait(30.0)
+    watch.close()
+    assert "no Python thread" not in caplog.text
 
 
 BUSY = """

@@ -30,6 +30,7 @@ from lightning_dlrover.rdzv.records import (
     Keys,
     RecordError,
     RoundRecord,
+    SearchRecord,
     WorkerRecord,
     decode,
     encode,
@@ -488,6 +489,16 @@ def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     worker.membership.flush()
     texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
     assert texts == [str(number) for number in range(5)]
+
+
+def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+    (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
+    private_etcd.kill()
+    worker.membership.put_search(1, SearchRecord("{}"))  # raises nothing: training goes on
+    private_etcd.start()
+    found = eventually(lambda: worker.membership.search(1))
+    assert found == SearchRecord("{}")
+    worker.end()  # while its etcd is there
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
