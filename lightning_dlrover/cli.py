@@ -853,7 +853,7 @@ def _without_etcd(server: EmbeddedEtcd, target: str) -> str:
     """Why the job's own etcd has ended, what is left of the job, and what to do."""
     left = (
         "The job's records are lost with it: the script's checkpoints are still there, but the job begins anew unless "
-        "the script is given one of them (ckpt_path). With --endpoint, an etcd that outlives this command, the same command goes on"
+        "the script is given one of them (ckpt_path). Where --endpoint names an etcd that stays, the same command goes on"
         if target == "local"
         else "The same command goes on from the newest checkpoint"
     )
