@@ -291,7 +291,8 @@ class Analyst:
             tuned = decide(here, situation.past)
         if advice.chosen_workers != advice.current_workers or by_hand:
             why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
-            tuned = replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}: {advice.reason})")
+            recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"
+            tuned = replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}{recommended})")
         self._last = advice
         self._publish(tuned, wish, by_hand=by_hand, followed=False, advice=advice)
 

@@ -530,6 +530,9 @@ def _run(options: argparse.Namespace) -> int:
                 else:
                     place = JobPlace(run_id, endpoint, prefix, _access(options) or access_from(os.environ))
                 return _run_job(options, script, place, folder, server, hurry)
+        except _EtcdLostError as error:
+            complain(str(error))
+            return EXIT_FAILED
         except _Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"job {run_id} was ended by {name}; nothing it started is left")
@@ -814,11 +817,11 @@ def _run_job(
         try:
             while (end := controller.step()) is None:
                 if server is not None and not server.is_running():
-                    why = server.why_it_ended()
-                    raise EtcdServerError(f"the embedded etcd has ended unasked, the job cannot go on without it: {why}")
+                    say("the embedded etcd has ended unasked: ending all nodes, as the job cannot go on without it")
+                    raise _EtcdLostError(f"job {place.run_id} failed: {_without_etcd(server, options.target)}")
                 announce()
                 controller.wait(0.2)
-        except (_Interrupted, EtcdServerError):
+        except (_Interrupted, _EtcdLostError):
             # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
             if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
                 controller.tell_scheduler_to_end_nodes()  # first: there may be little time
@@ -840,6 +843,21 @@ def _run_job(
     elif not end.is_trained:
         complain(f"job {place.run_id}: {end.reason}")
     return end.exit_code
+
+
+class _EtcdLostError(Exception):
+    """The job's own etcd has ended while the job ran."""
+
+
+def _without_etcd(server: EmbeddedEtcd, target: str) -> str:
+    """Why the job's own etcd has ended, what is left of the job, and what to do."""
+    left = (
+        "The job's records are lost with it: the script's checkpoints are still there, but the job begins anew unless "
+        "the script is given one of them (ckpt_path). Where --endpoint names an etcd that stays, the same command goes on"
+        if target == "local"
+        else "The same command goes on from the newest checkpoint"
+    )
+    return f"the embedded etcd has ended unasked: {server.why_it_ended()}. {left}"
 
 
 def _target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:

@@ -339,11 +339,19 @@ def _planned(view: View) -> RoundRecord | None:
         return None
     added, gone = [w for w in chosen if w not in members], [w for w in members if w not in chosen]
     kind = "replace" if added and gone else "grow" if added else "shrink"
-    plan = f" ({view.plan.source}: {view.plan.reason})" if view.plan and view.plan.binding else ""
-    reason = "; ".join(
-        text for text in (f"{', '.join(added)} joined" if added else "", f"{', '.join(gone)} left" if gone else "") if text
-    )
-    return _round(view, chosen, kind, planned=True, reason=reason + plan)
+    return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
+
+
+def _why(view: View, added: list[str], gone: list[str]) -> str:
+    """Why a planned round follows, for people; the plan's own reason stands with what the plan has brought about only."""
+    asked = [w for w in gone if w in view.drains or (added and w in view.replacements)]
+    others = [w for w in gone if w not in asked]
+    texts = [f"{', '.join(added)} joined" if added else "", f"{', '.join(others)} left" if others else ""]
+    by_plan = "; ".join(text for text in texts if text)
+    if by_plan and view.plan and view.plan.binding:
+        by_plan += f" ({view.plan.source}: {view.plan.reason})"
+    by_request = f"{', '.join(asked)} left when asked to" if asked else ""
+    return "; ".join(text for text in (by_plan, by_request) if text)
 
 
 def _leaving(view: View, num_joiners: int) -> set[str]:

@@ -15,7 +15,8 @@ _REMEDIES = (
     (r"file descriptor limit|too many open files", "raise the limit of open files (ulimit -n) to 150 or more"),
     (r"file too large", "raise the limit of file sizes (ulimit -f)"),
     (r"pthread_create|newosproc|resource temporarily unavailable", "raise the limit of processes and threads (ulimit -u)"),
-    (r"cannot allocate memory|out of memory|failed to reserve|SIGKILL", "give it more memory: 256 MiB, and no ulimit -v"),
+    (r"cannot allocate memory|out of memory|failed to reserve", "give it more memory: 256 MiB, and no ulimit -v"),
+    (r"SIGKILL", "somebody has killed it, or the host ran out of memory (dmesg shows that); it needs 256 MiB"),
     (r"permission denied|read-only file system", "make the folder writable, or choose another one (TMPDIR)"),
 )
 

@@ -176,6 +176,20 @@ def test_nothing_outlives_a_dlrover_run_that_was_killed(dlrover: Dlrover, is_tra
     with_deadline(lambda: not left(), lambda: f"the end of {left()}", timeout_s=60)
 
 
+def test_job_fails_in_words_when_its_own_etcd_is_killed(dlrover: Dlrover) -> None:
+    run = dlrover.start("--workers", "1:1", SCRIPT)
+    wait_for_first_round(run)
+    [server] = [pid for pid, command in dlrover.processes().items() if "--listen-client-urls" in command]
+    os.kill(server, signal.SIGKILL)
+    run.wait_for_output(r"the embedded etcd has ended unasked: ending all nodes")
+    assert run.wait_for_exit(60) == 1, run.output
+    last = run.output.splitlines()[-1]
+    assert last.startswith("dlrover: job job failed: the embedded etcd has ended unasked: it was killed by SIGKILL; ")
+    assert "ckpt_path" in last
+    assert "--endpoint" in last
+    with_deadline(lambda: not dlrover.processes(), lambda: f"the end of {dlrover.processes()}", timeout_s=15)
+
+
 def test_a_worker_whose_agent_is_killed_while_it_imports_torch_ends(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     run = dlrover.start("--workers", "1:1", SCRIPT, "--until", until)

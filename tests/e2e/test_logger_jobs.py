@@ -38,7 +38,9 @@ def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
     for _ in range(2):
         job.start()
     job.wait_for_world(2)
-    leader = next(w for w in job.workers if w.records("done") and w.records("done")[-1]["rank"] == 0)
+    leader = job.wait_until(
+        lambda: next((w for w in job.workers if any(r["rank"] == 0 for r in w.records("done"))), None), "a step of rank 0"
+    )
     other = next(w for w in job.workers if w is not leader)  # has named no run yet
     leader.arm("forward")
     job.start()

@@ -13,7 +13,7 @@ MakeJob = Callable[..., Job]
 
 
 def killed_at(make_job: MakeJob, settings: Resumable, step: int) -> Job:
-    job = make_job(settings, script=run_resumable)
+    job = make_job(settings, script=run_resumable, lease_ttl_s=10)  # which the next worker waits for
     worker = job.start()
     job.wait_for_step(step)
     worker.kill()

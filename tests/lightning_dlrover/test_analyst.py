@@ -256,6 +256,7 @@ def test_what_was_set_by_hand_stays(start: StartJob) -> None:
     assert job.settings == START
     assert job.membership.view.plan == by_hand
     assert all("chosen by hand" in d.reason for d in job.decisions())
+    assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())  # not said twice
 
 
 def test_a_broken_history_is_said_once_and_planning_goes_on(

@@ -225,6 +225,27 @@ def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
     assert proposal.members == ["w1", "w2"]
 
 
+@pytest.mark.parametrize(
+    ("others", "drains", "replacements", "wanted", "reason"),
+    [
+        ("", "1", "", 2, "w1 left when asked to"),
+        ("2", "1", "", 2, "w2 joined (user: why); w1 left when asked to"),
+        ("2", "", "1", 2, "w2 joined (user: why); w1 left when asked to"),
+        ("", "", "", 1, "w1 left (user: why)"),
+        ("", "", "1", 1, "w1 left (user: why)"),
+        ("2", "", "", 3, "w2 joined (user: why)"),
+    ],
+)
+def test_plan_is_no_reason_for_who_was_asked_to_leave(
+    others: str, drains: str, replacements: str, wanted: int, reason: str
+) -> None:
+    plan = PlanRecord(wanted, "user", "why", binding=True)
+    asked, replaced = frozenset(f"w{i}" for i in drains), frozenset(f"w{i}" for i in replacements)
+    proposal = next_round(view("01", others=others, drains=asked, replacements=replaced, plan=plan), 0.0)
+    assert proposal is not None
+    assert proposal.reason == reason
+
+
 def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:
     proposal = next_round(view("0", others="1", drains=frozenset({"w0"})), 0.0)
     assert proposal is not None

@@ -83,13 +83,23 @@ class _Pace:
 
     def __init__(self, recorder: Recorder, paced: bool) -> None:
         self._recorder, self._paced = recorder, paced
-        self._steps = self._num_samples = 0
+        self._steps = 0
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         training_step = trainer.strategy.training_step
 
         def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._num_samples = _num_samples(batch)  # that of a step that is redone is another one than its hooks are given
+            # Here rather than at the batch's end: a step that is redone has another share then, and has no second end
+            # if its accumulation window was still open.
+            formation = trainer.strategy.live.formation if trainer.strategy.live else None
+            self._recorder.write(
+                "share",
+                epoch=trainer.current_epoch,
+                batch=args[0] if args else trainer.fit_loop.epoch_loop.batch_idx,
+                samples=_num_samples(batch),
+                round=formation.round.number if formation else 0,
+                rank=trainer.global_rank,
+            )
             return training_step(batch, *args, **kwargs)
 
         trainer.strategy.training_step = counted
@@ -110,7 +120,6 @@ class _Pace:
             step=trainer.fit_loop.epoch_loop.total_batch_idx + 1,  # batches: an accumulated step is several
             epoch=trainer.current_epoch,
             batch=batch_idx,
-            samples=self._num_samples,
             round=formation.round.number if formation else 0,
             rank=trainer.global_rank,
             world=trainer.world_size,

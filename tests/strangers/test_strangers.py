@@ -121,7 +121,7 @@ def differences(expected: Any, found: Any, tolerance: float, where: str = "") ->
 def samples(job: Job) -> dict[tuple[int, int], int]:
     """Samples of each batch, all shares of its last round together, by epoch and batch."""
     shares: dict[tuple[int, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
-    for record in job.records("done"):
+    for record in job.records("share"):
         shares[record["epoch"], record["batch"]][record["round"]][record["rank"]] = record["samples"]
     return {place: sum(by_round[max(by_round)].values()) for place, by_round in shares.items()}
 
