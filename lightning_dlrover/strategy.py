@@ -50,6 +50,7 @@ from lightning_dlrover.script_checks import check_optimizers, explain_single_sam
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
+from lightning_dlrover.sharding.snapshot import SnapshotStore
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 from lightning_dlrover.unused_parameters import UnusedParameters
 from lightning_dlrover.validation import exchange_metrics_through
@@ -199,6 +200,7 @@ class DLRoverStrategy(EitherStrategy):
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
+        self._snapshot_stores: list[SnapshotStore] = []  # of all models with tables that this script has trained
         self.fingerprint = ""
 
     # --- who we are ----------------------------------------------------------------------------------------------------
@@ -332,6 +334,7 @@ class DLRoverStrategy(EitherStrategy):
         DLRoverStrategy._close_at_exit()
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self._snapshot_stores = former._snapshot_stores
         self._live.searches.num_begun = former._live.searches.num_begun
         self.clock.stop_in_waits()
         self._take_place(formation)
@@ -421,6 +424,8 @@ class DLRoverStrategy(EitherStrategy):
         if live is not None:
             assert self._world is not None
             self.elastic_tables = ElasticTables(tables, self._world, self._snapshot_config, self._wrap_dense)
+            if self.elastic_tables.store is not None:
+                self._snapshot_stores.append(self.elastic_tables.store)
             if live.formation is not None:
                 self.model = self.elastic_tables.start(live.formation, torch.initial_seed())
             else:
@@ -1058,12 +1063,19 @@ class DLRoverStrategy(EitherStrategy):
 
     def _close_world(self) -> None:
         if self.elastic_tables is not None:
-            self.elastic_tables.close(self._world is not None and self._world.has_finished)
+            self.elastic_tables.close(self._has_finished)
             self.elastic_tables = None
+        for store in self._snapshot_stores:  # also of models that an earlier Trainer has trained
+            store.close()
+            if self._has_finished():
+                store.clear()
         if self._world is not None:
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+    def _has_finished(self) -> bool:
+        return self._world is not None and self._world.ask_whether_finished()
 
 
 def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
