@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -196,6 +196,7 @@ class DLRoverStrategy(EitherStrategy):
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
         self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group, by names of tables that left them
+        self._frozen_tables: set[str] = set()  # names of those that no optimizer has
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
@@ -543,20 +544,30 @@ class DLRoverStrategy(EitherStrategy):
                     chosen[name] = in_backward(name.removesuffix(".weight"), optimizer, group, self.root_device.type)
                     self._table_groups[name] = i, j
         for name in sorted(missing - chosen.keys()):
-            if parameters[name].requires_grad:
+            if parameters[name].requires_grad and name not in self._tables.frozen:
+                way_out = "freeze it with requires_grad_(False)" if is_new else "make a new model"
                 raise TableOptimizerError(
                     f"table {name.removesuffix('.weight')} is in none of the optimizers of configure_optimizers, nor is one "
-                    "applied in its backward pass: add it to one, or freeze it with requires_grad_(False)"
+                    f"applied in its backward pass: add it to one, or {way_out}"
                 )
             chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+        self._frozen_tables = self._tables.frozen = chosen.keys() - self._table_groups.keys()
+        groups: dict[str, Hashable] = {name: self._table_groups.get(name, "frozen") for name in chosen}
         if is_new:
-            self._tables.train_with(chosen, len(set(self._table_groups.values())) > 1)
+            self._tables.train_with(chosen, len(set(groups.values())) > 1)
         for name, chosen_now in chosen.items():
             if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
                 raise TableOptimizerError(
                     f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
                     "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
                 )
+        if inseparable := self._tables.inseparable(groups):
+            both = " and ".join(name.removesuffix(".weight") for name in inseparable)
+            raise TableOptimizerError(
+                f"tables {both} are in different parameter groups of configure_optimizers. An earlier fit of this script had "
+                "them in one group, so one kernel trains both with one learning rate: keep them in one group, or make a new "
+                "model and call fit with these groups first"
+            )
 
     def _give_tables_to_optimizers(self) -> None:
         """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
@@ -808,10 +819,11 @@ class DLRoverStrategy(EitherStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
-        if self._table_groups and self._tables is not None and self._tables.is_built:
+        if (self._table_groups or self._frozen_tables) and self._tables is not None and self._tables.is_built:
             # Schedulers set the rates of the groups, which the tables have left.
             groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
-            self._tables.set_rates({name: float(group["lr"]) for name, group in groups.items()})
+            rates = {name: float(group["lr"]) for name, group in groups.items()}
+            self._tables.set_rates(rates | dict.fromkeys(self._frozen_tables, 0.0))
         try:
             counting = self._live.metrics.without_empty_share() if self._live is not None else nullcontext()
             with self._watch or nullcontext(), counting:
