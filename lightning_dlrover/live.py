@@ -244,6 +244,7 @@ class LiveTraining:
     def fit_begins(self) -> None:
         """Before Lightning's loops run."""
         self.world.num_fits += 1
+        self.world.wishes = []  # of the last vote in an earlier fit, whose model may have had tables
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
         if self._fit > 1:

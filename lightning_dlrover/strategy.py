@@ -552,16 +552,16 @@ class DLRoverStrategy(EitherStrategy):
                 )
             chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
         self._frozen_tables = self._tables.frozen = chosen.keys() - self._table_groups.keys()
-        groups: dict[str, Hashable] = {name: self._table_groups.get(name, "frozen") for name in chosen}
+        group_of: dict[str, Hashable] = {name: self._table_groups.get(name, "frozen") for name in chosen}
         if is_new:
-            self._tables.train_with(chosen, len(set(groups.values())) > 1)
+            self._tables.train_with(chosen, len(set(group_of.values())) > 1)
         for name, chosen_now in chosen.items():
             if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
                 raise TableOptimizerError(
                     f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
                     "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
                 )
-        if inseparable := self._tables.inseparable(groups):
+        if inseparable := self._tables.inseparable(group_of):
             both = " and ".join(name.removesuffix(".weight") for name in inseparable)
             raise TableOptimizerError(
                 f"tables {both} are in different parameter groups of configure_optimizers. An earlier fit of this script had "
