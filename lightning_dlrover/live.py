@@ -244,7 +244,6 @@ class LiveTraining:
     def fit_begins(self) -> None:
         """Before Lightning's loops run."""
         self.world.num_fits += 1
-        self.world.wishes = []  # of the last vote in an earlier fit, whose model may have had tables
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
         if self._fit > 1:
@@ -376,7 +375,8 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 4]
+            # The first vote may have begun in an earlier fit, whose model had tables.
+            self.world.wishes = wishes[: -num_said - 4] if self._tables is not None else []
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
             if wishes[-num_said - 4]:
