@@ -412,7 +412,8 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            self.world.wishes = wishes[: -num_said - 4]
+            # The first vote may have begun in an earlier fit, whose model had tables.
+            self.world.wishes = wishes[: -num_said - 4] if self._tables is not None else []
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
             if wishes[-num_said - 4]:

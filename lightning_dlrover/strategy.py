@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +56,7 @@ from lightning_dlrover.script_checks import (
 from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
 from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
 from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
+from lightning_dlrover.sharding.snapshot import SnapshotStore
 from lightning_dlrover.sharding.tables import ShardedTables, has_tables
 from lightning_dlrover.unused_parameters import UnusedParameters
 from lightning_dlrover.validation import exchange_metrics_through
@@ -201,10 +202,12 @@ class DLRoverStrategy(EitherStrategy):
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
         self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group, by names of tables that left them
+        self._frozen_tables: set[str] = set()  # names of those that no optimizer has
         self._tables_to_load: Path | None = None  # by the state dict that is loaded next
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
         self._has_dense_state = False  # all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
+        self._snapshot_stores: list[SnapshotStore] = []  # of all models with tables that this script has trained
         self.fingerprint = ""
 
     # --- who we are ----------------------------------------------------------------------------------------------------
@@ -362,6 +365,7 @@ class DLRoverStrategy(EitherStrategy):
         DLRoverStrategy._close_at_exit()
         self._start_workers = former._start_workers
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
+        self._snapshot_stores = former._snapshot_stores
         self._live.searches.num_begun = former._live.searches.num_begun
         self.clock.stop_in_waits()
         self._take_place(formation)
@@ -451,6 +455,8 @@ class DLRoverStrategy(EitherStrategy):
         if live is not None:
             assert self._world is not None
             self.elastic_tables = ElasticTables(tables, self._world, self._snapshot_config, self._wrap_dense)
+            if self.elastic_tables.store is not None:
+                self._snapshot_stores.append(self.elastic_tables.store)
             if live.formation is not None:
                 self.model = self.elastic_tables.start(live.formation, torch.initial_seed())
             else:
@@ -568,20 +574,30 @@ class DLRoverStrategy(EitherStrategy):
                     chosen[name] = in_backward(name.removesuffix(".weight"), optimizer, group, self.root_device.type)
                     self._table_groups[name] = i, j
         for name in sorted(missing - chosen.keys()):
-            if parameters[name].requires_grad:
+            if parameters[name].requires_grad and name not in self._tables.frozen:
+                way_out = "freeze it with requires_grad_(False)" if is_new else "make a new model"
                 raise TableOptimizerError(
                     f"table {name.removesuffix('.weight')} is in none of the optimizers of configure_optimizers, nor is one "
-                    "applied in its backward pass: add it to one, or freeze it with requires_grad_(False)"
+                    f"applied in its backward pass: add it to one, or {way_out}"
                 )
             chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+        self._frozen_tables = self._tables.frozen = chosen.keys() - self._table_groups.keys()
+        group_of: dict[str, Hashable] = {name: self._table_groups.get(name, "frozen") for name in chosen}
         if is_new:
-            self._tables.train_with(chosen, len(set(self._table_groups.values())) > 1)
+            self._tables.train_with(chosen, len(set(group_of.values())) > 1)
         for name, chosen_now in chosen.items():
             if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
                 raise TableOptimizerError(
                     f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
                     "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
                 )
+        if inseparable := self._tables.inseparable(group_of):
+            both = " and ".join(name.removesuffix(".weight") for name in inseparable)
+            raise TableOptimizerError(
+                f"tables {both} are in different parameter groups of configure_optimizers. An earlier fit of this script had "
+                "them in one group, so one kernel trains both with one learning rate: keep them in one group, or make a new "
+                "model and call fit with these groups first"
+            )
 
     def _give_tables_to_optimizers(self) -> None:
         """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
@@ -847,10 +863,11 @@ class DLRoverStrategy(EitherStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
-        if self._table_groups and self._tables is not None and self._tables.is_built:
+        if (self._table_groups or self._frozen_tables) and self._tables is not None and self._tables.is_built:
             # Schedulers set the rates of the groups, which the tables have left.
             groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
-            self._tables.set_rates({name: float(group["lr"]) for name, group in groups.items()})
+            rates = {name: float(group["lr"]) for name, group in groups.items()}
+            self._tables.set_rates(rates | dict.fromkeys(self._frozen_tables, 0.0))
         try:
             counting = self._live.metrics.without_empty_share() if self._live is not None else nullcontext()
             with self._watch or nullcontext(), counting:
@@ -1105,12 +1122,19 @@ class DLRoverStrategy(EitherStrategy):
 
     def _close_world(self) -> None:
         if self.elastic_tables is not None:
-            self.elastic_tables.close(self._world is not None and self._world.has_finished)
+            self.elastic_tables.close(self._has_finished)
             self.elastic_tables = None
+        for store in self._snapshot_stores:  # also of models that an earlier Trainer has trained
+            store.close()
+            if self._has_finished():
+                store.clear()
         if self._world is not None:
             with suppress(Exception):
                 self._world.leave()
         self._world = None
+
+    def _has_finished(self) -> bool:
+        return self._world is not None and self._world.ask_whether_finished()
 
 
 def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -626,6 +626,11 @@ class Membership:
             lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
         )
 
+    def newest_job(self) -> JobRecord | None:
+        """Read the job's record from etcd, however old the view is."""
+        entry = self._client.get(self.keys.job)
+        return decode(JobRecord, entry.value, entry.key) if entry else None
+
     def newest_checkpoint(self) -> CheckpointRecord | None:
         entry = self._client.get(self.keys.checkpoint)
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None

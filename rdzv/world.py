@@ -261,6 +261,7 @@ class World:
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
+        self._has_finished = False  # as far as this worker has written or read it itself
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self.num_fits = 0  # of the script so far
         self._last_failure = ""  # text of the newest error that was taken for a loss
@@ -496,7 +497,18 @@ class World:
     @property
     def has_finished(self) -> bool:
         job = self.membership.view.job
-        return job is not None and job.phase == "finished"
+        return self._has_finished or (job is not None and job.phase == "finished")
+
+    def ask_whether_finished(self) -> bool:
+        """Return `has_finished` as of now: the view lags behind etcd by the time that a watch takes.
+
+        While etcd is away, the answer is the view's.
+        """
+        if not self.has_finished:
+            with contextlib.suppress(EtcdError, RecordError):
+                job = self.membership.newest_job()
+                self._has_finished = job is not None and job.phase == "finished"
+        return self.has_finished
 
     def has_finished_fit(self, number: int) -> bool:
         """Whether a worker has reached the end of that `fit` of the script, from 1; others may have begun the next one."""
@@ -529,6 +541,7 @@ class World:
             self.membership.update_job(
                 lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit))
             )
+            self._has_finished = True  # the view may lag behind when this process ends
             if self.formation is not None and self.formation.rank == 0:
                 self.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
                 self.membership.flush()

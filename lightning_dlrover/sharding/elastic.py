@@ -406,8 +406,13 @@ class ElasticTables:
         if self._snapshots is not None:
             self._snapshots.stop()
 
-    def close(self, has_finished: bool) -> None:
-        """The end of this worker's part; of the whole job if it has finished."""
+    @property
+    def store(self) -> SnapshotStore | None:
+        """Where this worker's snapshots are; None without them."""
+        return self._snapshots.store if self._snapshots is not None else None
+
+    def close(self, has_finished: Callable[[], bool]) -> None:
+        """End this worker's part, and the whole job's snapshots if it has finished, which is asked as late as it matters."""
         if self._snapshots is not None:
             self._snapshots.close(has_finished)
         self.tables.close()
@@ -418,7 +423,7 @@ class _Snapshots:
 
     def __init__(self, world: World, store: SnapshotStore, config: SnapshotConfig) -> None:
         self._world = world
-        self._store = store
+        self.store = store
         self._config = config
         self._work: Future[int] | None = None  # becomes the number of the snapshot that it has completed here
         self._formation: Formation | None = None
@@ -443,12 +448,13 @@ class _Snapshots:
         self._owners: list[int] = []  # ranks of whose parts this worker keeps a copy
 
     def readable(self) -> list[Part]:
-        return self._store.parts()
+        return self.store.parts()
 
     def clear_memory(self) -> None:
         """No worker of the job is left on this host."""
         self.stop()
-        self._store.clear_memory()
+        self.store.close()
+        self.store.clear_memory()
 
     def rolled_back_to(self, name: tuple[int, int]) -> None:
         self._keep = name
@@ -560,15 +566,15 @@ class _Snapshots:
         members = self._formation.round.members
         if self._counted == 1:
             waiting = self._world.membership.view.in_state("standby", "ready")  # they have touched memory for their parts
-            self._store.drop_others([*members, *waiting], [members[r] for r in self._owners])
+            self.store.drop_others([*members, *waiting], [members[r] for r in self._owners])
             if self._formation.rank == 0:
-                taken = self._store.num_bytes
+                taken = self.store.num_bytes
                 self._world.event(
                     "snapshot",
                     f"round {self._formation.round.number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
                     {"round": self._formation.round.number, "bytes_rank_0": taken, "replicas": len(self._neighbours)},
                 )
-        if self._is_for_disk and self._keep is not None and (paths := self._store.on_disk(self._keep)) is not None:
+        if self._is_for_disk and self._keep is not None and (paths := self.store.on_disk(self._keep)) is not None:
             self._on_disk_at = time.monotonic()
             self._number_for_disk = self._number
             self._persister.persist(*paths)
@@ -584,7 +590,7 @@ class _Snapshots:
             batch, round_.number, round_.members, self._world.worker_id, plan_to_dict(tables.plan), blocks, len(state)
         )
         self._name = header.name
-        writer = self._store.begin(header, self._keep)
+        writer = self.store.begin(header, self._keep)
         is_based = writer.base is not None
         self._changed = [self._touched.since(writer.slot, block) if is_based else None for block in blocks]
         self._base = writer.base
@@ -664,7 +670,7 @@ class _Snapshots:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise SnapshotError(f"rank {rank} sends what is no part of a snapshot: {error}") from error
             with self._while_it_lasts(stopping):
-                incoming[rank] = _Incoming(self._store, self._keep, header, tuple(base) if base else None, counts)
+                incoming[rank] = _Incoming(self.store, self._keep, header, tuple(base) if base else None, counts)
         return incoming
 
     def make_room(self, tables: ShardedTables, num_bytes: int) -> int:
@@ -673,16 +679,19 @@ class _Snapshots:
         names = tables.parameter_names()
         dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in names)
         with suppress(SnapshotError):  # the snapshot itself will say so
-            self._store.reserve(self._world.worker_id, num_bytes + 4 * dense + (1 << 20))
+            self.store.reserve(self._world.worker_id, num_bytes + 4 * dense + (1 << 20))
         return 0
 
-    def close(self, has_finished: bool) -> None:
+    def close(self, has_finished: Callable[[], bool]) -> None:
         self.stop()
-        if has_finished:
+        self.store.close()
+        if has_finished():
             self._persister.close(timeout_s=0.0)  # nobody will read what it copies
-            self._store.clear()
-        else:
-            self._persister.close()
+            self.store.clear()
+            return
+        self._persister.close()
+        if has_finished():  # the others, who have cleaned up, while this worker's part was copied to disk
+            self.store.clear()
 
 
 class _Incoming:

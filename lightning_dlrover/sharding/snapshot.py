@@ -21,12 +21,13 @@ import os
 import shutil
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -259,6 +260,8 @@ class SnapshotStore:
                 shutil.rmtree(former, ignore_errors=True)
         self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
         self._mappings: dict[Path, mmap.mmap] = {}
+        self._creating = threading.Lock()
+        self._is_closed = False
 
     def _make_folder(self) -> None:
         for folder in (self.folder.parent, self.folder):
@@ -329,14 +332,20 @@ class SnapshotStore:
         if mapping is not None and len(mapping) >= size and path.exists():
             return mapping
         try:
-            self._make_folder()  # somebody may have cleaned up there
-            with path.open("a+b") as file:
+            with self._open_file(path) as file:
                 # Now, not when a page is first touched: that would end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
         except OSError as error:
             raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
         return mapping
+
+    def _open_file(self, path: Path) -> BinaryIO:
+        with self._creating:
+            if self._is_closed:
+                raise SnapshotError("no memory is taken for snapshots any more: this worker's part of the job has ended")
+            self._make_folder()  # somebody may have cleaned up there
+            return path.open("a+b")
 
     def _shrink(self, path: Path, size: int) -> None:
         """Give back what a part took that was much larger, as of a worker that has given rows to others since."""
@@ -412,8 +421,14 @@ class SnapshotStore:
             if holder not in holders or (holder == _short(self.holder) and owner not in wanted):
                 self._remove(path)
 
+    def close(self) -> None:
+        """Create no file any more, whatever a thread that was left behind still does."""
+        with self._creating:
+            self._is_closed = True
+
     def clear(self) -> None:
-        """Remove everything: the job has ended."""
+        """Remove everything for good: the job has ended."""
+        self.close()
         self.clear_memory()
         if self._disk is not None:
             shutil.rmtree(self._disk, ignore_errors=True)

@@ -18,7 +18,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -118,6 +118,8 @@ class ShardedTables:
         self.device = device
         self.plan: dict[str, TablePlan] | None = None
         self.optimizers: dict[str, TableOptimizer] = {}  # taken from the user's, by parameter name
+        self.frozen: set[str] = set()  # names of those that no optimizer has; the parameters of sharded tables are views
+        self._are_apart = False  # see `train_with`
         self._rates: tuple[Any, dict[str, float]] | None = None  # set last, and in which build
         self._constraints = dict(constraints or {})
         self._sharders = list(sharders) if sharders is not None else _default_sharders()
@@ -148,6 +150,7 @@ class ShardedTables:
             are_apart: their learning rates may come to differ, which those of tables in one kernel cannot.
         """
         self.optimizers = dict(optimizers)
+        self._are_apart = are_apart
         for path, template in self._templates.items():
             for name, parameter in template.named_parameters():
                 if (optimizer := optimizers.get(_key(path, name))) is not None:
@@ -155,6 +158,21 @@ class ShardedTables:
                     # In any case, so that a kernel holds none of the tables that the script has applied an optimizer to.
                     arguments = {**optimizer.arguments, "use_one_tbe_per_table": are_apart}
                     parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
+
+    def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:
+        """Two tables of different parameter groups that one kernel may train with one learning rate; None if all are separate.
+
+        Args:
+            groups: by parameter name.
+        """
+        if self._are_apart:
+            return None
+        for path, template in self._templates.items():
+            names = [key for name, _ in template.named_parameters() if (key := _key(path, name)) in groups]
+            for name in names[1:]:
+                if groups[name] != groups[names[0]]:
+                    return names[0], name
+        return None
 
     def without_optimizer(self) -> set[str]:
         """Names of parameters that nothing trains in their backward pass, though they are not for the user's optimizers."""

@@ -202,6 +202,13 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
     recorder.write("after_fit", step=trainer.global_step)
 
 
+def train_tables_then_another_model(recorder: Recorder, settings: TableSettings) -> None:
+    train_tables(recorder, settings)
+    trainer = make_trainer(recorder.place.folder, max_epochs=1, limit_val_batches=0)
+    trainer.fit(ToyModel(recorder, 0.0), DataLoader(Rows(40), 8))
+    recorder.write("after_second_fit", step=trainer.global_step)
+
+
 # --- moments inside the product, to be killed at -----------------------------------------------------------------------------
 
 

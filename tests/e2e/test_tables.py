@@ -16,7 +16,7 @@ from harness import Job, Worker
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
-from table_job import KINDS, TableSettings, train_tables
+from table_job import KINDS, TableSettings, train_tables, train_tables_then_another_model
 from table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
 MakeJob = Callable[..., Job]
@@ -551,3 +551,12 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
         assert not values.isnan().any(), name
         assert torch.equal(values, loaded[name]), name
     assert judge(other, resuming, undisturbed(new_job, settings), after=20) == [], other.report()
+
+
+def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -> None:
+    job = new_job(replace(SETTINGS, max_epochs=1), script=train_tables_then_another_model)
+    job.start()
+    assert job.finish() == [0], job.report()
+    assert job.records("counted")
+    assert job.records("after_second_fit")
+    assert not shared_memory_of(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -111,6 +112,30 @@ def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: Etc
         world_of(min_workers=2, wait_timeout_s=0.3).start()
     assert time.monotonic() - began > 2.0
     leaves.join()
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------------
+
+
+def test_finished_job_is_noticed_before_the_view_changes(world_of: WorldOf) -> None:
+    world = world_of()
+    world.start()
+    with world.membership._changed:  # the thread that renews the view has to wait
+        assert not world.has_finished
+        world.finish(5)
+        assert world.membership.view.job is not None
+        assert world.membership.view.job.phase != "finished"
+        assert world.has_finished
+
+
+def test_leaver_asks_etcd_whether_the_job_has_finished(world_of: WorldOf) -> None:
+    leaver, other = world_of(), world_of()
+    leaver.start()
+    assert not leaver.ask_whether_finished()
+    with leaver.membership._changed:
+        other.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+        assert not leaver.has_finished
+        assert leaver.ask_whether_finished()
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_t
     snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = Block("t", "weight", Region(0, ROWS, 0, 64), torch.ones(ROWS, 64))
-    writer = snapshots._store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
+    writer = snapshots.store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
     snapshots._changed = [None]
     copy, is_copying = snapshot_module._copy, threading.Event()
 
@@ -58,12 +58,50 @@ def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_t
     work = snapshots._begin(snapshots._complete, 1, writer, [block], touched, None, snapshots._stopping)
     assert is_copying.wait(10)
     snapshots.stop()
-    again = snapshots._store.begin(part_header(1, 2, ["w0"], "w0", {}, [block], 0))
+    again = snapshots.store.begin(part_header(1, 2, ["w0"], "w0", {}, [block], 0))
     assert again.values.data_ptr() == writer.values.data_ptr()
     again.values.fill_(7)
     assert work.exception(10) is not None
     assert bool((again.values == 7).all())
-    assert snapshots._store.parts() == []
+    assert snapshots.store.parts() == []
+
+
+def test_memory_being_touched_at_the_end_is_given_back(snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_touching, may_go_on = threading.Event(), threading.Event()
+
+    def slow_touch(mapping: object) -> None:
+        is_touching.set()
+        assert may_go_on.wait(10)
+
+    monkeypatch.setattr(snapshot_module, "touch", slow_touch)
+    tables: Any = SimpleNamespace(parameter_names=dict, module=torch.nn.Linear(2, 2))
+    work = snapshots._begin(snapshots.make_room, tables, 1000)  # both slots, one after the other
+    assert is_touching.wait(10)
+    snapshots.close(lambda: True)
+    may_go_on.set()
+    work.result(10)
+    assert not snapshots.store.folder.exists()
+
+
+def test_job_that_ends_while_a_leaver_copies_to_disk_leaves_nothing(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(worker_id="w1")
+    disk = tmp_path / "disk"
+    leaver = _Snapshots(world, SnapshotStore("job", "w1", 1 << 28, disk, tmp_path), SnapshotConfig(memory=tmp_path, disk=disk))
+    leaver.store.reserve("w1", 1000)
+    (source,) = list(leaver.store.folder.glob("*-0"))
+    answers = iter([False, True])
+
+    def has_finished() -> bool:
+        # First before the copy: the job trains. Then after it: the other worker has cleaned up meanwhile.
+        if not (answer := next(answers)):
+            leaver._persister.persist(source, disk / leaver.store.folder.name / "1-1" / source.name)
+        else:
+            assert (disk / leaver.store.folder.name / "1-1" / source.name).exists()
+        return answer
+
+    leaver.close(has_finished)
+    assert not (disk / leaver.store.folder.name).exists()
+    assert not leaver.store.folder.exists()
 
 
 def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +175,7 @@ def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_le
 ) -> None:
     for holder in ("gone", "spare"):
         SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
-    snapshots._store.reserve("w0", 1000)
+    snapshots.store.reserve("w0", 1000)
     snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
         view=SimpleNamespace(in_state=lambda *states: ["spare"] if "ready" in states else [])
     )
@@ -147,5 +185,5 @@ def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_le
     )
     snapshots._counted = 1
     snapshots._counts()
-    holders = {path.name.split("-")[0] for path in snapshots._store.folder.iterdir()}
+    holders = {path.name.split("-")[0] for path in snapshots.store.folder.iterdir()}
     assert holders == {snapshot_module._short(name) for name in ("w0", "spare")}

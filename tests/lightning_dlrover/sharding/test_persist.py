@@ -239,7 +239,7 @@ def test_a_job_that_has_finished_does_not_wait_for_a_copy_that_nobody_will_read(
     os.mkfifo(fifo)
     snapshots._persister.persist(fifo, tmp_path / "disk" / "1" / "x")  # nobody writes there
     started = time.monotonic()
-    snapshots.close(has_finished=True)
+    snapshots.close(lambda: True)
     assert time.monotonic() - started < 10.0
 
 

@@ -495,6 +495,16 @@ def test_a_job_that_has_ended_leaves_nothing_whoever_cleans_up_first(new_store: 
     assert not stores[0].folder.exists()
 
 
+def test_closed_store_creates_no_file(new_store: MakeStore) -> None:
+    store = new_store()
+    write(store, 1)
+    store.clear()
+    for use in (lambda: write(store, 2), lambda: store.reserve("w1", 1000)):
+        with pytest.raises(SnapshotError, match="has ended"):
+            use()
+    assert not store.folder.exists()
+
+
 def test_what_dead_jobs_have_left_is_swept_when_it_is_old_and_not_before(new_store: MakeStore) -> None:
     dead, mine = new_store(job="/dlrover/dead"), new_store()
     write(dead, 1)

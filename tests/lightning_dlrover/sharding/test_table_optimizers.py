@@ -107,10 +107,27 @@ def frozen(model: Model) -> Any:
     return SGD([p for p in model.parameters() if p.requires_grad], 0.1)
 
 
+def frozen_with_warm_up(model: Model) -> Any:
+    """The first rate of the table that is trained is that of the frozen one."""
+    optimizer = frozen(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def in_groups(*rates: float) -> Configure:
+    """Give each table a group of its own."""
+
+    def configure(model: Model) -> Any:
+        groups = [{"params": [model.table(name)], "lr": rate} for name, rate in zip(ROWS, rates, strict=True)]
+        return SGD([{"params": list(model.net.parameters()), "lr": 0.1}, *groups], 0.1)
+
+    return configure
+
+
 @pytest.mark.parametrize(
     "configure",
-    [one_group(SGD, lr=0.1), one_group(Adagrad, lr=0.1, eps=1e-3), scheduled, frozen],
-    ids=["sgd", "adagrad", "scheduled groups", "frozen table"],
+    [one_group(SGD, lr=0.1), one_group(Adagrad, lr=0.1, eps=1e-3), scheduled, frozen, frozen_with_warm_up],
+    ids=["sgd", "adagrad", "scheduled groups", "frozen table", "frozen table and warm-up"],
 )
 def test_tables_end_as_with_the_ordinary_optimizer(configure: Configure, tmp_path: Path) -> None:
     stock = train(tmp_path, "auto", Model(configure))
@@ -119,6 +136,46 @@ def test_tables_end_as_with_the_ordinary_optimizer(configure: Configure, tmp_pat
     for name, table in stock.items():
         torch.testing.assert_close(ours[name], table, msg=lambda text, name=name: f"{name}: {text}")
     assert not torch.equal(ours["tables.a"], torch.full_like(ours["tables.a"], 0.1))
+
+
+def without(name: str) -> Configure:
+    return lambda model: SGD([p for p in model.parameters() if p is not model.table(name)], 0.1)
+
+
+@pytest.mark.parametrize("later", [in_groups(0.05, 0.0), in_groups(0.05, 0.2)], ids=["one rests", "other rates"])
+def test_separate_tables_have_the_rates_of_a_later_fit(later: Configure, tmp_path: Path) -> None:
+    found = []
+    for strategy in (lambda: "auto", DLRoverStrategy):
+        model = Model(in_groups(0.1, 0.1))
+        train(tmp_path, strategy(), model, epochs=1)
+        model._configure = later
+        found.append(train(tmp_path, strategy(), model, epochs=1))
+    for name, table in found[0].items():
+        torch.testing.assert_close(found[1][name], table, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_frozen_table_stays_frozen_in_a_later_fit(tmp_path: Path) -> None:
+    model = Model(without("b"))
+    model.table("b").requires_grad_(False)
+    for _ in range(2):
+        tables = train(tmp_path, DLRoverStrategy(), model, epochs=1)
+        assert torch.equal(tables["tables.b"], torch.full_like(tables["tables.b"], 0.1))
+
+
+def test_tables_of_one_kernel_stay_in_one_group(tmp_path: Path) -> None:
+    model = Model(one_group(SGD, lr=0.1))
+    train(tmp_path, DLRoverStrategy(), model, epochs=1)
+    model._configure = in_groups(0.1, 0.2)
+    with pytest.raises(TableOptimizerError, match=r"bags\.a and tables\.embedding_bags\.b are in different parameter groups"):
+        train(tmp_path, DLRoverStrategy(), model, epochs=1)
+
+
+def test_table_left_out_of_a_later_fit_is_refused(tmp_path: Path) -> None:
+    model = Model(one_group(SGD, lr=0.1))
+    train(tmp_path, DLRoverStrategy(), model, epochs=1)
+    model._configure = without("b")
+    with pytest.raises(TableOptimizerError, match=r"bags\.b is in none .* or make a new model"):
+        train(tmp_path, DLRoverStrategy(), model, epochs=1)
 
 
 def test_optimizer_applied_by_the_script_is_kept(tmp_path: Path) -> None:
