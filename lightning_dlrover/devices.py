@@ -9,9 +9,7 @@ import torch
 __all__ = ["own_device"]
 
 
-def own_device(
-    devices: Sequence[torch.device], local_rank: int, num_gpus: int, backend: str | None = None
-) -> torch.device:
+def own_device(devices: Sequence[torch.device], local_rank: int, num_gpus: int, backend: str | None = None) -> torch.device:
     """Return the device of the worker with this local rank.
 
     `Trainer(devices=...)` does not decide how many workers a node has, so there may be more workers than devices. NCCL refuses
@@ -33,7 +31,7 @@ def own_device(
     if local_rank >= len(own):
         raise ValueError(
             f"the worker with local rank {local_rank} has no GPU of its own, as {len(own)} in all are visible to it, and NCCL "
-            "refuses two workers on one GPU: start as many workers per node as it has GPUs (--nproc-per-node), show more of them "
-            "in CUDA_VISIBLE_DEVICES, or share them with DLRoverStrategy(process_group_backend='gloo')"
+            "refuses two workers on one GPU: start as many workers per node as it has GPUs (--nproc-per-node), show more of "
+            "them in CUDA_VISIBLE_DEVICES, or share them with DLRoverStrategy(process_group_backend='gloo')"
         )
     return own[local_rank]

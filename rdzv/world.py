@@ -1203,8 +1203,8 @@ def _with_gloo(backend: str) -> str:
         return "cpu:gloo,cuda:nccl"
     if backend != "gloo" and "cpu:gloo" not in backend.split(","):
         raise ValueError(
-            f"process groups of the backend {backend!r} have no gloo for tensors on the CPU, through which workers vote and hand "
-            "over their state: use 'gloo', 'nccl', or 'cpu:gloo' beside another one, such as 'cpu:gloo,cuda:nccl'"
+            f"process groups of the backend {backend!r} have no gloo for tensors on the CPU, through which workers vote and "
+            "hand over their state: use 'gloo', 'nccl', or 'cpu:gloo' beside another one, such as 'cpu:gloo,cuda:nccl'"
         )
     return backend
 

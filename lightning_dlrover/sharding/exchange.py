@@ -143,8 +143,8 @@ def exchange(
                 part_of(block, move.region).zero_()  # what comes is added up there
     if group is not None:
         gloo: Any = group  # its stubs name few of its methods
-        # Some build their tables longer than others: from here on a silent peer is a dead one. Not a barrier, which a group with
-        # NCCL would leave to NCCL.
+        # Some build their tables longer than others: from here on a silent peer is a dead one. A barrier would be NCCL's where
+        # the group has it.
         waits.wait_for(gloo.allreduce([torch.zeros(1)]))
     stats.began_s = time.monotonic()
     for lane in lanes:
