@@ -14,7 +14,7 @@ DEVICES = [("cpu", "cpu"), pytest.param("gpu", "cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("accelerator, device", DEVICES)
 def test_workers_of_one_device_survive_changes(accelerator: str, device: str, make_job: MakeJob) -> None:
-    settings = DeviceSettings(num_rows=640, max_epochs=1, accelerator=accelerator, step_s=0.02)
+    settings = DeviceSettings(num_rows=2400, max_epochs=1, accelerator=accelerator, step_s=0.02)
     with make_job(settings, script=train_on_device) as job:
         first, second = job.start(), job.start()
         job.wait_for_world(2)
