@@ -112,11 +112,13 @@ def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial)
         if key not in own["logged"]:
             metric.reset()
             continue
-        metric.value, weight = own["logged"][key]
+        value, weight = own["logged"][key]
+        device = metric.value.device  # what is kept comes back on the CPU
+        metric.value = value.to(device)
         metric.has_reset = False
         metric._computed = None
         if metric.meta.is_mean_reduction:
-            metric.cumulated_batch_size = weight
+            metric.cumulated_batch_size = weight.to(device) if isinstance(weight, Tensor) else weight
     reset_metrics(module)
     add_partial({}, module, {"logged": {}, "states": own["states"]})
 

@@ -37,6 +37,7 @@ from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, 
 from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv.aborts import wait_for_device
 from lightning_dlrover.rdzv.client import EtcdError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.meeting import Purpose, place_of, shown
@@ -702,7 +703,7 @@ class LiveTraining:
             if key in self._missed:
                 result: T = self._missed.pop(key)
                 break
-            if (done := self._attempt(run)) is not None:
+            if (done := self._attempt(self._checked, run)) is not None:
                 result = done[0]
                 break
             self._recover()
@@ -729,7 +730,7 @@ class LiveTraining:
         """
         self._collective += 1
         key = (self._batch, self._collective)
-        result = self._attempt(run)
+        result = self._attempt(self._checked, run)
         if result is None:
             self._recover()
             if key not in self._missed:
@@ -758,12 +759,18 @@ class LiveTraining:
         """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
         if self._size == 1 or not self._entered:
             return
-        device = self._strategy.root_device
-        if device.type == "cuda":
-            # The host does not wait for NCCL: the stream does, and goes on after an abort as after a success.
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_device(self._strategy.root_device)
         if self.world.broken:
             raise self.world.broken_error()
+
+    def _checked(self, run: Callable[[], T]) -> T:
+        """The result of a collective outside of steps, unless an abort of NCCL's has ended it before it was whole."""
+        result = run()
+        if self._strategy.root_device.type == "cuda" and self._size > 1:
+            wait_for_device(self._strategy.root_device)
+            if self.world.broken:
+                raise self.world.broken_error()
+        return result
 
     def check_group(self) -> None:
         """Raise if the group is gone after an abort: collectives of Lightning's would do nothing, and nobody would notice."""

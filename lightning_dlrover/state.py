@@ -55,6 +55,7 @@ __all__ = [
     "parts_with_hparams",
     "restore",
     "resume",
+    "seed_for",
 ]
 
 log = logging.getLogger(__name__)
@@ -276,11 +277,16 @@ def restore(
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = state.running.limits
     random.setstate(state.python_random)  # type: ignore[arg-type]
     np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
-    digest = hashlib.sha256(f"{state.torch_seed}/{place[0]}/{place[1]}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+    seed_for(state.torch_seed, place)
     loggers.adopt(trainer.loggers, state.loggers)
     if enters_epoch:
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
+
+
+def seed_for(torch_seed: int, place: tuple[int, int]) -> None:
+    """Seed torch's generators, of all devices, from the job's seed for one batch and global rank."""
+    digest = hashlib.sha256(f"{torch_seed}/{place[0]}/{place[1]}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = True) -> None:

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.arguments import check_arguments
+from lightning_dlrover.devices import own_device
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.environment import DLRoverEnvironment
 from lightning_dlrover.live import LiveTraining, can_meet
@@ -224,7 +225,10 @@ class DLRoverStrategy(EitherStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        if self._world_config is None:
+            return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        num_gpus = torch.cuda.device_count() if self.parallel_devices[0].type == "cuda" else 0
+        return own_device(self.parallel_devices, self.local_rank, num_gpus, self._process_group_backend)
 
     def set_world_ranks(self) -> None:
         if self._world_config is None:
@@ -989,12 +993,13 @@ class DLRoverStrategy(EitherStrategy):
             return run(tensor, group, reduce_op)  # of some workers, which no round can do again
         name = _logged_name(sys._getframe(1))
         # In place otherwise: a failed attempt must leave the input of the next one untouched.
-        return self._collective(
+        result = self._collective(
             "strategy.reduce",
             lambda: run(tensor.clone(), group, reduce_op),
             f"{_described(tensor)} ({reduce_op})" + (f", logged as {name!r}" if name else ""),
             same_line=not name,
         )
+        return result.to(tensor.device)  # another worker's comes on the CPU
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._is_alone:
@@ -1015,9 +1020,10 @@ class DLRoverStrategy(EitherStrategy):
             group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
         if group is not None:
             return run(tensor, group, sync_grads)
-        return self._collective(
+        result = self._collective(
             "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
         )
+        return result.to(tensor.device)  # another worker's comes on the CPU
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Lightning's in `lightning_dlrover/live.py`: `Pace` decides between which steps t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv.aborts import checked_updates
 from lightning_dlrover.rdzv.member import RoundEndedError
 
 if TYPE_CHECKING:
@@ -207,9 +209,11 @@ class Step:
 
     def __enter__(self) -> Step:
         self._was_entered = True
+        self._loop.is_in_step = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self._loop.is_in_step = False
         if error is None:
             self.was_made = True
             self._loop.made(self)
@@ -230,9 +234,20 @@ class _Loop:
         self._pace = Pace(world, check_interval_s)
         self._has_state = False
         self._is_broken = False
+        self.is_in_step = False
         self._yielded_round = 0
 
     def run(self) -> Iterator[Step]:
+        has_nccl = "nccl" in self._world.backend
+        with checked_updates(self._raise_if_aborted) if has_nccl else contextlib.nullcontext():
+            yield from self._steps()
+
+    def _raise_if_aborted(self) -> None:
+        """Before an optimizer's step, with NCCL: its gradients may come from a reduction that was aborted."""
+        if self.is_in_step and self._formation.size > 1 and self._world.broken:
+            raise self._world.broken_error()
+
+    def _steps(self) -> Iterator[Step]:
         self._enter()
         while True:
             while self.num_made < self._num_steps:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.member import RoundEndedError
 
-__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "let_go", "wait_for", "wait_in"]
+__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "guards_all", "let_go", "wait_for", "wait_in"]
 
 SLICE_S = 0.2
 
@@ -50,9 +50,14 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
         _install()
 
 
+def guards_all() -> bool:
+    """Whether every wait that is begun from Python ends with its round, not only those in `wait_for`."""
+    return _install.cache_info().currsize > 0
+
+
 def wait_for(work: Any) -> None:
     """Wait for a collective or a message of gloo's, and give it up with its round, beside NCCL, too."""
-    if _install.cache_info().currsize:
+    if guards_all():
         work.wait()
     else:
         wait_in(work, type(work).wait)

@@ -211,9 +211,12 @@ class World:
 
     Args:
         config: the job and this worker's place in it.
-        backend: of the process groups, `gloo` or `cpu:gloo,cuda:nccl`.
+        backend: of the process groups, `gloo` or `cpu:gloo,cuda:nccl`; `nccl` stands for the latter.
         can_meet: whether workers with these hellos can go on together; must answer alike on all of them. If not, those who
             were to be admitted wait for another round.
+
+    Raises:
+        ValueError: the backend has no gloo for tensors on the CPU.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class World:
     ) -> None:
         self.config = config
         self._can_meet = can_meet
-        self.backend = backend
+        self.backend = backend = _with_gloo(backend)
         if "nccl" in backend:
             # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -1225,6 +1228,18 @@ def end_with_agent() -> None:
     if has_ended:
         # While this process was importing torch: too early for the signal.
         raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
+
+
+def _with_gloo(backend: str) -> str:
+    """The backend with gloo for tensors on the CPU: votes and the state of joiners travel through it."""
+    if backend == "nccl":
+        return "cpu:gloo,cuda:nccl"
+    if backend != "gloo" and "cpu:gloo" not in backend.split(","):
+        raise ValueError(
+            f"process groups of the backend {backend!r} have no gloo for tensors on the CPU, through which workers vote and "
+            "hand over their state: use 'gloo', 'nccl', or 'cpu:gloo' beside another one, such as 'cpu:gloo,cuda:nccl'"
+        )
+    return backend
 
 
 def _num_begun(group: Any, has_nccl: bool) -> int:

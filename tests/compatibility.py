@@ -398,6 +398,41 @@ ROWS: list[Row] = [
         ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
     ),
     *_rows(
+        "GPUs: never run on one; the tests run on the CPU in their place",
+        ("Gradients after an aborted reduction", "works", f"{_UNIT}/test_gpu.py::test_gradients_of_an_ended_round_are_refused"),
+        (
+            '`precision="16-mixed"` after a missed update',
+            "works",
+            f"{_UNIT}/test_gpu.py::test_missed_update_brings_state_and_scale_to_the_own_device",
+        ),
+        (
+            '`process_group_backend="nccl"`',
+            "works",
+            "tests/rdzv/test_world.py::test_every_backend_has_gloo_for_the_cpu",
+            "with gloo beside it",
+        ),
+        (
+            "Backends without gloo",
+            "refused",
+            "tests/rdzv/test_world.py::test_backend_without_gloo_is_refused",
+        ),
+        (
+            "More workers per node than GPUs, with NCCL",
+            "refused",
+            f"{_UNIT}/test_devices.py::test_worker_without_a_gpu_of_its_own_is_refused",
+        ),
+        (
+            "`devices=1` with several workers per node",
+            "works",
+            f"{_UNIT}/test_devices.py::test_workers_of_a_node_have_different_gpus",
+        ),
+        (
+            "Workers that share a device through gloo",
+            "works",
+            f"{_E2E}/test_gpu_jobs.py::test_workers_of_one_device_survive_changes",
+        ),
+    ),
+    *_rows(
         "Whole scripts, resized 1-3-2 and killed once",
         ("Autoencoder", "works", f"{_STRANGERS}[autoencoder]"),
         ("Image classifier", "works", f"{_STRANGERS}[image_classifier]"),

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
 from lightning_dlrover.rdzv.records import Keys
@@ -17,11 +18,15 @@ os.environ["DLROVER_HISTORY"] = "off"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what would make a test run longer than half an hour on two cores."""
+    """Leave out what would make a test run longer than half an hour on two cores, and what this machine has no device for."""
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:
             if item.get_closest_marker("on_demand") is not None:
                 item.add_marker(pytest.mark.skip(reason="takes long: with DLROVER_ALL_FAULTS=1 only"))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpu and not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dlrover.memory import available_bytes
-from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv import transfer, waits
 from lightning_dlrover.rdzv.member import RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.records import RoundRecord
 from lightning_dlrover.rdzv.world import Formation, World
@@ -764,7 +764,7 @@ def _as_given(rows: torch.Tensor | None, block: Block) -> torch.Tensor | None:
 
 def _meet(group: Any) -> None:
     if group is not None:
-        group.allreduce([torch.zeros(1)]).wait()
+        waits.wait_for(group.allreduce([torch.zeros(1)]))
 
 
 def _swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:

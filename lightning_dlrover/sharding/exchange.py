@@ -7,6 +7,8 @@ once, so that a worker hardly needs more memory than the larger of its old and n
 Values of a row-wise optimizer state belong to a row and the columns of one shard. Where columns are cut anew, a row's value is
 the mean, weighted by width, of those of the shards it is made of: exact when shards are merged (the state is a mean over
 columns, as in row-wise Adagrad); when one is split, each part starts with the value of the whole.
+
+gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so both ends of a move may be anywhere.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv import waits
 from lightning_dlrover.sharding.layout import LayoutError, Move, Region
 from lightning_dlrover.sharding.tables import Block, part_of
 
@@ -94,7 +97,8 @@ def exchange(
                 for chunk in _chunks(block, move.region):
                     values = part_of(block, chunk)
                     stats.sent_bytes += values.nbytes
-                    yield _Message(values.contiguous().view(-1), partial(give_away, move, values))
+                    wire = values.contiguous().view(-1)
+                    yield _Message(wire if _is_on_host(wire) else wire.to("cpu", copy=True), partial(give_away, move, values))
 
     def receives(peer: str) -> Iterator[_Message]:
         for move in (m for m in mine if m.source == peer and m.target == me):
@@ -102,10 +106,10 @@ def exchange(
                 for chunk in _chunks(block, move.region):
                     values = part_of(block, chunk)
                     stats.received_bytes += values.nbytes
-                    if values.is_contiguous() and _share(block, move) == 1.0:
+                    if _is_on_host(values) and values.is_contiguous() and _share(block, move) == 1.0:
                         yield _Message(values.view(-1), lambda: None)
                     else:
-                        arrived = torch.empty_like(values, memory_format=torch.contiguous_format)
+                        arrived = torch.empty(values.shape, dtype=values.dtype)
                         yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
 
     def keeps() -> Iterator[None]:
@@ -139,7 +143,9 @@ def exchange(
                 part_of(block, move.region).zero_()  # what comes is added up there
     if group is not None:
         gloo: Any = group  # its stubs name few of its methods
-        gloo.barrier().wait()  # some build their tables longer than others: from here on a silent peer is a dead one
+        # Some build their tables longer than others: from here on a silent peer is a dead one. A barrier would be NCCL's where
+        # the group has it.
+        waits.wait_for(gloo.allreduce([torch.zeros(1)]))
     stats.began_s = time.monotonic()
     for lane in lanes:
         for _ in range(WINDOW):
@@ -157,6 +163,10 @@ def exchange(
         pass
     stats.seconds = time.monotonic() - stats.began_s
     return stats
+
+
+def _is_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
 
 
 def _is_in_place(source: Block, target: Block, move: Move) -> bool:
@@ -222,4 +232,4 @@ def _put(target: torch.Tensor, values: torch.Tensor, share: float) -> None:
     if share == 1.0:
         target.copy_(values)
     else:
-        target.add_(values, alpha=share)
+        target.add_(values.to(target.device), alpha=share)

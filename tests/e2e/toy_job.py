@@ -275,7 +275,7 @@ class ToyModel(ToySteps, L.LightningModule):  # type: ignore[misc]
 def fingerprint(tensors: list[Any]) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     for tensor in tensors:
-        digest.update(torch.as_tensor(tensor).detach().float().numpy().tobytes())
+        digest.update(torch.as_tensor(tensor).detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:12]
 
 

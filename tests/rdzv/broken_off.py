@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.rdzv import waits
+from lightning_dlrover.rdzv import transfer, waits
 
 NUM_VALUES = 1 << 27  # 512 MiB: on the way for long enough to be met there
 
@@ -69,12 +69,18 @@ def lose(scenario: str) -> None:
     elif scenario == "send":
         once_begun(values, lambda: os.kill(os.getpid(), signal.SIGKILL))
         dist.recv(values, 0)
+    elif scenario == "gather":
+        dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.ones(1, dtype=torch.int64))
     elif scenario == "gradients":
         gradients()
     time.sleep(600)
 
 
 def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, Any]) -> None:
+    if scenario == "gather":
+        threading.Timer(0.5, round_.cut_off).start()  # the other one sends a size, and nothing else
+        transfer.all_gather("what all are told")
+        return
     values = torch.zeros(NUM_VALUES)
 
     def kill() -> None:
@@ -135,7 +141,7 @@ def gradients() -> list[list[float]]:
 
 def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     round_ = Round()
-    waits.end_waits_with(weakref.WeakMethod(round_.now))
+    waits.end_waits_with(weakref.WeakMethod(round_.now), all_waits=scenario != "gather")  # that is as beside NCCL
     found: dict[str, Any] = {}
     if scenario == "gradients":
         plain, guarded, plain_view, guarded_view = gradients()

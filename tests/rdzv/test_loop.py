@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_dlrover.rdzv.loop import handover, model_fingerprint, updates_made
-from lightning_dlrover.rdzv.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.loop import Step, _Loop, handover, model_fingerprint, updates_made
+from lightning_dlrover.rdzv.member import Formation, RoundEndedError, WorldError
 from lightning_dlrover.rdzv.records import RoundRecord
 
 # --- who has the state --------------------------------------------------------------------------------------------------------
@@ -62,3 +63,64 @@ def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() 
 @pytest.mark.parametrize("other", [model(5), model(more=nn.Linear(1, 1)), model().double(), nn.Linear(3, 4)])
 def test_another_shape_name_or_type_is_another_fingerprint(other: nn.Module) -> None:
     assert model_fingerprint(other) != model_fingerprint(model())
+
+
+# --- aborted reductions -------------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class AbortedWorld:
+    """A world of two workers with NCCL whose round ends in the middle of a step: waits succeed, as a stream's do."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.broken = False
+        self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
+        self.worker_id = "a"
+
+    def broken_error(self) -> WorldError:
+        return WorldError("the round has ended")
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self.broken and isinstance(error, WorldError)
+
+
+class OneStepLoop(_Loop):
+    """A loop that has entered its job, and ends where it would form the next round."""
+
+    def _enter(self) -> None:
+        self._has_state = True
+
+    def _recover(self) -> None:
+        raise StopIteration
+
+
+def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, float]:
+    """One step of a loop, and by how much it has changed the weight."""
+    world: Any = AbortedWorld(backend)
+    weight = torch.ones(1000, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    loop = OneStepLoop(world, 2, 0, {}, 0.1).run()
+    step = next(loop)
+    with step:
+        weight.sum().backward()
+        world.broken = is_aborted
+        optimizer.step()
+    loop.close()
+    optimizer.step()  # outside of a loop nobody asks
+    return step, float(weight.detach().cpu()[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_aborted_reduction_is_followed_by_no_update(device: str) -> None:
+    step, weight = attempt_step("cpu:gloo,cuda:nccl", device, is_aborted=True)
+    assert not step.was_made
+    assert weight == pytest.approx(0.9)  # by the step outside
+
+
+@pytest.mark.parametrize("backend, is_aborted", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
+def test_whole_gradients_are_applied(backend: str, is_aborted: bool) -> None:
+    step, weight = attempt_step(backend, "cpu", is_aborted)  # a collective of gloo's that ends without an error is whole
+    assert step.was_made
+    assert weight == pytest.approx(0.8)

@@ -43,6 +43,7 @@ def outcome(folder: Path, *arguments: str) -> dict[str, Any]:
         ("send", ""),
         ("forward", ""),
         ("backward", ""),
+        ("gather", ""),
     ],
 )
 def test_a_wait_for_what_never_comes_ends_soon_after_the_group_was_cut_off(scenario: str, becomes: str, tmp_path: Path) -> None:

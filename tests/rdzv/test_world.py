@@ -24,7 +24,15 @@ from lightning_dlrover.rdzv.member import TooLateError
 from lightning_dlrover.rdzv.records import DEFAULT_PREFIX, AgentRecord, ControllerRecord, Keys, encode
 from lightning_dlrover.rdzv.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.timeouts import Timeouts
-from lightning_dlrover.rdzv.world import MismatchError, World, WorldConfig, _inet_sockets, _shut_down, is_group_failure
+from lightning_dlrover.rdzv.world import (
+    MismatchError,
+    World,
+    WorldConfig,
+    _inet_sockets,
+    _shut_down,
+    _with_gloo,
+    is_group_failure,
+)
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
 
@@ -93,6 +101,25 @@ def test_malformed_timeout_is_named(value: str) -> None:
 
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
     assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
+
+
+@pytest.mark.parametrize(
+    "given, used",
+    [
+        ("gloo", "gloo"),
+        ("nccl", "cpu:gloo,cuda:nccl"),  # as scripts have it that were written for stock DDP
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:gloo"),
+    ],
+)
+def test_every_backend_has_gloo_for_the_cpu(given: str, used: str) -> None:
+    assert _with_gloo(given) == used
+
+
+@pytest.mark.parametrize("given", ["mpi", "cuda:nccl", "cpu:mpi,cuda:nccl"])
+def test_backend_without_gloo_is_refused(given: str, world_of: WorldOf) -> None:
+    with pytest.raises(ValueError, match=f"{given}.*use 'gloo'"):
+        World(world_of().config, given)
 
 
 # --- too few workers ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""Workers of a GPU join, leave and are lost. One GPU is enough: they share it, which gloo allows and NCCL does not."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from forked_jobs import MakeJob
+from gpu_jobs import DeviceSettings, train_on_device
+from harness import violations
+
+DEVICES = [("cpu", "cpu"), pytest.param("gpu", "cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("accelerator, device", DEVICES)
+def test_workers_of_one_device_survive_changes(accelerator: str, device: str, make_job: MakeJob) -> None:
+    settings = DeviceSettings(num_rows=2400, max_epochs=1, accelerator=accelerator, step_s=0.02)
+    with make_job(settings, script=train_on_device) as job:
+        first, second = job.start(), job.start()
+        job.wait_for_world(2)
+        job.start()
+        job.wait_for_world(3)
+        first.terminate()  # rank 0 hands over
+        job.wait_for_world(2)
+        second.arm("backward")
+        assert second.wait() == -signal.SIGKILL
+        assert job.finish() == [0, -signal.SIGKILL, 0], job.report()
+        assert violations(job, settings) == [], job.report()
+        found = job.records("device")
+        assert {kind for record in found for kind in record["kinds"]} == {device}
+        survivor = job.workers[2].records("device")
+        in_last_round = [r["taken"] for r in survivor if r["round"] == survivor[-1]["round"]]
+        before = [r["taken"] for r in survivor if r["round"] < survivor[-1]["round"]]
+        # What a left group has held, such as the buckets of its gradients, is free once the first step of the next is done.
+        assert min(in_last_round[1:]) <= max(before)
