@@ -295,12 +295,13 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
 def _are_enough(view: View, stay: list[str]) -> bool:
     """Whether the job can go on with `stay` and the spares that the planned round after that will take in.
 
-    The minimum does not bind those who leave: they finish the step in flight, so that its state can be kept for their successors.
+    The minimum does not bind those who leave: they finish the step in flight, so that the state can be kept for their
+    successors.
     """
     assert view.job is not None
-    if stay and view.drains.issuperset(view.holders):
+    if view.holders and stay and view.drains.issuperset({*stay, *view.holders}):
         return True
-    spares = [w for w in (*view.in_state("ready"), *view.stepped_back) if w not in view.drains]
+    spares = {*view.in_state("ready"), *view.stepped_back} - view.drains - set(stay)
     return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
 
 

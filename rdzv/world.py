@@ -52,6 +52,7 @@ from lightning_dlrover.rdzv.client import (
     LeaseLostError,
     parse_endpoints,
 )
+from lightning_dlrover.rdzv.left_state import LeftState
 from lightning_dlrover.rdzv.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.meeting import Meeting, MismatchError, Purpose, compare_with, shown
 from lightning_dlrover.rdzv.member import (
@@ -80,6 +81,7 @@ from lightning_dlrover.rdzv.records import (
 )
 from lightning_dlrover.rdzv.rounds import Patience, View
 from lightning_dlrover.rdzv.timeouts import Timeouts
+from lightning_dlrover.rdzv.transfer import Packed
 
 __all__ = [
     "Formation",
@@ -260,6 +262,7 @@ class World:
         self._next_reach_probe = 0.0
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
+        self._left_state = LeftState.from_environment(os.environ)
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self.num_fits = 0  # of the script so far
@@ -515,6 +518,27 @@ class World:
         except (EtcdError, RecordError) as error:
             # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self.config.run_id, error)
+
+    @property
+    def left_state(self) -> LeftState | None:
+        """Where this worker's agent keeps the job's state while it replaces its workers; None: it has a single one."""
+        return self._left_state
+
+    def keep_for_successors(self, step: int, packed: Packed) -> int:
+        """Keep the job's state for the next workers of this worker's agent. All members of a round call it before they leave.
+
+        Returns:
+            Bytes written. 0: another worker of the agent writes it, or the agent has a single worker.
+
+        Raises:
+            LeftStateError: there is no room.
+        """
+        if self._left_state is None or self.formation is None:
+            return 0
+        records = self.membership.view.workers
+        members = [w for w in self.formation.round.members if w in records]
+        first = next((w for w in members if records[w].agent_id == self.config.agent_id), self.worker_id)
+        return self._left_state.write(step, packed) if first == self.worker_id else 0
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
@@ -1097,6 +1121,7 @@ class _LoneWorld(World):
 
     def __init__(self) -> None:
         self.backend = "gloo"
+        self._left_state = None
         self._formation: Formation | None = None
 
     @property

@@ -63,6 +63,25 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
     assert run_blocking(member._next_after(ROUND)) == following
 
 
+def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
+    view = view_of("training", "a", "c")
+    assert view.job is not None
+    members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
+    view = replace(view, round=members, job=replace(view.job, min_workers=3))
+    member = Member(Means(replace(view, drains=frozenset({"a"}))))  # type: ignore[arg-type]
+    with pytest.raises(LeftOutError, match="while c wait"):
+        run_blocking(member._next_after(members))
+    for waits in (view, replace(view, drains=frozenset({"c"}))):  # for another worker
+        with pytest.raises(AssertionError, match="waits for the round after round 5"):
+            run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
+
+
+def test_drained_worker_does_not_wait_for_the_first_round() -> None:
+    view = replace(view_of("starting", "a"), round=None, drains=frozenset({"a"}))
+    with pytest.raises(LeftOutError, match="before the first round"):
+        run_blocking(Member(Means(view)).start("starting"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "phase, workers, in_vain",
     [
