@@ -403,7 +403,7 @@ class LiveTraining:
     def _switch(self, number: int) -> None:
         assert self.formation is not None
         round_ = self.world.membership.view.round
-        if round_ is not None and (round_.number, round_.kind) == (number, "stop"):
+        if self.world.is_stop(number):
             self._keep_for_successors()
             if self._trainer.checkpoint_callbacks:
                 self._save_checkpoint()  # nobody goes on with what is in memory
@@ -436,15 +436,11 @@ class LiveTraining:
         step = self._trainer.global_step
         try:
             packed = transfer.pack({"state": self._message(), "values": values})
-            num_bytes = self.world.keep_for_successors(step, packed)
+            self.world.keep_for_successors(step, packed)
         except Exception as error:
             if self.world.is_failure(error):
                 raise
             log.error("run %s: the next group of workers cannot go on from step %d: %s", self.world.config.run_id, step, error)
-            return
-        if num_bytes:
-            text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"
-            self.world.event("kept", text, {"global_step": step, "bytes": num_bytes})
 
     def _resume_left_state(self) -> bool:
         """Go on from what a former group of workers has left in its host's memory, unless a checkpoint is newer.

@@ -269,7 +269,8 @@ class Member:
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
             if view.round and view.round.number > broken.number:
                 return view.round
-            others = [w for w in view.holders if w not in view.drains]
+            # Not those that have not answered: they may be as dead as the one that was lost.
+            others = [w for w in view.failed if w in view.holders and w not in view.drains]
             if self.worker_id in view.drains and others and lacks_workers(view):
                 # Workers may come only after this one has ended, as those that its agent starts; the others keep the state.
                 reason = f"this worker leaves, while {', '.join(others)} wait for more workers"

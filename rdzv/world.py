@@ -524,21 +524,28 @@ class World:
         """Where this worker's agent keeps the job's state while it replaces its workers; None: it has a single one."""
         return self._left_state
 
-    def keep_for_successors(self, step: int, packed: Packed) -> int:
+    def is_stop(self, number: int) -> bool:
+        """Whether round `number`, which all members of the current one have agreed on, is the end of all of them."""
+        newest = self.membership.view.round
+        return newest is not None and (newest.number, newest.kind) == (number, "stop")
+
+    def keep_for_successors(self, step: int, packed: Packed) -> None:
         """Keep the job's state for the next workers of this worker's agent. All members of a round call it before they leave.
 
-        Returns:
-            Bytes written. 0: another worker of the agent writes it, or the agent has a single worker.
+        One worker of each agent writes; none of an agent that has a single worker.
 
         Raises:
             LeftStateError: there is no room.
         """
         if self._left_state is None or self.formation is None:
-            return 0
+            return
         records = self.membership.view.workers
         members = [w for w in self.formation.round.members if w in records]
         first = next((w for w in members if records[w].agent_id == self.config.agent_id), self.worker_id)
-        return self._left_state.write(step, packed) if first == self.worker_id else 0
+        if first == self.worker_id:
+            num_bytes = self._left_state.write(step, packed)
+            text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"
+            self.event("kept", text, {"global_step": step, "bytes": num_bytes})
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""

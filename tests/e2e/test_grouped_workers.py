@@ -127,7 +127,7 @@ def test_next_group_goes_on_at_the_step_reached(
     lines = lines_of(tmp_path, "step")
     first = [line["step"] for line in lines if line["pid"] == neighbour["pid"]]
     second = [line["step"] for line in lines if line["pid"] not in (killed["pid"], neighbour["pid"])]
-    assert kept(client, keys) == [first[-1]]
+    assert kept(client, keys) == [first[-1]], agent.output
     assert sorted(second) == [step for step in range(first[-1] + 1, NUM_STEPS + 1) for _ in range(2)]
     must_equal(tmp_path, undisturbed, [killed["pid"]])
     assert not mine.exists()
@@ -147,7 +147,7 @@ def test_both_agents_groups_go_on_at_the_step_reached(
     lines = lines_of(tmp_path, "step")
     former = {line["pid"] for group in groups for line in group}
     last = max(line["step"] for line in lines if line["pid"] in former)
-    assert kept(client, keys) == [last, last]
+    assert kept(client, keys) == [last, last], agents[0].output + agents[1].output
     later = sorted({line["step"] for line in lines if line["pid"] not in former})
     assert later == list(range(last + 1, NUM_STEPS + 1))
     must_equal(tmp_path, undisturbed, killed)

@@ -64,14 +64,16 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
 
 
 def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
+    members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
     view = view_of("training", "a", "c")
     assert view.job is not None
-    members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
-    view = replace(view, round=members, job=replace(view.job, min_workers=3))
-    member = Member(Means(replace(view, drains=frozenset({"a"}))))  # type: ignore[arg-type]
+    answers = {name: replace(record, state="reforming") for name, record in view.workers.items()}
+    view = replace(view, round=members, workers=answers, job=replace(view.job, min_workers=3))
+    leaving = replace(view, drains=frozenset({"a"}))
     with pytest.raises(LeftOutError, match="while c wait"):
-        run_blocking(member._next_after(members))
-    for waits in (view, replace(view, drains=frozenset({"c"}))):  # for another worker
+        run_blocking(Member(Means(leaving))._next_after(members))  # type: ignore[arg-type]
+    silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # it may be dead
+    for waits in (view, silent, replace(view, drains=frozenset({"c"}))):
         with pytest.raises(AssertionError, match="waits for the round after round 5"):
             run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
 
