@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,6 @@ class LeftState:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "state"
-
-    @staticmethod
-    def from_environment(environ: Mapping[str, str]) -> LeftState | None:
-        """None where the agent has a single worker, or its host no shared memory."""
-        folder = environ.get(VARIABLE, "")
-        return LeftState(Path(folder)) if folder else None
 
     def write(self, step: int, packed: transfer.Packed) -> int:
         """Replace the state that is there. Returns the bytes written.

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv import rounds, waits
+from lightning_dlrover.rdzv import left_state, rounds, waits
 from lightning_dlrover.rdzv.client import (
     EtcdClient,
     EtcdConfig,
@@ -142,6 +142,7 @@ class WorldConfig:
     regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
+    left_state_folder: str = ""  # of this worker's agent, see `left_state`; empty: it has a single worker
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
@@ -179,6 +180,7 @@ class WorldConfig:
             max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
             version=version,
             history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
+            left_state_folder=environ.get(left_state.VARIABLE, ""),
             **timeouts,
         )
 
@@ -262,7 +264,7 @@ class World:
         self._next_reach_probe = 0.0
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
-        self._left_state = LeftState.from_environment(os.environ)
+        self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self.num_fits = 0  # of the script so far

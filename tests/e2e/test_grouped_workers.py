@@ -35,11 +35,13 @@ def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
     return [line for text in written if text.endswith("\n") and key in (line := json.loads(text))]
 
 
-def command(etcd: EmbeddedEtcd, run_id: str, folder: Path, nnodes: str, nproc: int, step_s: float) -> list[str]:
+def command(
+    etcd: EmbeddedEtcd, run_id: str, folder: Path, nnodes: str, nproc: int, step_s: float, script: Path = SCRIPT
+) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
         *(f"--rdzv-id={run_id}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=3"),
-        *(str(SCRIPT), str(folder), f"--step-s={step_s}"),
+        *(str(script), str(folder), f"--step-s={step_s}"),
     ]
 
 
@@ -48,10 +50,10 @@ def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
     """Starts `torchrun --nproc-per-node=2` with the script."""
     agents: list[Agent] = []
 
-    def start(nnodes: str = "1", step_s: float = 0.05) -> Agent:
+    def start(nnodes: str = "1", step_s: float = 0.05, script: Path = SCRIPT) -> Agent:
         log_path = tmp_path / f"agent{len(agents)}.log"
         with log_path.open("wb") as log:
-            arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s)
+            arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s, script)
             process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         agents.append(Agent(process, log_path))
         return agents[-1]
@@ -152,3 +154,19 @@ def test_both_agents_groups_go_on_at_the_step_reached(
     assert later == list(range(last + 1, NUM_STEPS + 1))
     must_equal(tmp_path, undisturbed, killed)
     assert not any(folder.exists() for folder in mine)
+
+
+def test_plain_loop_goes_on_at_the_step_reached(
+    start_group: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    agent = start_group(script=SCRIPT.with_name("grouped_loop.py"))
+    (group,) = at_step(tmp_path, 25, 1).values()
+    killed, neighbour = (line["pid"] for line in group)
+    os.kill(killed, signal.SIGKILL)
+    assert agent.wait(120) == 0, agent.output
+    lines = lines_of(tmp_path, "step")
+    assert all(line["count"] == line["step"] for line in lines)
+    last = max(line["step"] for line in lines if line["pid"] == neighbour)
+    assert kept(client, keys) == [last], agent.output
+    second = [line["step"] for line in lines if line["pid"] not in (killed, neighbour)]
+    assert sorted(second) == [step for step in range(last + 1, NUM_STEPS + 1) for _ in range(2)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_dlrover.rdzv import transfer
-from lightning_dlrover.rdzv.left_state import VARIABLE, LeftState, LeftStateError
+from lightning_dlrover.rdzv.left_state import LeftState, LeftStateError
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -34,17 +34,12 @@ def must_hold(left: LeftState, step: int) -> None:
 
 
 def test_state_is_read_as_written_and_replaced_by_the_next(tmp_path: Path) -> None:
-    left = LeftState.from_environment({VARIABLE: str(tmp_path)})
-    assert left is not None
+    left = LeftState(tmp_path)
     assert left.step() is None
     for step in (3, 4):
         num_bytes = left.write(step, transfer.pack(state_of(step)))
         must_hold(left, step)
         assert [file.stat().st_size for file in tmp_path.iterdir()] == [num_bytes]
-
-
-def test_agent_of_a_single_worker_keeps_no_state() -> None:
-    assert LeftState.from_environment({}) is None
 
 
 def test_state_without_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
