@@ -299,7 +299,7 @@ def _are_enough(view: View, stay: list[str]) -> bool:
     successors.
     """
     assert view.job is not None
-    if view.holders and stay and view.drains.issuperset({*stay, *view.holders}):
+    if view.holders and stay and view.drains >= {*stay, *view.holders}:
         return True
     spares = {*view.in_state("ready"), *view.stepped_back} - view.drains - set(stay)
     return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
