@@ -39,6 +39,7 @@ from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.aborts import wait_for_device
 from lightning_dlrover.rdzv.client import EtcdError
+from lightning_dlrover.rdzv.left_state import LeftStateError
 from lightning_dlrover.rdzv.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.meeting import Purpose, place_of, shown
 from lightning_dlrover.rdzv.member import RoundEndedError
@@ -441,8 +442,10 @@ class LiveTraining:
     def _switch(self, number: int) -> None:
         assert self.formation is not None
         round_ = self.world.membership.view.round
-        if round_ is not None and (round_.number, round_.kind) == (number, "stop") and self._trainer.checkpoint_callbacks:
-            self._save_checkpoint()  # nobody goes on with what is in memory
+        if self.world.is_stop(number):
+            self._keep_for_successors()
+            if self._trainer.checkpoint_callbacks:
+                self._save_checkpoint()  # nobody goes on with what is in memory
         self._pace.held_up()
         position = self._position
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
@@ -463,6 +466,55 @@ class LiveTraining:
         if formation.rank == 0:
             self._add_partials([part for w, part in by_worker.items() if w not in formation.round.members])
         self._settle(formation, position)
+
+    def _keep_for_successors(self) -> None:
+        """Nobody stays: keep the state in the memory of each host whose agent is about to start another group of workers."""
+        if self._tables is not None or self._fit > 1 or not any(self._gathered(self.world.left_state is not None)):
+            return
+        values = self._gathered(self._partial_values())
+        step = self._trainer.global_step
+        try:
+            packed = transfer.pack({"state": self._message(), "values": values})
+            self.world.keep_for_successors(step, packed)
+        except Exception as error:
+            if self.world.is_failure(error):
+                raise
+            log.error("run %s: the next group of workers cannot go on from step %d: %s", self.world.config.run_id, step, error)
+
+    def _resume_left_state(self) -> bool:
+        """Go on from what a former group of workers has left in its host's memory, unless a checkpoint is newer.
+
+        Called by all members of a round in which nobody has the state. Returns whether they went on from it.
+        """
+        if self._tables is not None or self.world.has_finished:
+            return False
+        left, record = self.world.left_state, self._unread_checkpoint()
+        found = self._gathered((left.step() if left is not None else None, record.global_step if record is not None else 0))
+        newest = max([step for step, _ in found if step is not None], default=-1)
+        if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
+            return False
+        source = [step for step, _ in found].index(newest)
+        message: Any = None
+        if left is not None and self._rank == source:
+            try:
+                message = left.read(STATE_CLASSES, self._names_in_state)
+            except LeftStateError as error:
+                log.warning("run %s: %s", self.world.config.run_id, error)
+        if not any(self._gathered(message is not None)):
+            return False
+        for rank in (rank for rank in range(self._size) if rank != source):
+            if self._rank == source:
+                transfer.send(message, rank)
+            elif self._rank == rank:
+                message = transfer.receive(source, STATE_CLASSES, self._names_in_state)
+        self._restore(TrainerState(**message["state"]), enters_epoch=True)
+        if self._rank == 0:
+            self._add_partials(message["values"])
+            text = f"went on from the state of step {newest} in a host's memory"
+            self.world.event("resume", text, {"global_step": newest})
+        # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
+        self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
+        return True
 
     def _partial_values(self, with_large: bool = True) -> Partial:
         """What this worker has logged so far towards the epoch's values."""
@@ -867,7 +919,7 @@ class LiveTraining:
             self._settle_tables(formation, standing, plan.joining)
             self._pace.went_on(self._batch_number + 1)
             return False
-        if not standing and me == formation.round.members[0]:
+        if not standing and not self._resume_left_state() and me == formation.round.members[0]:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
             if me == source:
@@ -1168,6 +1220,8 @@ class LiveTraining:
             self._roll_back(formation, self._batch_number)  # the user's own checkpoint may be newer
             self._was_rolled_back = False
             self._resume_tables_from_disk(formation, self._trainer.global_step)
+            return
+        if self._resume_left_state():
             return
         record = self._unread_checkpoint()
         newest = self._gathered((record.global_step, record.path) if record is not None else None)[0]

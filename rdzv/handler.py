@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from lightning_dlrover.rdzv import left_state
 from lightning_dlrover.rdzv.agent_convener import AgentConvener, RecordReader
 from lightning_dlrover.rdzv.agent_rounds import Limits, why_over
 from lightning_dlrover.rdzv.agent_store import LiveAgentStore, RoundStore
@@ -57,6 +58,7 @@ from lightning_dlrover.rdzv.client import (
     modified,
     parse_endpoints,
 )
+from lightning_dlrover.rdzv.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -278,6 +280,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._shutdown_at_exit = _weakly(self.shutdown)
         weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
         self._convener_error: RecordError | None = None
+        self._left_state: OwnedFolder | None = None  # of workers that this agent ends together
         self._num_members = 0  # of the round that this agent takes part in
         self._num_agents = 0  # about, alive
         self._is_live = False
@@ -358,6 +361,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return True
         self._is_shut_down = True
         atexit.unregister(self._shutdown_at_exit)
+        if self._left_state is not None:
+            self._left_state.cleanup()
         self._convener.stop()
         # Without etcd our leases tell the others; waiting for it here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
@@ -493,6 +498,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- what the store of our round tells and asks (RoundAgent)
 
     def starts(self, num_workers: int) -> None:
+        if num_workers > 1 and self._left_state is None and left_state.ROOT.is_dir():
+            try:
+                self._left_state = OwnedFolder(left_state.PREFIX, left_state.ROOT)
+            except OSError as error:
+                logger.warning(
+                    "run %r: the job's state will not survive a restart of this node's workers: %s", self._config.run_id, error
+                )
+            self._export_environment()
         if num_workers != self._record.num_workers:
             self._register(num_workers=num_workers)
 
@@ -691,6 +704,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "DLROVER_MIN_NODES": str(limits.min_nodes),
             "DLROVER_MAX_NODES": str(limits.max_nodes),
             "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
+            left_state.VARIABLE: self._left_state.name if self._left_state is not None else None,
             **self._config.timeouts.to_environment(),
             **etcd.to_environment(),
         }

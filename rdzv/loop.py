@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lightning_dlrover.rdzv import transfer
 from lightning_dlrover.rdzv.aborts import checked_updates
+from lightning_dlrover.rdzv.left_state import LeftStateError
 from lightning_dlrover.rdzv.member import RoundEndedError
 
 if TYPE_CHECKING:
@@ -313,8 +314,16 @@ class _Loop:
         number = self._pace.round_to_switch_to(self.num_made)
         if number is not None:
             self._pace.held_up()
+            if self._world.is_stop(number):
+                self._keep_for_successors()
             self._world.switch(number, self._hello)
             self._settle()
+
+    def _keep_for_successors(self) -> None:
+        try:
+            self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
+        except (LeftStateError, transfer.TransferError) as error:
+            log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
 
     def _recover(self) -> None:
         self._pace.held_up()
@@ -327,7 +336,10 @@ class _Loop:
     def _settle(self) -> None:
         """Bring everyone in a new round to the most advanced worker's state."""
         formation, me = self._formation, self._world.worker_id
-        plan = handover(formation.round.members, updates_made(formation))
+        updates = updates_made(formation)
+        if all(made is None for made in updates.values()):
+            self._resume_left_state()
+        plan = handover(formation.round.members, updates)
         for sender, receiver in (*plan.behind, *plan.joining):
             if me == sender:
                 transfer.send(self._dump(), formation.rank_of(receiver))
@@ -335,6 +347,34 @@ class _Loop:
                 self._load(transfer.receive(formation.rank_of(sender)))
         self._has_state = True
         self._pace.went_on(self.num_made + 1)
+
+    def _resume_left_state(self) -> None:
+        """Let rank 0, whose state all others are given, have what a former group of workers has left, if it is ahead."""
+        rank, left = self._formation.rank, self._world.left_state
+        found = self._gathered((left.step() if left is not None else None, self.num_made))
+        newest = max([step for step, _ in found if step is not None], default=-1)
+        if newest <= found[0][1]:
+            return
+        source = [step for step, _ in found].index(newest)
+        state: dict[str, Any] | None = None
+        if left is not None and rank == source:
+            try:
+                state = left.read()
+            except LeftStateError as error:
+                log.warning("%s", error)
+        if not any(self._gathered(state is not None)):
+            return
+        if source and rank == source:
+            transfer.send(state, 0)
+        elif source and rank == 0:
+            state = transfer.receive(source)
+        if rank == 0:
+            assert state is not None
+            self._load(state)
+            self._world.event("resume", f"went on from the state of step {newest} in a host's memory", {"global_step": newest})
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        return transfer.all_gather(mine) if self._formation.size > 1 else [mine]
 
     def _dump(self) -> dict[str, Any]:
         return {

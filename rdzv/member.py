@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.records import RoundRecord, WorkerState
-from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.rdzv.rounds import View, lacks_workers
 
 __all__ = [
     "CannotMeetError",
@@ -178,6 +178,8 @@ class Member:
         def look(view: View) -> RoundRecord | str | None:
             if view.round is not None and self.worker_id in view.round.members:
                 return view.round
+            if self.worker_id in view.drains:
+                raise LeftOutError(RoundRecord(0, [], "asked to leave before the first round", "stop", planned=True))
             others = [w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id]
             return "standby" if others else None
 
@@ -265,7 +267,15 @@ class Member:
                     # while this one lost somebody in it: nothing is left to do.
                     raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
-            return view.round if view.round and view.round.number > broken.number else None
+            if view.round and view.round.number > broken.number:
+                return view.round
+            # Not those that have not answered: they may be as dead as the one that was lost.
+            others = [w for w in view.failed if w in view.holders and w not in view.drains]
+            if self.worker_id in view.drains and others and lacks_workers(view):
+                # Workers may come only after this one has ended, as those that its agent starts; the others keep the state.
+                reason = f"this worker leaves, while {', '.join(others)} wait for more workers"
+                raise LeftOutError(RoundRecord(broken.number, others, reason, "shrink", planned=True))
+            return None
 
         # A peer may die, or close its port, a moment after the collective failed.
         return await self._means.until(look, f"the round after round {broken.number}", probe=broken.members)

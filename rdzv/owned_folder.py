@@ -22,11 +22,12 @@ class OwnedFolder:
 
     Args:
         prefix: of its name; folders of that name whose owners are dead are removed first.
+        root: folder to make it in; None: that of all temporary files.
     """
 
-    def __init__(self, prefix: str) -> None:
-        _remove_orphans(prefix)
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
+        _remove_orphans(prefix, root)
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=root)
         self.name = self._folder.name
         unlocked = Path(self.name, f"{_OWNER_FILE}.new")
         self._lock = unlocked.open("w")
@@ -39,8 +40,8 @@ class OwnedFolder:
         self._lock.close()
 
 
-def _remove_orphans(prefix: str) -> None:
-    for file in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER_FILE}"):
+def _remove_orphans(prefix: str, root: Path | None) -> None:
+    for file in (root or Path(tempfile.gettempdir())).glob(f"{prefix}*/{_OWNER_FILE}"):
         # Another user's folder, or one that goes just now, is nobody's business here.
         with contextlib.suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -176,7 +176,7 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         if worker in missing:
             return f"{broken}: has not answered"
         here = len(view.survivors) + len(view.in_state("ready"))
-        few = _too_few(here, limits)
+        few = "" if is_about_to else _too_few(here, limits)
         if not few and missing:
             few = f"waits for {', '.join(missing)} to answer"
         return f"{broken}: {few or ('about to form the next one' if is_about_to else MORE)}"
@@ -293,9 +293,15 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
 
 
 def _are_enough(view: View, stay: list[str]) -> bool:
-    """Whether the job can go on with `stay` and the spares that the planned round after that will take in."""
+    """Whether the job can go on with `stay` and the spares that the planned round after that will take in.
+
+    The minimum does not bind those who leave: they finish the step in flight, so that the state can be kept for their
+    successors.
+    """
     assert view.job is not None
-    spares = [w for w in (*view.in_state("ready"), *view.stepped_back) if w not in view.drains]
+    if view.holders and stay and view.drains >= {*stay, *view.holders}:
+        return True
+    spares = {*view.in_state("ready"), *view.stepped_back} - view.drains - set(stay)
     return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
 
 

@@ -22,7 +22,7 @@ import sys
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -39,9 +39,11 @@ __all__ = [
     "names_in",
     "outline",
     "pack",
+    "read",
     "receive",
     "resolved",
     "send",
+    "write",
 ]
 
 INLINE_BYTES = 4096
@@ -166,6 +168,34 @@ def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()
         TransferError: it holds a class that is not allowed.
     """
     return _unpacked(data, classes, names)
+
+
+def write(packed: Packed, file: BinaryIO) -> None:
+    """Write what `pack` has made, one tensor after the other, so that little memory is needed beside the file."""
+    file.write(len(packed.body).to_bytes(8, "little"))
+    file.write(packed.body)
+    for tensor in packed.tensors:
+        file.write(memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+
+
+def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """The object that `write` was given; `classes` and `names` as in `loads`.
+
+    Raises:
+        TransferError: the file ends too early, or holds a class that is not allowed.
+    """
+
+    def fill(place: torch.Tensor) -> torch.Tensor:
+        if not place.is_meta:
+            return place
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        num_read = file.readinto(tensor.flatten().view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        if num_read != tensor.nbytes:
+            raise TransferError(f"the file ends {tensor.nbytes - num_read} bytes too early")
+        return tensor
+
+    body = file.read(int.from_bytes(file.read(8), "little"))
+    return _replaced(_unpacked(body, classes, names), fill, {})
 
 
 def names_in(packed: Packed) -> frozenset[str]:

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv import rounds, waits
+from lightning_dlrover.rdzv import left_state, rounds, waits
 from lightning_dlrover.rdzv.client import (
     EtcdClient,
     EtcdConfig,
@@ -52,6 +52,7 @@ from lightning_dlrover.rdzv.client import (
     LeaseLostError,
     parse_endpoints,
 )
+from lightning_dlrover.rdzv.left_state import LeftState
 from lightning_dlrover.rdzv.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.meeting import Meeting, MismatchError, Purpose, compare_with, shown
 from lightning_dlrover.rdzv.member import (
@@ -80,6 +81,7 @@ from lightning_dlrover.rdzv.records import (
 )
 from lightning_dlrover.rdzv.rounds import Patience, View
 from lightning_dlrover.rdzv.timeouts import Timeouts
+from lightning_dlrover.rdzv.transfer import Packed
 
 __all__ = [
     "Formation",
@@ -140,6 +142,7 @@ class WorldConfig:
     regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
+    left_state_folder: str = ""  # of this worker's agent, see `left_state`; empty: it has a single worker
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
@@ -177,6 +180,7 @@ class WorldConfig:
             max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
             version=version,
             history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
+            left_state_folder=environ.get(left_state.VARIABLE, ""),
             **timeouts,
         )
 
@@ -263,6 +267,7 @@ class World:
         self._next_reach_probe = 0.0
         self._silent_since: float | None = None  # the next rank; of whom nothing else would tell, as when a cable was cut
         self._member = Member(_Means(self))
+        self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
         self._has_finished = False  # as far as this worker has written or read it itself
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
@@ -551,6 +556,34 @@ class World:
         except (EtcdError, RecordError) as error:
             # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self.config.run_id, error)
+
+    @property
+    def left_state(self) -> LeftState | None:
+        """Where this worker's agent keeps the job's state while it replaces its workers; None: it has a single one."""
+        return self._left_state
+
+    def is_stop(self, number: int) -> bool:
+        """Whether round `number`, which all members of the current one have agreed on, is the end of all of them."""
+        newest = self.membership.view.round
+        return newest is not None and (newest.number, newest.kind) == (number, "stop")
+
+    def keep_for_successors(self, step: int, packed: Packed) -> None:
+        """Keep the job's state for the next workers of this worker's agent. All members of a round call it before they leave.
+
+        One worker of each agent writes; none of an agent that has a single worker.
+
+        Raises:
+            LeftStateError: there is no room.
+        """
+        if self._left_state is None or self.formation is None:
+            return
+        records = self.membership.view.workers
+        members = [w for w in self.formation.round.members if w in records]
+        first = next((w for w in members if records[w].agent_id == self.config.agent_id), self.worker_id)
+        if first == self.worker_id:
+            num_bytes = self._left_state.write(step, packed)
+            text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"
+            self.event("kept", text, {"global_step": step, "bytes": num_bytes})
 
     def leave(self) -> None:
         """End this worker's part: leave the group and the job's records."""
@@ -1133,6 +1166,7 @@ class _LoneWorld(World):
 
     def __init__(self) -> None:
         self.backend = "gloo"
+        self._left_state = None
         self._formation: Formation | None = None
 
     @property

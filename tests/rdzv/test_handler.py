@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torchrun_agent import Agent, eventually
 
+from lightning_dlrover.rdzv import left_state
 from lightning_dlrover.rdzv.client import EtcdClient
 from lightning_dlrover.rdzv.handler import EtcdRendezvousHandler, create_backend
 from lightning_dlrover.rdzv.records import (
@@ -428,6 +429,30 @@ def test_only_the_agents_own_dead_workers_are_deleted(make_handler: MakeHandler,
         client.put(keys.workers + worker, encode(record))
     handler.next_rendezvous()
     assert [kv.key for kv in client.get_prefix(keys.workers)[1]] == [keys.workers + "foreign"]
+
+
+def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
+    make_handler: MakeHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = '{"role": "default", "rank": 0, "local_world_size": %d}'
+    monkeypatch.setenv(left_state.VARIABLE, "/of/an/outer/job")
+    single = make_handler()
+    single.next_rendezvous().store.set("torchelastic/role_info/0", role % 1)
+    assert left_state.VARIABLE not in os.environ
+    single.shutdown()
+    # As an agent leaves it that was killed.
+    orphan = left_state.ROOT / f"{left_state.PREFIX}of-nobody"
+    orphan.mkdir()
+    (orphan / ".owner").touch()
+    handler = make_handler(key_prefix="/several")
+    handler.next_rendezvous().store.set("torchelastic/role_info/0", role % 2)
+    folder = Path(os.environ[left_state.VARIABLE])
+    assert folder.parent == left_state.ROOT
+    assert folder.is_dir()
+    assert not orphan.exists()
+    (folder / "state").touch()
+    handler.shutdown()
+    assert not folder.exists()
 
 
 def test_the_record_of_an_agent_says_what_it_does(

@@ -63,6 +63,27 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
     assert run_blocking(member._next_after(ROUND)) == following
 
 
+def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
+    members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
+    view = view_of("training", "a", "c")
+    assert view.job is not None
+    answers = {name: replace(record, state="reforming") for name, record in view.workers.items()}
+    view = replace(view, round=members, workers=answers, job=replace(view.job, min_workers=3))
+    leaving = replace(view, drains=frozenset({"a"}))
+    with pytest.raises(LeftOutError, match="while c wait"):
+        run_blocking(Member(Means(leaving))._next_after(members))  # type: ignore[arg-type]
+    silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # it may be dead
+    for waits in (view, silent, replace(view, drains=frozenset({"c"}))):
+        with pytest.raises(AssertionError, match="waits for the round after round 5"):
+            run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
+
+
+def test_drained_worker_does_not_wait_for_the_first_round() -> None:
+    view = replace(view_of("starting", "a"), round=None, drains=frozenset({"a"}))
+    with pytest.raises(LeftOutError, match="before the first round"):
+        run_blocking(Member(Means(view)).start("starting"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "phase, workers, in_vain",
     [

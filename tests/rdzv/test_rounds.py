@@ -286,6 +286,24 @@ def test_after_a_loss_below_the_minimum_the_job_waits_for_spares() -> None:
     assert proposal.members == ["w1"]
 
 
+@pytest.mark.parametrize(
+    "drained, members",
+    [("2", None), ("12", ["w1", "w2"]), ("3", None)],
+    ids=["one stays", "all leave", "only a joiner leaves"],
+)
+def test_workers_that_all_leave_finish_their_step_below_min(drained: str, members: list[str] | None) -> None:
+    few = view("012", gone="0", job=replace(JOB, min_workers=3))
+    proposal = next_round(replace(few, drains=frozenset(f"w{i}" for i in drained)), 1e9)
+    assert (proposal.members if proposal is not None else None) == members
+
+
+def test_joiners_that_lost_all_holders_still_wait_for_min() -> None:
+    few = view("01", gone="0", job=replace(JOB, min_workers=2))
+    joiner = {"w1": worker("w1", "ready", 1)}
+    for drains in (frozenset[str](), frozenset({"w1"})):
+        assert next_round(replace(few, workers=joiner, drains=drains), 1e9) is None
+
+
 def test_a_round_that_failed_is_formed_again_once_everyone_says_so() -> None:
     seen = view("01")
     one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})

@@ -1,0 +1,85 @@
+"""The script of agents that start several workers each: it writes down every step, and rank 0 the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from toy_job import Rows
+
+from lightning_dlrover import DLRoverStrategy
+
+NUM_ROWS, BATCH_SIZE, EPOCHS = 160, 8, 3
+NUM_STEPS = EPOCHS * NUM_ROWS // BATCH_SIZE
+
+
+class GroupedModel(L.LightningModule):  # type: ignore[misc]
+    def __init__(self, trace: Path, step_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.register_buffer("large", torch.arange(2000, dtype=torch.float32))  # travels outside of the message
+        self.trace = trace
+        self.step_s = step_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(self.step_s)
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.loss, self.size = float(loss.detach()), len(batch[0])
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        line = {
+            "step": self.trainer.global_step,
+            "pid": os.getpid(),
+            "agent": os.environ.get("DLROVER_AGENT_ID", ""),
+            "in_epoch": self.trainer.current_epoch,
+            "loss": self.loss,
+            "size": self.size,
+        }
+        with self.trace.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_train_epoch_end(self) -> None:
+        line = {"epoch": self.trainer.current_epoch, "mean": float(self.trainer.callback_metrics["loss"])}
+        with self.trace.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03),
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    model = GroupedModel(given.folder / "trace", given.step_s)
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), batch_size=BATCH_SIZE, shuffle=True))
+    if trainer.is_global_zero:
+        torch.save(model.state_dict(), given.folder / "weights")
+
+
+if __name__ == "__main__":
+    main()

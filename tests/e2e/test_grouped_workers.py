@@ -1,0 +1,172 @@
+"""Agents of several workers: one that fails ends its whole group, and the next group goes on where that one left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from grouped_script import EPOCHS, NUM_STEPS
+from torchrun_agent import Agent, eventually
+
+from lightning_dlrover.rdzv.client import EtcdClient
+from lightning_dlrover.rdzv.left_state import ROOT, VARIABLE
+from lightning_dlrover.rdzv.records import EventRecord, Keys, decode
+from lightning_dlrover.rdzv.server import EmbeddedEtcd
+
+SCRIPT = Path(__file__).with_name("grouped_script.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+
+StartAgent = Callable[..., Agent]
+
+
+def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
+    trace = folder / "trace"
+    written = trace.read_text().splitlines(keepends=True) if trace.exists() else []
+    return [line for text in written if text.endswith("\n") and key in (line := json.loads(text))]
+
+
+def command(
+    etcd: EmbeddedEtcd, run_id: str, folder: Path, nnodes: str, nproc: int, step_s: float, script: Path = SCRIPT
+) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
+        *(f"--rdzv-id={run_id}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=3"),
+        *(str(script), str(folder), f"--step-s={step_s}"),
+    ]
+
+
+@pytest.fixture
+def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
+    """Starts `torchrun --nproc-per-node=2` with the script."""
+    agents: list[Agent] = []
+
+    def start(nnodes: str = "1", step_s: float = 0.05, script: Path = SCRIPT) -> Agent:
+        log_path = tmp_path / f"agent{len(agents)}.log"
+        with log_path.open("wb") as log:
+            arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s, script)
+            process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        agents.append(Agent(process, log_path))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        if agent.process.poll() is None:
+            agent.kill_with_workers()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job of one worker."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    arguments = command(etcd, f"run-{uuid.uuid4().hex[:12]}", folder, "1", 1, 0.0)
+    subprocess.run(arguments, env=ENVIRONMENT, check=True, timeout=120)
+    return folder
+
+
+def at_step(folder: Path, step: int, num_agents: int) -> dict[str, list[dict[str, Any]]]:
+    """The newest line of each worker by agent, once the job has come to a step and all its agents' workers train."""
+
+    def found() -> dict[str, list[dict[str, Any]]] | None:
+        newest = {line["pid"]: line for line in lines_of(folder, "step")}
+        if max((line["step"] for line in newest.values()), default=0) < step:
+            return None
+        by_agent: dict[str, list[dict[str, Any]]] = {}
+        for line in newest.values():
+            by_agent.setdefault(line["agent"], []).append(line)
+        return by_agent if [len(group) for group in by_agent.values()] == [2] * num_agents else None
+
+    return eventually(found, f"{num_agents} agents' workers train at step {step}", 90)
+
+
+def must_equal(folder: Path, undisturbed: Path, killed: list[int]) -> None:
+    """Whether weights and logged means of epochs are those of an undisturbed job."""
+    weights, expected = (torch.load(each / "weights", weights_only=True) for each in (folder, undisturbed))
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+    # What a killed worker has logged in its last epoch is lost with it.
+    steps = lines_of(folder, "step")
+    died_in = {pid: max(line["in_epoch"] for line in steps if line["pid"] == pid) for pid in killed}
+    counted = [line for line in steps if died_in.get(line["pid"]) != line["in_epoch"]]
+    for epoch in range(EPOCHS):
+        logged = [(line["loss"] * line["size"], line["size"]) for line in counted if line["in_epoch"] == epoch]
+        mean = sum(loss for loss, _ in logged) / sum(size for _, size in logged)
+        found = {line["mean"] for line in lines_of(folder, "epoch") if line["epoch"] == epoch}
+        assert sorted(found) == [pytest.approx(mean, rel=1e-4)]
+
+
+def kept(client: EtcdClient, keys: Keys) -> list[int]:
+    events = [decode(EventRecord, kv.value, kv.key) for kv in client.get_prefix(keys.events)[1]]
+    return [event.data["global_step"] for event in events if event.kind == "kept"]
+
+
+def own_folder(pid: int) -> Path:
+    """Where a worker's agent keeps the state of those that leave."""
+    folder = Path(psutil.Process(pid).environ()[VARIABLE])
+    assert folder.is_dir()
+    assert folder.parent == ROOT
+    return folder
+
+
+def test_next_group_goes_on_at_the_step_reached(
+    start_group: StartAgent, undisturbed: Path, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    agent = start_group()
+    (group,) = at_step(tmp_path, 25, 1).values()
+    killed, neighbour = group
+    mine = own_folder(killed["pid"])
+    os.kill(killed["pid"], signal.SIGKILL)
+    assert agent.wait(120) == 0, agent.output
+    lines = lines_of(tmp_path, "step")
+    first = [line["step"] for line in lines if line["pid"] == neighbour["pid"]]
+    second = [line["step"] for line in lines if line["pid"] not in (killed["pid"], neighbour["pid"])]
+    assert kept(client, keys) == [first[-1]], agent.output
+    assert sorted(second) == [step for step in range(first[-1] + 1, NUM_STEPS + 1) for _ in range(2)]
+    must_equal(tmp_path, undisturbed, [killed["pid"]])
+    assert not mine.exists()
+
+
+def test_both_agents_groups_go_on_at_the_step_reached(
+    start_group: StartAgent, undisturbed: Path, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    agents = [start_group("1:2", step_s=0.15) for _ in range(2)]
+    groups = list(at_step(tmp_path, 25, 2).values())
+    killed = [group[0]["pid"] for group in groups]
+    mine = [own_folder(pid) for pid in killed]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    for agent in agents:
+        assert agent.wait(150) == 0, agent.output
+    lines = lines_of(tmp_path, "step")
+    former = {line["pid"] for group in groups for line in group}
+    last = max(line["step"] for line in lines if line["pid"] in former)
+    assert kept(client, keys) == [last, last], agents[0].output + agents[1].output
+    later = sorted({line["step"] for line in lines if line["pid"] not in former})
+    assert later == list(range(last + 1, NUM_STEPS + 1))
+    must_equal(tmp_path, undisturbed, killed)
+    assert not any(folder.exists() for folder in mine)
+
+
+def test_plain_loop_goes_on_at_the_step_reached(
+    start_group: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    agent = start_group(script=SCRIPT.with_name("grouped_loop.py"))
+    (group,) = at_step(tmp_path, 25, 1).values()
+    killed, neighbour = (line["pid"] for line in group)
+    os.kill(killed, signal.SIGKILL)
+    assert agent.wait(120) == 0, agent.output
+    lines = lines_of(tmp_path, "step")
+    assert all(line["count"] == line["step"] for line in lines)
+    last = max(line["step"] for line in lines if line["pid"] == neighbour)
+    assert kept(client, keys) == [last], agent.output
+    second = [line["step"] for line in lines if line["pid"] not in (killed, neighbour)]
+    assert sorted(second) == [step for step in range(last + 1, NUM_STEPS + 1) for _ in range(2)]
