@@ -84,6 +84,7 @@ class Position:
     at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
     tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
     has_unused: bool = False  # parameters without a gradient were found, so that DDP has to search for them
+    stopped_at: str = ""  # the newest place at which all workers wanted to stop, see `agree_on_stop`
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
@@ -233,6 +234,7 @@ class LiveTraining:
         self._max_manual_steps = 2  # unknown at first: assume that a batch may hold several optimizer steps
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
+        self._stopped_at = ""  # the newest place at which it was set on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
         self._before: Before | None = None  # the open accumulation window
         self._metrics: list[torchmetrics.Metric] = []  # of the user's module
@@ -246,6 +248,7 @@ class LiveTraining:
         self.world.num_fits += 1
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
+        self._stopped_at = ""
         if self._fit > 1:
             self.world.begin_fit(self._fit)
 
@@ -689,11 +692,24 @@ class LiveTraining:
         trainer = self._trainer
         if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
             return
-        if self.world.all_reach(f"stop/{phase}/{self._batch}"):
+        place = f"stop/{self._fit}/{phase}/{self._batch}"
+        while (reached := self._attempt(self.world.all_reach, place)) is None:
+            self._recover()
+            if self._have_stopped(place):
+                reached = (True,)
+                break
+        if reached[0]:
+            self._stopped_at = place
             return
         if not self._wants_stop:
             log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self.world.worker_id)
         trainer.should_stop, self._wants_stop = False, True
+
+    def _have_stopped(self, place: str) -> bool:
+        """Whether members of the new round had found all at `place` before the former round broke, and have gone on."""
+        assert self.formation is not None
+        positions = (Position.decode(hello) for hello in self.formation.hellos.values())
+        return any(position is not None and position.stopped_at == place for position in positions)
 
     def check_gradients(self) -> None:
         """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
@@ -1385,6 +1401,7 @@ class LiveTraining:
             self._at_boundary and not self._in_window,
             self._tables.whole_in if self._tables is not None else 0,
             self._strategy.unused.found,
+            self._stopped_at,
         )
 
     @property

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_dlrover.rdzv import waits
-from lightning_dlrover.rdzv.member import WorldError
+from lightning_dlrover.rdzv.member import RoundEndedError, WorldError
 
 __all__ = [
     "Counts",
@@ -335,29 +335,47 @@ class Meeting:
             return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
 
-    def all_reach(self, place: str, is_over: Callable[[], bool]) -> bool:
-        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+    def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without.
 
-        The answer is the same on all workers, unless the round is over.
+        The answer is the same on all workers that get one.
+
+        Raises:
+            RoundEndedError: the round is over; other workers may have had the answer True before.
+            WorldError: other workers neither came nor went on in time.
         """
         now = Counts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
-        try:
-            if (store := self._reach_store()) is None:
-                return False
-            store.set(f"{place}/{self._rank}", "1")
-            while missing and not is_over():
-                for rank in tuple(missing):
-                    seen = self._sightings(store, [rank], 0.0)
-                    if store.check([f"{place}/{rank}"]):
-                        missing.discard(rank)
-                    elif rank in seen and (seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun):
-                        return False
-                if missing:
-                    self._closed.wait(POLL_S)
-        except RuntimeError as error:
-            log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
-        return not missing
+        has_come = False
+        deadline = time.monotonic() + timeout_s
+        while not is_over():
+            try:
+                if (store := self._reach_store()) is not None:
+                    if not has_come:
+                        store.set(f"{place}/{self._rank}", "1")
+                        has_come = True
+                    for rank in tuple(missing):
+                        seen = self._sightings(store, [rank], 0.0)
+                        if store.check([f"{place}/{rank}"]):
+                            missing.discard(rank)
+                        elif rank in seen and (
+                            seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun
+                        ):
+                            return False
+                    if not missing:
+                        return True
+            except RuntimeError as error:  # rank 0 has gone: the round is about to break
+                log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
+                self._forget_store()
+            if time.monotonic() > deadline:
+                who = f"{'rank' if len(missing) == 1 else 'ranks'} {_ranges(sorted(missing))}"
+                cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
+                raise WorldError(
+                    f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
+                    f"collective; {cause}"
+                )
+            self._closed.wait(POLL_S)
+        raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
 
     @contextlib.contextmanager
     def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:

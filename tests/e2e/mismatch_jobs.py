@@ -31,6 +31,7 @@ class Way:
     name: str
     num_rows: int = 400
     num_val_rows: int = 0
+    breaks: bool = False  # the round breaks for the last rank before it knows that all want to stop
 
 
 class Deviating(ToyModel):
@@ -249,6 +250,7 @@ class Stopping(ToyModel):
     """Asks to stop after a batch or an epoch, on all workers or on the last one."""
 
     who = hook = ""
+    breaks = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -263,6 +265,22 @@ class Stopping(ToyModel):
         if self.who == "all" or self.trainer.global_rank == self.trainer.world_size - 1:
             self.recorder.write("asks", step=self.trainer.global_step)
             self.trainer.should_stop = True
+            if self.breaks and self.trainer.global_rank == self.trainer.world_size - 1:
+                self._break_round_at_place()
+
+    def _break_round_at_place(self) -> None:
+        assert self.live is not None
+        world = self.live.world
+        all_reach = world.all_reach
+
+        def arrive_and_break(place: str) -> bool:
+            assert all_reach(place)  # so all have come, and the others go on
+            world.all_reach = all_reach  # type: ignore[method-assign]
+            assert world.formation is not None
+            world._sever(world.formation.round.number)
+            return all_reach(place)
+
+        world.all_reach = arrive_and_break  # type: ignore[method-assign]
 
 
 STOP_STEP = 7
@@ -275,6 +293,7 @@ def train_to_stop(recorder: Recorder, way: Way) -> None:
     trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
     model = Stopping(recorder, 0.01)
     model.who, _, model.hook = way.name.partition("_")
+    model.breaks = way.breaks
     trainer.fit(model, DataLoader(Rows(way.num_rows), 8))
     recorder.write("after_fit", step=trainer.global_step)
 

@@ -107,6 +107,10 @@ def test_all_stop_at_once_where_all_ask_for_it(make_job: MakeJob) -> None:
     assert stopped_at(make_job, Way("all_batch")) == STOP_STEP
 
 
+def test_all_stop_at_once_though_the_round_breaks(make_job: MakeJob) -> None:
+    assert stopped_at(make_job, Way("all_batch", breaks=True)) == STOP_STEP
+
+
 def test_all_stop_soon_after_one_asks_for_it(make_job: MakeJob) -> None:
     assert STOP_STEP < stopped_at(make_job, Way("one_batch")) < STOP_STEP + 20
 
