@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torchmetrics
 
 from lightning_dlrover import loggers, memory
-from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
+from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_different_data, refuse_other_data
 from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, partial_values, reset_metrics, restore_partial
 from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
@@ -331,14 +331,14 @@ class LiveTraining:
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)
+        has_finished = self.world.has_finished
         if self.formation.size > 1:
-            mine = data.encode(), [loader.order_seed for loader in self._loaders]
+            mine = data.encode(), [loader.order_seed for loader in self._loaders], has_finished
             said = transfer.all_gather(mine)
-            for rank, (other, _) in enumerate(said):
-                run = f"run {self.world.config.run_id!r}: the data of rank {self._rank}"
-                refuse_other_data(data, other, run, f"rank {rank}'s", "The job ends")
+            refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self._train_loaders.take_order_seeds(said[0][1])
-        if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            has_finished = any(each for _, _, each in said)  # seen sooner by one worker than by another
+        if not has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
             self._resume_newest_checkpoint()
 
     def _fingerprint_data(self) -> DataFingerprint:
@@ -405,18 +405,21 @@ class LiveTraining:
     def _switch(self, number: int) -> None:
         assert self.formation is not None
         round_ = self.world.membership.view.round
-        if round_ is not None and (round_.number, round_.kind) == (number, "stop") and self._trainer.checkpoint_callbacks:
+        assert round_ is not None  # voted for
+        is_leaving = self.world.worker_id not in round_.members
+        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
+        values = self._partial_values(with_large=is_leaving) if self.formation.size > 1 else {}
+        said = self._gathered(((round_.number, round_.kind, round_.members), values))
+        parts: list[Partial] = [each for _, each in said]
+        # A newer round than the one voted for may be seen by some already: what all do below follows from what any has seen.
+        seen = [each for each, _ in said]
+        if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen) and self._trainer.checkpoint_callbacks:
             self._save_checkpoint()  # nobody goes on with what is in memory
         self._pace.held_up()
         position = self._position
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = round_ is not None and not {*round_.members} <= {*self.formation.round.members}
+        is_joined = any(not {*members} <= {*self.formation.round.members} for _, _, members in seen)
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
-        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
-        parts: list[Partial] = [{} for _ in range(self.formation.size)]
-        if self.formation.size > 1:
-            is_leaving = round_ is not None and self.world.worker_id not in round_.members
-            parts = transfer.all_gather(self._partial_values(with_large=is_leaving))
         by_worker = dict(zip(self.formation.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
@@ -1120,9 +1123,11 @@ class LiveTraining:
         source = problems.index("")
         if formation.rank == source:
             self._load_checkpoint(record)
+        # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
+        packed = self._packed_message() if formation.size > 1 else None
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
-                transfer.send(self._packed_message(), rank)
+                transfer.send(packed, rank)
             elif formation.rank == rank:
                 self._restore(self._received(source), enters_epoch=True)
 
