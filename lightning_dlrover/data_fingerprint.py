@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import random
@@ -139,6 +140,28 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
             f"{consequence}. If samples are to differ from worker to worker, as with augmentation by rank, "
             "DLRoverStrategy(compare_data=False) compares their number alone"
         )
+
+
+def refuse_different_data(encoded: Sequence[str], run: str) -> None:
+    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one answer.
+
+    Args:
+        encoded: fingerprints by rank.
+        run: name of the run, for the error.
+
+    Raises:
+        MembershipError: two differ, or one cannot be read.
+    """
+    first_ranks: dict[str, int] = {}
+    for rank, text in enumerate(encoded):
+        first_ranks.setdefault(text, rank)
+    for (one, rank), (other, other_rank) in itertools.combinations(first_ranks.items(), 2):
+        mine = f"{run}: the data of rank {rank}"
+        try:
+            fingerprint = DataFingerprint.decode(one)
+        except ValueError as error:
+            raise MembershipError(f"{mine} cannot be compared with others: {error}") from error
+        refuse_other_data(fingerprint, other, mine, f"rank {other_rank}'s", "The job ends")
 
 
 def fingerprint_data(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torchmetrics
 
 from lightning_dlrover import loggers, memory
-from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_other_data
+from lightning_dlrover.data_fingerprint import DataFingerprint, fingerprint_data, refuse_different_data, refuse_other_data
 from lightning_dlrover.epoch_metrics import EpochMetrics, Partial, add_partial, partial_values, reset_metrics, restore_partial
 from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
 from lightning_dlrover.pulse import NUM_SAID, OwnTime, Pulse
@@ -87,6 +87,7 @@ class Position:
     at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
     tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
     has_unused: bool = False  # parameters without a gradient were found, so that DDP has to search for them
+    stopped_at: str = ""  # the newest place at which all workers wanted to stop, see `agree_on_stop`
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
@@ -241,6 +242,7 @@ class LiveTraining:
         self._max_manual_steps = 0  # optimizer steps of any batch; 0: not known, so there may be several
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
+        self._stopped_at = ""  # the newest place at which it was set on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
         self._before: Before | None = None  # the open accumulation window
         self._metrics: list[torchmetrics.Metric] = []  # of the user's module
@@ -254,6 +256,7 @@ class LiveTraining:
         self.world.num_fits += 1
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
+        self._stopped_at = ""
 
     def begin_later_fit(self) -> None:
         """Before another `fit` of the script sets up: go on with the workers that are left.
@@ -357,14 +360,14 @@ class LiveTraining:
             runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if self.formation.rank == 0 else [])[0]
             if self.formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)
+        has_finished = self.world.has_finished
         if self.formation.size > 1:
-            mine = data.encode(), [loader.order_seed for loader in self._loaders]
+            mine = data.encode(), [loader.order_seed for loader in self._loaders], has_finished
             said = transfer.all_gather(mine)
-            for rank, (other, _) in enumerate(said):
-                run = f"run {self.world.config.run_id!r}: the data of rank {self._rank}"
-                refuse_other_data(data, other, run, f"rank {rank}'s", "The job ends")
+            refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self._train_loaders.take_order_seeds(said[0][1])
-        if not self.world.has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            has_finished = any(each for _, _, each in said)  # seen sooner by one worker than by another
+        if not has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
             self._resume_newest_checkpoint()
 
     def _fingerprint_data(self) -> DataFingerprint:
@@ -442,20 +445,23 @@ class LiveTraining:
     def _switch(self, number: int) -> None:
         assert self.formation is not None
         round_ = self.world.membership.view.round
-        if self.world.is_stop(number):
+        assert round_ is not None  # voted for
+        is_leaving = self.world.worker_id not in round_.members
+        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
+        values = self._partial_values(with_large=is_leaving) if self.formation.size > 1 else {}
+        said = self._gathered(((round_.number, round_.kind, round_.members), values))
+        parts: list[Partial] = [each for _, each in said]
+        # A newer round than the one voted for may be seen by some already: what all do below follows from what any has seen.
+        seen = [each for each, _ in said]
+        if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # nobody goes on with what is in memory
             self._keep_for_successors()
             if self._trainer.checkpoint_callbacks:
-                self._save_checkpoint()  # nobody goes on with what is in memory
+                self._save_checkpoint()
         self._pace.held_up()
         position = self._position
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = round_ is not None and not {*round_.members} <= {*self.formation.round.members}
+        is_joined = any(not {*members} <= {*self.formation.round.members} for _, _, members in seen)
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
-        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
-        parts: list[Partial] = [{} for _ in range(self.formation.size)]
-        if self.formation.size > 1:
-            is_leaving = round_ is not None and self.world.worker_id not in round_.members
-            parts = transfer.all_gather(self._partial_values(with_large=is_leaving))
         by_worker = dict(zip(self.formation.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
@@ -801,11 +807,24 @@ class LiveTraining:
         trainer = self._trainer
         if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
             return
-        if self.world.all_reach(f"stop/{phase}/{self._batch}"):
+        place = f"stop/{self._fit}/{phase}/{self._batch}"
+        while (reached := self._attempt(self.world.all_reach, place)) is None:
+            self._recover()
+            if self._have_stopped(place):
+                reached = (True,)
+                break
+        if reached[0]:
+            self._stopped_at = place
             return
         if not self._wants_stop:
             log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self.world.worker_id)
         trainer.should_stop, self._wants_stop = False, True
+
+    def _have_stopped(self, place: str) -> bool:
+        """Whether members of the new round had found all at `place` before the former round broke, and have gone on."""
+        assert self.formation is not None
+        positions = (Position.decode(hello) for hello in self.formation.hellos.values())
+        return any(position is not None and position.stopped_at == place for position in positions)
 
     def check_gradients(self) -> None:
         """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
@@ -1234,9 +1253,11 @@ class LiveTraining:
         source = problems.index("")
         if formation.rank == source:
             self._load_checkpoint(record)
+        # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
+        packed = self._packed_message() if formation.size > 1 else None
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
-                transfer.send(self._packed_message(), rank)
+                transfer.send(packed, rank)
             elif formation.rank == rank:
                 self._restore(self._received(source), enters_epoch=True)
 
@@ -1517,6 +1538,7 @@ class LiveTraining:
             self._at_boundary and not self._in_window,
             self._tables.whole_in if self._tables is not None else 0,
             self._strategy.unused.found,
+            self._stopped_at,
         )
 
     @property

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_dlrover.rdzv import waits
-from lightning_dlrover.rdzv.member import WorldError
+from lightning_dlrover.rdzv.member import RoundEndedError, WorldError
 
 __all__ = [
     "Counts",
@@ -247,6 +247,7 @@ class Meeting:
         self._length = NUM_HEADER + capacity
         self._all_begun = begun
         self._num_messages = 0  # of these: between two workers, so their numbers differ
+        self._begun_before: int | None = None  # count at the start of an operation that consists of messages
         self._messages_lock = threading.Lock()
         self._connect = connect
         self._activity = activity
@@ -334,39 +335,76 @@ class Meeting:
             return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
 
-    def all_reach(self, place: str, is_over: Callable[[], bool]) -> bool:
-        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+    def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without.
 
-        The answer is the same on all workers, unless the round is over.
+        The answer is the same on all workers that get one.
+
+        Raises:
+            RoundEndedError: the round is over; other workers may have had the answer True before.
+            WorldError: other workers neither came nor went on in time.
         """
         now = Counts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
-        try:
-            if (store := self._reach_store()) is None:
-                return False
-            store.set(f"{place}/{self._rank}", "1")
-            while missing and not is_over():
-                for rank in tuple(missing):
-                    seen = self._sightings(store, [rank], 0.0)
-                    if store.check([f"{place}/{rank}"]):
-                        missing.discard(rank)
-                    elif rank in seen and (seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun):
-                        return False
-                if missing:
-                    self._closed.wait(POLL_S)
-        except RuntimeError as error:
-            log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
-        return not missing
+        has_come = False
+        deadline = time.monotonic() + timeout_s
+        while not is_over():
+            try:
+                if (store := self._reach_store()) is not None:
+                    if not has_come:
+                        store.set(f"{place}/{self._rank}", "1")
+                        has_come = True
+                    for rank in tuple(missing):
+                        seen = self._sightings(store, [rank], 0.0)
+                        if store.check([f"{place}/{rank}"]):
+                            missing.discard(rank)
+                        elif rank in seen and (
+                            seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun
+                        ):
+                            return False
+                    if not missing:
+                        return True
+            except RuntimeError as error:  # rank 0 has gone: the round is about to break
+                log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
+                self._forget_store()
+            if time.monotonic() > deadline:
+                who = f"{'rank' if len(missing) == 1 else 'ranks'} {_ranges(sorted(missing))}"
+                cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
+                raise WorldError(
+                    f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
+                    f"collective; {cause}"
+                )
+            self._closed.wait(POLL_S)
+        raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
 
-    def message_begins(self, group: object, tensors: Sequence[Any]) -> None:
-        """Leave a message to or from one other worker out of this worker's counts."""
-        if group is dist.group.WORLD and all(tensor.device.type == "cpu" for tensor in tensors):  # NCCL counts them apart
+    @contextlib.contextmanager
+    def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:
+        """Begin one message to or from another worker within, and leave it out of this worker's counts."""
+        if group is not dist.group.WORLD or any(tensor.device.type != "cpu" for tensor in tensors):  # NCCL counts them apart
+            yield
+            return
+        with self._messages_lock:  # a count that is read in between would be one too high or too low
+            yield
+            self._num_messages += 1
+
+    @contextlib.contextmanager
+    def only_messages(self, group: object) -> Iterator[None]:
+        """Leave whatever is begun within out of this worker's counts."""
+        if group is not dist.group.WORLD or threading.get_ident() != self._thread:
+            yield
+            return
+        with self._messages_lock:
+            self._begun_before = self._all_begun() - self._num_messages
+        try:
+            yield
+        finally:
             with self._messages_lock:
-                self._num_messages += 1
+                self._num_messages = self._all_begun() - self._begun_before
+                self._begun_before = None
 
     def _begun(self) -> int:
         with self._messages_lock:
-            return self._all_begun() - self._num_messages
+            return self._all_begun() - self._num_messages if self._begun_before is None else self._begun_before
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
@@ -555,16 +593,20 @@ def _is_in_backward() -> bool:
 
 _OPERATIONS = {
     "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
     "broadcast": "broadcast",
     "allgather": "all_gather",
     "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",  # newer versions of torch call this one, and the other two "_single"
     "reduce": "reduce",
     "gather": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
     "barrier": "barrier",
 }
 
@@ -591,7 +633,8 @@ def _install() -> None:
         if (original := getattr(kind, method, None)) is not None:
             setattr(kind, method, _compared_first(original, name))
     for method in _MESSAGES:
-        setattr(kind, method, _counted_first(getattr(kind, method)))
+        setattr(kind, method, _as_message(getattr(kind, method)))
+    kind.monitored_barrier = _as_messages(kind.monitored_barrier)
 
 
 def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -606,25 +649,45 @@ def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., An
     return begin
 
 
-def _counted_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         find = _find_meeting()
         meeting = find() if find is not None else None
-        if meeting is not None:
-            meeting.message_begins(self, tensors)
-        return original(self, tensors, *args, **kwargs)
+        with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
+            return original(self, tensors, *args, **kwargs)
 
     return begin
 
 
+def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A monitored barrier: rank 0 exchanges messages with each of the others. Not compared, as its user sets the timeout."""
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        with meeting.only_messages(self) if meeting is not None else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return run
+
+
+_SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
+"""Position of the argument whose size is equal on all workers. Other operations may take another one on each worker."""
+
+_ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
+
 def _details(name: str, args: Sequence[Any]) -> str:
-    """Sizes and types that gloo needs to be equal, and the root."""
-    at = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather": 1, "all_gather_into_tensor": 1}.get(name)
-    if at is None or len(args) <= at:
-        return ""
-    tensor = args[at][0] if isinstance(args[at], list | tuple) else args[at]
-    if not isinstance(tensor, torch.Tensor):
-        return ""
-    root = f" from rank {args[-1].rootRank}" if name == "broadcast" and hasattr(args[-1], "rootRank") else ""
-    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}{root}"
+    """Sizes and types that have to be equal on all workers, and the root."""
+    root = f"{_ROOTS[name]} rank {args[-1].rootRank}" if name in _ROOTS and args and hasattr(args[-1], "rootRank") else ""
+    sized: Any = args[_SIZED[name]] if name in _SIZED and args else None
+    if name == "all_gather" and args:
+        sized = args[0][0] if args[0] else None  # NCCL takes inputs of different sizes, but the outputs are alike everywhere
+    tensors = list(_tensors([sized]))
+    if not tensors:
+        return root
+    sizes = [str(tensor.numel()) for tensor in tensors]
+    size = sizes[0] if len({*sizes}) == 1 else ", ".join(sizes)
+    return f"{size} x {str(tensors[0].dtype).removeprefix('torch.')} {root}".rstrip()

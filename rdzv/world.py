@@ -723,11 +723,16 @@ class World:
         return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
 
     def all_reach(self, place: str) -> bool:
-        """Wait until all workers have come to `place`; False once one of them has gone on without, or the round is over.
+        """Wait until all workers have come to `place`; False once one of them has gone on without.
 
         Costs nothing to those who do not come. Each place needs a name of its own in a round.
+
+        Raises:
+            RoundEndedError: the round is over. Other workers may have had the answer True before: `recover`, and ask them.
         """
-        return self._meeting is None or self._meeting.all_reach(place, lambda: self.broken)
+        if self._meeting is None:
+            return True
+        return self._meeting.all_reach(place, lambda: self.broken, self.config.collective_timeout_s)
 
     def _current_meeting(self) -> Meeting | None:
         return self._meeting

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.rdzv import meeting
 from lightning_dlrover.rdzv.meeting import MismatchError
 
 STEP = 5
@@ -29,6 +31,7 @@ class Way:
     name: str
     num_rows: int = 400
     num_val_rows: int = 0
+    breaks: bool = False  # the round breaks for the last rank before it knows that all want to stop
 
 
 class Deviating(ToyModel):
@@ -138,10 +141,116 @@ class Deviating(ToyModel):
         self.all_gather(torch.ones(3 if self.is_odd else 2))
 
 
+# --- correct operations -------------------------------------------------------------------------------------------------------
+
+
+def operations(rank: int, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Operations of `torch.distributed` on the default group, for three workers; what each worker does differs legally."""
+    ones, ranks = torch.ones(3), range(size)
+
+    def places() -> list[Tensor]:
+        return [torch.zeros(3) for _ in ranks]
+
+    def exchange_in_a_ring() -> None:
+        to, source = (rank + 1) % size, (rank - 1) % size
+        messages = [dist.P2POp(dist.isend, ones, to), dist.P2POp(dist.irecv, torch.zeros(3), source)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    def collect_from_anyone() -> None:
+        if rank == 0:
+            assert sorted(dist.recv(torch.zeros(1)) for _ in ranks[1:]) == [*ranks[1:]]
+        else:
+            dist.send(torch.ones(1), 0)
+
+    def send_objects() -> None:
+        found: list[object] = [None]
+        if rank == 0:
+            dist.send_object_list(["a"], 1)
+        elif rank == 1:
+            dist.recv_object_list(found, 0)
+            assert found == ["a"]
+
+    def scatter_objects() -> None:
+        found: list[object] = [None]
+        dist.scatter_object_list(found, ["x" * i for i in ranks] if rank == 1 else None, src=1)
+        assert found == ["x" * rank]
+
+    def gather_all_objects() -> None:
+        found = [None] * size
+        dist.all_gather_object(found, "x" * rank)
+        assert [len(each or "") for each in found] == [*ranks]
+
+    def exchange_with_splits() -> None:
+        received = torch.zeros(sum(i + 1 for i in ranks))
+        dist.all_to_all_single(received, torch.ones((rank + 1) * size), [i + 1 for i in ranks], [rank + 1] * size)
+        assert received.sum() == len(received)
+
+    def pass_around() -> None:
+        for i in ranks[:-1]:
+            if rank == i:
+                dist.send(ones, i + 1)
+            elif rank == i + 1:
+                dist.recv(torch.zeros(3), i)
+
+    yield "monitored_barrier", dist.monitored_barrier
+    yield "send", pass_around
+    yield "batch_isend_irecv", exchange_in_a_ring
+    yield "recv from anyone", collect_from_anyone
+    yield "monitored_barrier of all", lambda: dist.monitored_barrier(wait_all_ranks=True)
+    yield "send_object_list", send_objects
+    yield "gather", lambda: dist.gather(ones, places() if rank == 2 else None, 2)
+    yield "gather_object", lambda: dist.gather_object("x" * rank, [None] * size if rank == 0 else None)
+    yield "all_gather_object", gather_all_objects
+    yield "scatter", lambda: dist.scatter(torch.zeros(3), places() if rank == 1 else None, 1)
+    yield "scatter_object_list", scatter_objects
+    yield "broadcast_object_list", lambda: dist.broadcast_object_list(["x" * 100 if rank == 1 else None], 1)
+    yield "reduce", lambda: dist.reduce(ones.clone(), 1)
+    yield "reduce_scatter", lambda: dist.reduce_scatter(torch.zeros(rank + 1), [torch.zeros(i + 1) for i in ranks])
+    yield "reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(3 * size))
+    yield "all_to_all", lambda: dist.all_to_all(places(), places())
+    yield "all_to_all_single", exchange_with_splits
+    yield "all_gather", lambda: dist.all_gather(places(), ones)
+    yield "all_gather_into_tensor", lambda: dist.all_gather_into_tensor(torch.zeros(3 * size), ones)
+    yield "broadcast", lambda: dist.broadcast(ones.clone(), 2)
+    yield "all_reduce_coalesced", lambda: dist.all_reduce_coalesced([ones.clone(), ones.clone()])
+    yield "barrier", dist.barrier
+
+
+class Communicating(ToyModel):
+    """Runs all operations, each with another worker that comes late, in a hook."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx != STEP:
+            return
+        size = self.trainer.world_size
+        for late in range(size):
+            for name, run in operations(self.trainer.global_rank, size):
+                if late == self.trainer.global_rank:
+                    time.sleep(5 * meeting.QUIET_S)  # the others publish what they wait for
+                run()
+                self.recorder.write("ran", name=name)
+
+
+def train_correctly(recorder: Recorder, way: Way) -> None:
+    """The script of workers whose watchers look often, so that what they see of each other is often old."""
+    meeting.TICK_S, meeting.QUIET_S = 0.002, 0.005
+    L.seed_everything(SEED, verbose=False)
+    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
+    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Communicating(recorder, 0.01), DataLoader(Rows(way.num_rows), 8))
+    recorder.write("after_fit", step=trainer.global_step)
+
+
+# --- decisions of one worker --------------------------------------------------------------------------------------------------
+
+
 class Stopping(ToyModel):
     """Asks to stop after a batch or an epoch, on all workers or on the last one."""
 
     who = hook = ""
+    breaks = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -156,6 +265,22 @@ class Stopping(ToyModel):
         if self.who == "all" or self.trainer.global_rank == self.trainer.world_size - 1:
             self.recorder.write("asks", step=self.trainer.global_step)
             self.trainer.should_stop = True
+            if self.breaks and self.trainer.global_rank == self.trainer.world_size - 1:
+                self._break_round_at_place()
+
+    def _break_round_at_place(self) -> None:
+        assert self.live is not None
+        world = self.live.world
+        all_reach = world.all_reach
+
+        def arrive_and_break(place: str) -> bool:
+            assert all_reach(place)  # so all have come, and the others go on
+            world.all_reach = all_reach  # type: ignore[method-assign]
+            assert world.formation is not None
+            world._sever(world.formation.round.number)
+            return all_reach(place)
+
+        world.all_reach = arrive_and_break  # type: ignore[method-assign]
 
 
 STOP_STEP = 7
@@ -168,6 +293,7 @@ def train_to_stop(recorder: Recorder, way: Way) -> None:
     trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
     model = Stopping(recorder, 0.01)
     model.who, _, model.hook = way.name.partition("_")
+    model.breaks = way.breaks
     trainer.fit(model, DataLoader(Rows(way.num_rows), 8))
     recorder.write("after_fit", step=trainer.global_step)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -58,7 +60,20 @@ class UnsendableLater(Unsendable):
     since = 5
 
 
-MODELS: dict[str, type[ToyModel]] = {"unsendable": Unsendable, "unsendable_later": UnsendableLater}
+class SavesTogether(ToyModel):
+    """Holds a collective in its hook, which stock DDP runs on all workers."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(total := torch.ones(1))
+            checkpoint["num_workers"] = int(total)
+
+
+MODELS: dict[str, type[ToyModel]] = {
+    "unsendable": Unsendable,
+    "unsendable_later": UnsendableLater,
+    "saves_together": SavesTogether,
+}
 
 
 def run_resumable(recorder: Recorder, settings: Resumable) -> None:

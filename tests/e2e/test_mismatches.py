@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import pytest
 from harness import Job
-from mismatch_jobs import CHECK_INTERVAL_S, STEP, STOP_STEP, Way, train_severed, train_to_mismatch, train_to_stop
+from mismatch_jobs import (
+    CHECK_INTERVAL_S,
+    STEP,
+    STOP_STEP,
+    Way,
+    operations,
+    train_correctly,
+    train_severed,
+    train_to_mismatch,
+    train_to_stop,
+)
 
 MakeJob = Callable[..., Job]
 
@@ -69,6 +79,16 @@ def test_odd_one_of_three_workers_is_named_alone(make_job: MakeJob) -> None:
     assert "  rank 2: saving a checkpoint" in text
 
 
+def test_correct_operations_of_three_workers_are_no_mismatch(make_job: MakeJob) -> None:
+    job = make_job(Way("correct", num_rows=80), script=train_correctly, min_workers=3)
+    for _ in range(3):
+        job.start()
+    assert job.finish(30) == [0, 0, 0], job.report()
+    names = [name for name, _ in operations(0, 3)]
+    for worker in job.workers:
+        assert [record["name"] for record in worker.records("ran")] == 3 * names
+
+
 # --- decisions of one worker --------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +105,10 @@ def stopped_at(make_job: MakeJob, way: Way) -> int:
 
 def test_all_stop_at_once_where_all_ask_for_it(make_job: MakeJob) -> None:
     assert stopped_at(make_job, Way("all_batch")) == STOP_STEP
+
+
+def test_all_stop_at_once_though_the_round_breaks(make_job: MakeJob) -> None:
+    assert stopped_at(make_job, Way("all_batch", breaks=True)) == STOP_STEP
 
 
 def test_all_stop_soon_after_one_asks_for_it(make_job: MakeJob) -> None:

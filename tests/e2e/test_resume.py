@@ -43,6 +43,15 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJ
         assert worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH
 
 
+def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
+    settings = Resumable("saves_together")
+    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7)
+    job._limits = (2, 4, 30)
+    workers = [job.start(), job.start()]
+    assert [worker.wait() for worker in workers] == [0, 0], job.report()
+    assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in workers)
+
+
 def test_job_does_not_begin_anew_when_its_checkpoint_is_gone(make_job: MakeJob) -> None:
     job = killed_at(make_job, Resumable(), STEPS_PER_EPOCH)
     shutil.rmtree(job.folder / "checkpoints")

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from lightning_dlrover import data_fingerprint
-from lightning_dlrover.data_fingerprint import DataFingerprint, LoaderFingerprint, Sketch, difference, fingerprint_data, sketch
+from lightning_dlrover.data_fingerprint import (
+    DataFingerprint,
+    LoaderFingerprint,
+    Sketch,
+    difference,
+    fingerprint_data,
+    refuse_different_data,
+    sketch,
+)
+from lightning_dlrover.rdzv.membership import MembershipError
 from lightning_dlrover.sampler import ElasticLoader
 
 
@@ -204,3 +213,13 @@ def test_fingerprint_survives_its_record() -> None:
 def test_garbage_in_a_record_is_an_error_that_can_be_caught(text: str) -> None:
     with pytest.raises(ValueError, match="no fingerprint of data"):
         DataFingerprint.decode(text)
+
+
+def test_data_of_any_two_workers_are_compared() -> None:
+    unknown = data_of(Images(), compare_samples=False)  # differs from neither of the two below
+    encoded = [each.encode() for each in (unknown, data_of(Images(0)), data_of(Images(1)))]
+    refuse_different_data([encoded[0], encoded[1], encoded[1]], "run 'job'")
+    with pytest.raises(MembershipError, match=r"^run 'job': the data of rank 1 differ from rank 2's: .*The job ends"):
+        refuse_different_data(encoded, "run 'job'")
+    with pytest.raises(MembershipError, match="the data of rank 0 cannot be compared"):
+        refuse_different_data(["garbage", encoded[0]], "run 'job'")

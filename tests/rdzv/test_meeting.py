@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from lightning_dlrover.rdzv.meeting import Counts, Place, Purpose, Sighting, can_go_on, difference, place_of, shown
+from lightning_dlrover.rdzv.meeting import Counts, Meeting, Place, Purpose, Sighting, can_go_on, difference, place_of, shown
+from lightning_dlrover.rdzv.member import RoundEndedError, WorldError
 
 USER = Place("/home/me/train.py:3 in main", "", "train.py:3")
 
@@ -41,6 +46,41 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
 def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
     assert not can_go_on(one, other)
     assert not can_go_on(other, one)
+
+
+# --- who has come to a place --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meetings() -> Iterator[list[Meeting]]:
+    """Those of two workers, with one store."""
+    store = dist.HashStore()
+
+    def make(rank: int) -> Meeting:
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        return Meeting(group, rank, 2, 4, lambda: 0, lambda: store, lambda: "", lambda: False, lambda: None)
+
+    made = [make(0), make(1)]
+    yield made
+    for meeting in made:
+        meeting.close()
+        meeting.join(5)
+
+
+def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[Meeting]) -> None:
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in meetings]
+        assert [answer.result(5) for answer in answers] == [True, True]
+
+
+def test_worker_gets_no_answer_after_the_round(meetings: list[Meeting]) -> None:
+    with pytest.raises(RoundEndedError, match="waited for the others at here"):
+        meetings[0].all_reach("here", lambda: True, 5.0)
+
+
+def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
+    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
+        meetings[0].all_reach("here", lambda: False, 0.05)
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------------------
