@@ -175,7 +175,7 @@ def write(packed: Packed, file: BinaryIO) -> None:
     file.write(len(packed.body).to_bytes(8, "little"))
     file.write(packed.body)
     for tensor in packed.tensors:
-        file.write(memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
