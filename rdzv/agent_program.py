@@ -1,8 +1,9 @@
 """Run torchrun, with one line instead of its summary for workers that were ended from outside.
 
 A worker that was killed, or drained with all others, leaves no error of the script. Torchrun's traceback and summary of
-twenty-five lines would hide what matters in the node's output. Run as `python -m lightning_dlrover.rdzv.agent_program ARGS...`;
-ARGS are those of torchrun.
+twenty-five lines would hide what matters in the node's output.
+
+Run as `python -m lightning_dlrover.rdzv.agent_program ARGS...`; ARGS are those of torchrun.
 """
 
 from __future__ import annotations
