@@ -1105,7 +1105,9 @@ class LiveTraining:
         """Let joiners have the state, each from the worker it is paired with."""
         me = self.world.worker_id
         state, self._outgoing = self._outgoing, None
-        if state is None and any(me == sender for sender, _ in joining):
+        # Where all are new, all pack, though one is enough: a user's `on_save_checkpoint` may hold a collective.
+        are_all_new = not any(formation.hellos.values())
+        if state is None and joining and (are_all_new or any(me == sender for sender, _ in joining)):
             state = self._packed_message()
         for sender, worker in joining:
             if me == sender:

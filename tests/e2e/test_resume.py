@@ -12,8 +12,8 @@ from resume_jobs import STEPS_PER_EPOCH, Resumable, run_resumable
 MakeJob = Callable[..., Job]
 
 
-def killed_at(make_job: MakeJob, settings: Resumable, step: int) -> Job:
-    job = make_job(settings, script=run_resumable, lease_ttl_s=10)  # which the next worker waits for
+def killed_at(make_job: MakeJob, settings: Resumable, step: int, lease_ttl_s: int = 10) -> Job:
+    job = make_job(settings, script=run_resumable, lease_ttl_s=lease_ttl_s)  # which the next worker waits for
     worker = job.start()
     job.wait_for_step(step)
     worker.kill()
@@ -45,10 +45,9 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJ
 
 def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
     settings = Resumable("saves_together")
-    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7)
-    job._limits = (2, 4, 30)
+    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7, lease_ttl_s=6)
     workers = [job.start(), job.start()]
-    assert [worker.wait() for worker in workers] == [0, 0], job.report()
+    assert job.finish(40)[1:] == [0, 0], job.report()
     assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in workers)
 
 
