@@ -419,12 +419,12 @@ ROWS: list[Row] = [
         (
             "More workers per node than GPUs, with NCCL",
             "refused",
-            f"{_UNIT}/test_devices.py::test_worker_without_a_gpu_of_its_own_is_refused",
+            f"{_UNIT}/test_own_device.py::test_worker_without_a_gpu_of_its_own_is_refused",
         ),
         (
             "`devices=1` with several workers per node",
             "works",
-            f"{_UNIT}/test_devices.py::test_workers_of_a_node_have_different_gpus",
+            f"{_UNIT}/test_own_device.py::test_workers_of_a_node_have_different_gpus",
         ),
         (
             "Workers that share a device through gloo",
