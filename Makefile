@@ -35,7 +35,7 @@ test-torchx-nightly: setup
 	$(BIN)/python -m pip install --quiet --no-deps --target build/torchx-nightly torchx-nightly
 	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -c "import torchx.version as v; print('TorchX', v.__version__, v.__file__)"
 	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -m pytest -q $(ARGS) \
-		tests/components/test_elastic.py tests/components/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
+		tests/components/test_elastic.py tests/components/targets/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
 		tests/e2e/test_slurm_jobs.py::test_torchx_submits_a_controller_which_submits_its_nodes
 
 clean:

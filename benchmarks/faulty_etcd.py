@@ -17,8 +17,18 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, etcdrpc, parse_endpoints
-from lightning_dlrover.rdzv.server import _LAUNCHER, _free_port, find_binary
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    etcdrpc,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.server import (
+    _LAUNCHER,
+    _free_port,
+    find_binary,
+)
 
 __all__ = ["EtcdCluster", "EtcdProxy"]
 

@@ -29,11 +29,25 @@ import psutil
 from hosts import Host, Hosts
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, KeyValue
-from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import DrainRecord, EventRecord, Keys, NodeRecord, PlanRecord, RecordError, decode, encode
-from lightning_dlrover.rdzv.rounds import View
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    KeyValue,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
+    EventRecord,
+    Keys,
+    NodeRecord,
+    PlanRecord,
+    RecordError,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.membership import read_view
+from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = [
     "BenchmarkError",

@@ -44,9 +44,18 @@ from typing import Literal
 from hosts import Host, Hosts
 from jobs import PLAIN_TRAINING, TRAINING, BenchmarkError, Job, Step, Workspace, describe_machine, result_line
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, Mirror
-from lightning_dlrover.rdzv.records import AgentRound, Keys, RoundRecord, decode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    Mirror,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    AgentRound,
+    Keys,
+    RoundRecord,
+    decode,
+)
 
 Kind = Literal["lightning", "plain-live", "plain-restart", "stock-lightning", "stock-plain"]
 Behaviour = Literal["live", "restart"]

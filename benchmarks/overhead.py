@@ -39,7 +39,7 @@ from jobs import (
 )
 from training import NUM_FEATURES, Perceptron
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 NUM_WORKERS = 2
 NUM_IGNORED_STEPS = 5

@@ -44,9 +44,12 @@ import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from torch.distributed import TCPStore
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import Keys
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys
 
 NODES_PER_PROCESS = 25
 START_TIMEOUT_S = 120.0
@@ -57,7 +60,7 @@ STACK_BYTES = 256 << 10
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "lightning_dlrover.rdzv.handler",
+    "lightning_dlrover.rdzv.agents.handler",
 ]
 
 
@@ -130,7 +133,7 @@ class _Host:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_dynamic
 
-        from lightning_dlrover.rdzv.handler import create_backend
+        from lightning_dlrover.rdzv.agents.handler import create_backend
 
         def etcd_handler() -> Any:
             # The round is formed once min_nodes are there, although there is room for more.

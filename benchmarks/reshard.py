@@ -60,11 +60,24 @@ from jobs import (
 )
 from tables_training import DIM, RoundLine, SnapshotLine, Tables, lines_in, snapshot_memory
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import EventRecord, Keys, decode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
-from lightning_dlrover.sharding.layout import least_bytes, plan_moves
-from lightning_dlrover.sharding.placement import layout_of, plan_from_dict
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    Keys,
+    decode,
+)
+from lightning_dlrover.tables.layout import (
+    least_bytes,
+    plan_moves,
+)
+from lightning_dlrover.tables.placement import (
+    layout_of,
+    plan_from_dict,
+)
 
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from jobs import START_TIMEOUT_S, BenchmarkError, LiveJob, Step, Workspace, describe_machine, result_line, stock_agent
 from tables_training import SaveLine, SnapshotLine, Tables, lines_in, snapshot_memory
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
-from lightning_dlrover.sharding.elastic import SnapshotConfig
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.tables.elastic import SnapshotConfig
 
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 NUM_WORKERS = 2

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from jobs import BenchmarkError, ControlledJob, Workspace, describe_machine, result_line
 
-from lightning_dlrover.rdzv.records import EventRecord
+from lightning_dlrover.rdzv.job.records import EventRecord
 
 NUM_WORKERS = 3
 NUM_MEASURED = 120  # steps that a rate is measured in

@@ -21,8 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError
-from lightning_dlrover.rdzv.records import (
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+)
+from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     Keys,
     PlanRecord,
@@ -31,7 +35,7 @@ from lightning_dlrover.rdzv.records import (
     WorkerRecord,
     decode,
 )
-from lightning_dlrover.report import summary_text
+from lightning_dlrover.report.page import summary_text
 
 T = TypeVar("T")
 

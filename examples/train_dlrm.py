@@ -21,7 +21,10 @@ from ctr_data import ClickData, DataError, collate, load, load_generated
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.sharding.tables import TorchrecMissingError, check_torchrec
+from lightning_dlrover.tables.sharded import (
+    TorchrecMissingError,
+    check_torchrec,
+)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from lightning_dlrover.packages import watch_imports
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
-    from lightning_dlrover.sharding.elastic import SnapshotConfig
     from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.tables.elastic import SnapshotConfig
 
 __all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"]
 
-_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "sharding.elastic"}
+_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "tables.elastic"}
 
 watch_imports()  # `strategy="dlrover"` works from here on; imports nothing
 

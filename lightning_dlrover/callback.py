@@ -1,6 +1,6 @@
 """The Lightning callback: when measurements are taken, published and turned into plans.
 
-The training thread only counts steps and, every few seconds, hands a finished window to a background thread (`analyst.py`).
+The training thread only counts steps. Every few seconds it hands a finished window to a background thread (`learn/analyst.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,37 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dlrover.analyst import Analyst, Intentions
-from lightning_dlrover.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
-from lightning_dlrover.history import history_url
-from lightning_dlrover.live import batches_done, remaining_batches
+from lightning_dlrover.learn.analyst import (
+    Analyst,
+    Intentions,
+)
+from lightning_dlrover.learn.history import history_url
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.training import (
+    batches_done,
+    remaining_batches,
+)
+from lightning_dlrover.observe.descriptors import (
+    Descriptors,
+    ForwardWatch,
+    dense_gradient_bytes,
+    embedding_bytes,
+    uses_dynamo,
+)
+from lightning_dlrover.observe.profiler import (
+    Model,
+    Place,
+    StepProfiler,
+)
+from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
-from lightning_dlrover.profiler import Model, Place, StepProfiler
-from lightning_dlrover.resources import MachineLoad
-from lightning_dlrover.sampler import ElasticLoader
 from lightning_dlrover.strategy import DLRoverStrategy
-from lightning_dlrover.watchdog import HangPatience, Watchdog
+from lightning_dlrover.watch.watchdog import (
+    HangPatience,
+    Watchdog,
+)
 
 if TYPE_CHECKING:
     import lightning as L

@@ -1,7 +1,7 @@
 """The Lightning strategy: applies the job's rounds to a running Trainer.
 
-Only Lightning's hooks are here, each a few lines that hand over to `live.py` (when the world changes), `sampler.py` (who gets
-which samples) or Lightning's own DDP strategy (everything else).
+Only Lightning's hooks are here, each a few lines that hand over to `live/training.py` (when the world changes),
+`live/loader.py` (which worker gets which samples) or Lightning's own DDP strategy (everything else).
 """
 
 from __future__ import annotations
@@ -32,35 +32,64 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.arguments import check_arguments
-from lightning_dlrover.devices import own_device
-from lightning_dlrover.either_strategy import EitherStrategy
-from lightning_dlrover.environment import DLRoverEnvironment
-from lightning_dlrover.live import LiveTraining, can_meet
-from lightning_dlrover.loader_checks import batching_of, check_data_loader, check_step_signature
-from lightning_dlrover.output import drop_what_cannot_be_written
-from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
-from lightning_dlrover.pulse import OwnClock
-from lightning_dlrover.rdzv import transfer
-from lightning_dlrover.rdzv.loop import model_fingerprint
-from lightning_dlrover.rdzv.meeting import Purpose, place_of
-from lightning_dlrover.rdzv.membership import JobClosedError
-from lightning_dlrover.rdzv.world import Formation, World, WorldConfig, end_with_agent
-from lightning_dlrover.sampler import ElasticLoader
-from lightning_dlrover.script_checks import (
+from lightning_dlrover.checks.arguments import check_arguments
+from lightning_dlrover.checks.loaders import (
+    batching_of,
+    check_data_loader,
+    check_step_signature,
+)
+from lightning_dlrover.checks.script import (
     UnsupportedScriptError,
     check_optimizers,
     different_callbacks,
     explain_single_sample,
     monitoring,
 )
-from lightning_dlrover.sharding.checkpoint import load_tables, save_tables
-from lightning_dlrover.sharding.elastic import ElasticTables, Restored, SnapshotConfig
-from lightning_dlrover.sharding.optimizers import TableOptimizer, TableOptimizerError, in_backward
-from lightning_dlrover.sharding.snapshot import SnapshotStore
-from lightning_dlrover.sharding.tables import ShardedTables, has_tables
-from lightning_dlrover.unused_parameters import UnusedParameters
-from lightning_dlrover.validation import exchange_metrics_through
+from lightning_dlrover.either_strategy import EitherStrategy
+from lightning_dlrover.live.devices import own_device
+from lightning_dlrover.live.environment import DLRoverEnvironment
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.training import (
+    LiveTraining,
+    can_meet,
+)
+from lightning_dlrover.live.unused_parameters import UnusedParameters
+from lightning_dlrover.live.validation import exchange_metrics_through
+from lightning_dlrover.observe.pulse import OwnClock
+from lightning_dlrover.output import drop_what_cannot_be_written
+from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.loop import model_fingerprint
+from lightning_dlrover.rdzv.group.meeting import (
+    Purpose,
+    place_of,
+)
+from lightning_dlrover.rdzv.group.world import (
+    Formation,
+    World,
+    WorldConfig,
+    end_with_agent,
+)
+from lightning_dlrover.rdzv.live.membership import JobClosedError
+from lightning_dlrover.tables.checkpoint import (
+    load_tables,
+    save_tables,
+)
+from lightning_dlrover.tables.elastic import (
+    ElasticTables,
+    Restored,
+    SnapshotConfig,
+)
+from lightning_dlrover.tables.optimizers import (
+    TableOptimizer,
+    TableOptimizerError,
+    in_backward,
+)
+from lightning_dlrover.tables.sharded import (
+    ShardedTables,
+    has_tables,
+)
+from lightning_dlrover.tables.snapshot import SnapshotStore
 
 if TYPE_CHECKING:
     import lightning as L

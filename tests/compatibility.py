@@ -16,12 +16,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 Verdict = Literal["works", "refused", "warned"]
 
 _E2E = "tests/e2e"
-_UNIT = "tests/lightning_dlrover"
+_UNIT = "tests"
 _FEATURES = f"{_E2E}/test_features.py"
 _TABLE = f"{_E2E}/test_table_of_features.py::test_resized_run_ends_as_the_undisturbed_one"
 _STRANGERS = "tests/strangers/test_strangers.py::test_changes_leave_the_result_as_it_is"
 _MISMATCH = f"{_E2E}/test_mismatches.py::test_different_collectives_end_with_both_places"
-_OPTIMIZERS = f"{_UNIT}/sharding/test_table_optimizers.py"
+_OPTIMIZERS = f"{_UNIT}/tables/test_table_optimizers.py"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ ROWS: list[Row] = [
         (
             "Batch samplers of the user's own, `batch_size=None`, `DataLoader.__iter__` overridden",
             "refused",
-            f"{_UNIT}/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
+            f"{_UNIT}/checks/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
         ),
         ("`IterableDataset`", "refused", f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[iterable]"),
         (
@@ -108,7 +108,7 @@ ROWS: list[Row] = [
         (
             "`use_distributed_sampler=False` with torch's samplers",
             "works",
-            f"{_UNIT}/test_loader_checks.py::test_samplers_of_torch_are_those_of_all_workers",
+            f"{_UNIT}/checks/test_loader_checks.py::test_samplers_of_torch_are_those_of_all_workers",
         ),
         (
             "A loader that is no `DataLoader`",
@@ -128,7 +128,7 @@ ROWS: list[Row] = [
         (
             "`in_order=False`",
             "works",
-            f"{_UNIT}/test_sampler.py::test_batches_come_in_order_though_the_user_does_not_ask_for_it",
+            f"{_UNIT}/live/test_sampler.py::test_batches_come_in_order_though_the_user_does_not_ask_for_it",
             "batches come in order",
         ),
         (
@@ -139,13 +139,13 @@ ROWS: list[Row] = [
         (
             "Several training loaders with uneven shares",
             "warned",
-            f"{_UNIT}/test_sampler.py::test_loss_weighs_by_the_first_loader_that_takes_part",
+            f"{_UNIT}/live/test_sampler.py::test_loss_weighs_by_the_first_loader_that_takes_part",
             "one weight for all of them",
         ),
         (
             "One `global_batch_size` for loaders of unlike batch sizes",
             "refused",
-            f"{_UNIT}/test_sampler.py::test_one_global_batch_size_for_unlike_loaders_is_refused",
+            f"{_UNIT}/live/test_sampler.py::test_one_global_batch_size_for_unlike_loaders_is_refused",
         ),
         (
             "Loaders made anew each epoch, with other lengths; a seed per worker",
@@ -155,23 +155,27 @@ ROWS: list[Row] = [
         (
             "`shuffle=True` with a `generator`",
             "works",
-            f"{_UNIT}/test_sampler.py::test_a_generator_of_the_users_seeds_the_order",
+            f"{_UNIT}/live/test_sampler.py::test_a_generator_of_the_users_seeds_the_order",
             "it seeds the order",
         ),
-        ("`seed_everything(workers=True)`", "works", f"{_UNIT}/test_sampler.py::test_lightning_seeds_workers_of_any_loader"),
+        (
+            "`seed_everything(workers=True)`",
+            "works",
+            f"{_UNIT}/live/test_sampler.py::test_lightning_seeds_workers_of_any_loader",
+        ),
         (
             "Reading attributes of `trainer.train_dataloader`",
             "works",
-            f"{_UNIT}/test_sampler.py::test_user_code_reads_its_loader",
+            f"{_UNIT}/live/test_sampler.py::test_user_code_reads_its_loader",
         ),
-        ("Setting them", "refused", f"{_UNIT}/test_sampler.py::test_a_change_that_would_have_no_effect_is_an_error"),
+        ("Setting them", "refused", f"{_UNIT}/live/test_sampler.py::test_a_change_that_would_have_no_effect_is_an_error"),
         ("A joiner with other data", "refused", f"{_FEATURES}::test_joiner_with_other_data_is_refused_and_the_job_goes_on"),
         (
             "First workers with other data than each other",
             "refused",
             f"{_FEATURES}::test_first_workers_with_other_data_are_refused",
         ),
-        ("Random augmentation", "works", f"{_UNIT}/test_data_fingerprint.py::test_random_augmentation_is_not_compared"),
+        ("Random augmentation", "works", f"{_UNIT}/live/test_data_fingerprint.py::test_random_augmentation_is_not_compared"),
         (
             "`LightningDataModule` with `state_dict` and `reload_dataloaders_every_n_epochs`",
             "works",
@@ -246,7 +250,7 @@ ROWS: list[Row] = [
         (
             "`find_unused_parameters`, `static_graph` of the user's",
             "works",
-            f"{_UNIT}/test_unused_parameters.py::test_users_own_choice_is_kept",
+            f"{_UNIT}/live/test_unused_parameters.py::test_users_own_choice_is_kept",
         ),
         (
             "`toggle_optimizer` and accumulation by hand, with losses",
@@ -302,12 +306,12 @@ ROWS: list[Row] = [
         (
             "torchmetrics objects of a worker that leaves",
             "works",
-            f"{_UNIT}/test_epoch_metrics.py::test_metric_of_a_leaver_is_merged",
+            f"{_UNIT}/live/test_epoch_metrics.py::test_metric_of_a_leaver_is_merged",
         ),
         (
             "... whose states have no reduction",
             "warned",
-            f"{_UNIT}/test_epoch_metrics.py::test_metric_that_cannot_be_merged_is_named",
+            f"{_UNIT}/live/test_epoch_metrics.py::test_metric_that_cannot_be_merged_is_named",
         ),
         ("A loss at an epoch's end", "works", f"{_FEATURES}::test_loss_at_an_epochs_end_keeps_its_metrics"),
         ("Logs and metrics of a step that is done again", "works", f"{_FEATURES}::test_redone_steps_count_once"),
@@ -319,12 +323,12 @@ ROWS: list[Row] = [
         (
             "A logger of the user's own with `state_dict`",
             "works",
-            f"{_UNIT}/test_loggers.py::test_logger_of_the_users_own_gets_its_state",
+            f"{_UNIT}/live/test_loggers.py::test_logger_of_the_users_own_gets_its_state",
         ),
         (
             "Wandb, MLflow, Comet",
             "works",
-            f"{_UNIT}/test_loggers.py::test_attributes_of_remote_loggers_exist",
+            f"{_UNIT}/live/test_loggers.py::test_attributes_of_remote_loggers_exist",
             "not run against their servers",
         ),
     ),
@@ -408,13 +412,13 @@ ROWS: list[Row] = [
         (
             '`process_group_backend="nccl"`',
             "works",
-            "tests/rdzv/test_world.py::test_every_backend_has_gloo_for_the_cpu",
+            "tests/rdzv/group/test_world.py::test_every_backend_has_gloo_for_the_cpu",
             "with gloo beside it",
         ),
         (
             "Backends without gloo",
             "refused",
-            "tests/rdzv/test_world.py::test_backend_without_gloo_is_refused",
+            "tests/rdzv/group/test_world.py::test_backend_without_gloo_is_refused",
         ),
         (
             "More workers per node than GPUs, with NCCL",

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.records import Keys
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys
 
 # No job of a test is warm-started by, or seen in, the history of whoever runs the tests.
 os.environ["DLROVER_HISTORY"] = "off"

@@ -1,7 +1,7 @@
 """Where to start: what jobs like this one have ended with.
 
 DLRover-RM's warm start (Wang et al., PVLDB 17(12), 2024): of the k most similar jobs, the settings they ended
-with are smoothed exponentially, the newest last. Pure: the jobs come from `history.py`.
+with are smoothed exponentially, the newest last. Pure: the jobs come from `learn/history.py`.
 """
 
 from __future__ import annotations

@@ -18,11 +18,29 @@ from typing import Any, Literal
 
 import pytest
 
-from lightning_dlrover.components.controller import Controller, Limits
-from lightning_dlrover.components.reconcile import AppStatus, CancelNode, Give, Patience
-from lightning_dlrover.components.target import App, NodeSize, NotTakenError, TargetError
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdUnavailableError
-from lightning_dlrover.rdzv.records import (
+from lightning_dlrover.components.control.controller import (
+    Controller,
+    Limits,
+)
+from lightning_dlrover.components.control.reconcile import (
+    AppStatus,
+    CancelNode,
+    Give,
+    Patience,
+)
+from lightning_dlrover.components.targets.target import (
+    App,
+    NodeSize,
+    NotTakenError,
+    TargetError,
+)
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdUnavailableError,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     DrainRecord,
     JobRecord,
@@ -35,7 +53,6 @@ from lightning_dlrover.rdzv.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
 
 QUICK = Patience(
     first_backoff_s=0.01,

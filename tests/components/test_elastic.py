@@ -19,11 +19,14 @@ import yaml
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torchx.runner import Runner, get_runner
 
-from lightning_dlrover import cli
+from lightning_dlrover.cli import main as cli
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.target import ESCAPED, NodeSpec
-from lightning_dlrover.components.targets import node_app
-from lightning_dlrover.rdzv.handler import HandlerConfig
+from lightning_dlrover.components.targets.local import node_app
+from lightning_dlrover.components.targets.target import (
+    ESCAPED,
+    NodeSpec,
+)
+from lightning_dlrover.rdzv.agents.handler import HandlerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"

@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_dlrover.components.control.post_mortem import (
+    PostMortem,
+    examine,
+)
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, LEAVE_VARIABLE, NOTICE_VARIABLE, notice_file
-from lightning_dlrover.components.post_mortem import PostMortem, examine
 
 POLITE = """
 import signal, sys, time

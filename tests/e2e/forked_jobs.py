@@ -9,7 +9,7 @@ from typing import Any
 import harness
 import pytest
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 __all__ = ["MakeJob", "fork_server", "make_job"]
 

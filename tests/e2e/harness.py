@@ -25,10 +25,22 @@ from typing import Any, TypeVar
 import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig
-from lightning_dlrover.rdzv.membership import read_stacks
-from lightning_dlrover.rdzv.records import EventRecord, Keys, RoundRecord, StacksRecord, decode
-from lightning_dlrover.sampler import epoch_order, share
+from lightning_dlrover.live.loader import (
+    epoch_order,
+    share,
+)
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+)
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    Keys,
+    RoundRecord,
+    StacksRecord,
+    decode,
+)
+from lightning_dlrover.rdzv.live.membership import read_stacks
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
 

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 
 import grpc  # type: ignore[import-untyped]
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError
-from lightning_dlrover.rdzv.records import Keys, RoundRecord, decode
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+)
+from lightning_dlrover.rdzv.job.records import (
+    Keys,
+    RoundRecord,
+    decode,
+)
 
 __all__ = ["Change", "History", "history_violations"]
 

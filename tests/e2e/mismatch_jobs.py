@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.rdzv import meeting
-from lightning_dlrover.rdzv.meeting import MismatchError
+from lightning_dlrover.rdzv.group import meeting
+from lightning_dlrover.rdzv.group.meeting import MismatchError
 
 STEP = 5
 """Batch at which the last rank does something else than the others."""

@@ -21,9 +21,9 @@ from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy, strategy
-from lightning_dlrover.sharding import elastic, snapshot
-from lightning_dlrover.sharding.elastic import SnapshotConfig
-from lightning_dlrover.sharding.snapshot import ROOT
+from lightning_dlrover.tables import elastic, snapshot
+from lightning_dlrover.tables.elastic import SnapshotConfig
+from lightning_dlrover.tables.snapshot import ROOT
 
 __all__ = ["TableSettings", "train_tables"]
 

@@ -15,9 +15,12 @@ from table_job import NUM_ROWS, TableSettings, train_tables
 from torch import Tensor
 from toy_job import SEED
 
-from lightning_dlrover.rdzv.records import DEFAULT_PREFIX
-from lightning_dlrover.sampler import epoch_order
-from lightning_dlrover.sharding.snapshot import ROOT, _short
+from lightning_dlrover.live.loader import epoch_order
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from lightning_dlrover.tables.snapshot import (
+    ROOT,
+    _short,
+)
 
 __all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
 

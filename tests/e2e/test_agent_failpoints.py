@@ -18,8 +18,12 @@ from disturbed_writes import ACTIONS, STOP_S, Failpoint
 from elastic_agents import ElasticAgents, Node, Nursery, RunningAgent
 from history import Change, History
 
-from lightning_dlrover.rdzv.records import AgentRound, Keys, decode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    AgentRound,
+    Keys,
+    decode,
+)
 
 NUM_AT_ONCE = 4
 DEADLINE_S = 90.0

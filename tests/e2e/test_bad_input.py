@@ -11,9 +11,14 @@ from subprocess import CompletedProcess
 import pytest
 from dlrover_process import REPOSITORY, Dlrover
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import ControllerRecord, JobRecord, Keys, encode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    ControllerRecord,
+    JobRecord,
+    Keys,
+    encode,
+)
 
 SECONDS = 30.0
 """For an error that comes at once, on a machine that is busy with other tests."""
@@ -171,7 +176,8 @@ def test_a_script_needs_neither_torchx_nor_torchrec(dlrover: Dlrover) -> None:
 
 def test_controllers_need_neither_torch_nor_lightning(dlrover: Dlrover) -> None:
     code = WITHOUT.format(names={"torch", "lightning", "torchrec"}) + (
-        "import lightning_dlrover.components.controller, lightning_dlrover.components.targets, lightning_dlrover.report\n"
+        "import lightning_dlrover.components.control.controller, lightning_dlrover.components.targets.local\n"
+        "import lightning_dlrover.report.page\n"
     )
     done = python(dlrover, code)
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,14 @@ import pytest
 from harness import Job, violations
 from toy_job import ToySettings
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import JobRecord, Keys, RoundRecord, decode, encode
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.records import (
+    JobRecord,
+    Keys,
+    RoundRecord,
+    decode,
+    encode,
+)
 
 MakeJob = Callable[..., Job]
 
@@ -107,7 +113,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: s
     assert worker.wait() == 1
     assert time.monotonic() - began < 20
     assert endpoint in worker.output
-    assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.client.EtcdUnavailableError")
+    assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.client.EtcdUnavailableError")
 
 
 def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:

@@ -74,7 +74,7 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
 
     agent = psutil.Process(replaced[1]["pid"]).parent()
     assert agent is not None
-    assert "lightning_dlrover.rdzv.agent_program" in agent.cmdline()
+    assert "lightning_dlrover.rdzv.agents.program" in agent.cmdline()
     agent.kill()
     wait_for_workers(run, 3, without=(replaced[1]["worker_id"],))
     assert replaced[1]["pid"] not in dlrover.processes()

@@ -16,7 +16,7 @@ from harness import Job
 from history import History, history_violations
 from test_plain_loop import assert_everyone_counted_the_same
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeJob = Callable[..., Job]
 

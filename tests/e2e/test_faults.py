@@ -19,7 +19,7 @@ from plain_loop import PlainSettings, run_plain_loop
 from test_plain_loop import assert_everyone_counted_the_same
 from toy_job import Recorder
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 OUTAGES_S = [1.0, 10.0, 60.0] if os.environ.get("DLROVER_ALL_FAULTS") else [1.0, 10.0]
 

@@ -18,10 +18,17 @@ import torch
 from grouped_script import EPOCHS, NUM_STEPS
 from torchrun_agent import Agent, eventually
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.left_state import ROOT, VARIABLE
-from lightning_dlrover.rdzv.records import EventRecord, Keys, decode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.group.left_state import (
+    ROOT,
+    VARIABLE,
+)
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    Keys,
+    decode,
+)
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}

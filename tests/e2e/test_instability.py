@@ -9,9 +9,9 @@ from typing import Any
 from harness import Job, Worker
 from unstable_jobs import UnstableSettings, train_unstable
 
-from lightning_dlrover import cli
-from lightning_dlrover.rdzv.records import EventRecord
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.cli import main as cli
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import EventRecord
 
 MakeJob = Callable[..., Job]
 

@@ -19,8 +19,11 @@ from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 
-from lightning_dlrover.components.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.components.targets.kubernetes_pod import (
+    PLAIN_JOBS,
+    VOLCANO_JOBS,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 # Steps that mostly sleep: beside other work, such as the start of nodes, none is taken for a straggler and replaced.
 ARGUMENTS = ("--step-s", "0.1", "--until")

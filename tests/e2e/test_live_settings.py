@@ -13,8 +13,12 @@ import pytest
 from harness import Job, violations
 from toy_job import ToySettings
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import Keys, PlanRecord, encode
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.records import (
+    Keys,
+    PlanRecord,
+    encode,
+)
 
 MakeJob = Callable[..., Job]
 

@@ -7,9 +7,13 @@ import dataclasses
 import pytest
 from history import Change, History, history_violations
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    Keys,
+    RoundRecord,
+    encode,
+)
 
 KEYS = Keys("run")
 FIRST = RoundRecord(number=1, members=["a", "b"], reason="start", kind="start", planned=True, convener="a")

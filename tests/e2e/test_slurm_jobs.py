@@ -18,7 +18,7 @@ from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 from test_dlrover_run import SCRIPT, members, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from harness import Job, eventually
 from plain_loop import PlainSettings, run_plain_loop
 
-from lightning_dlrover import cli
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.cli import main as cli
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeJob = Callable[..., Job]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live import LiveTraining
+from lightning_dlrover.live.training import LiveTraining
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.watchdog import UNSAFE_STACKS_VARIABLE
+from lightning_dlrover.watch.watchdog import UNSAFE_STACKS_VARIABLE
 
 
 @dataclass(frozen=True)

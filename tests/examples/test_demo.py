@@ -14,9 +14,14 @@ import demo as demo_script
 import pytest
 from demo import Demo, DemoError
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.records import Keys, RoundRecord, WorkerRecord, encode
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    Keys,
+    RoundRecord,
+    WorkerRecord,
+    encode,
+)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ctr_data import ClickData, collate, load
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.sharding.tables import ShardedTables
+from lightning_dlrover.tables.sharded import ShardedTables
 
 torchrec = pytest.importorskip("torchrec")
 

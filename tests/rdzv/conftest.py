@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torchrun_agent import Agent
 
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 StartAgent = Callable[..., Agent]
 

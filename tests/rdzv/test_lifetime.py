@@ -9,9 +9,16 @@ from collections.abc import Callable
 import pytest
 from torchrun_agent import Agent, eventually
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, Put
-from lightning_dlrover.rdzv.records import HISTORY_TTL_S, Keys
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    Put,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    HISTORY_TTL_S,
+    Keys,
+)
 
 StartAgent = Callable[..., Agent]
 
@@ -45,7 +52,7 @@ def left(client: EtcdClient, keys: Keys) -> set[str]:
 
 def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
     """All keys go with one lease, nobody refreshes it any more, and it has the length that was asked for."""
-    from lightning_dlrover.rdzv.client import etcdrpc
+    from lightning_dlrover.rdzv.etcd.client import etcdrpc
 
     (lease_id,) = {entry.lease_id for entry in client.get_prefix(keys.root)[1]}
     lease = client._call("look at a lease", "Lease", "LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))

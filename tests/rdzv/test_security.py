@@ -13,9 +13,14 @@ from secure_etcd import PASSWORD, SecureEtcd, secure_etcd
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torchrun_agent import Agent, eventually
 
-from lightning_dlrover.rdzv.client import EtcdClient, EtcdConfig, EtcdError, Mirror
-from lightning_dlrover.rdzv.handler import create_backend
-from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    Mirror,
+)
+from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]
 

@@ -9,8 +9,11 @@ import pytest
 from test_lifetime import LIVE
 from torchrun_agent import Agent
 
-from lightning_dlrover.rdzv.client import EtcdClient, Mirror
-from lightning_dlrover.rdzv.records import Keys
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    Mirror,
+)
+from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]
 

@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torchrun_agent import eventually
 
-from lightning_dlrover.rdzv.client import EtcdClient
-from lightning_dlrover.rdzv.handler import create_backend
-from lightning_dlrover.rdzv.records import Keys
-from lightning_dlrover.rdzv.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys
 
 SOON_S = 30.0
 """Far longer than what is to happen at once takes on a busy machine, far shorter than what is not to be waited for."""

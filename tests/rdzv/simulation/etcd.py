@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dlrover.rdzv.client import (
+from lightning_dlrover.rdzv.etcd.client import (
     Compare,
     Delete,
     EtcdClient,
@@ -21,9 +21,9 @@ from lightning_dlrover.rdzv.client import (
     Put,
     Txn,
 )
-from lightning_dlrover.rdzv.membership import read_view
-from lightning_dlrover.rdzv.records import Keys
-from lightning_dlrover.rdzv.rounds import View
+from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.rdzv.live.membership import read_view
+from lightning_dlrover.rdzv.live.rounds import View
 
 from .kernel import Kernel, Process, Wake
 

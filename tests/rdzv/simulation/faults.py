@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_dlrover.rdzv.client import Delete, Put
-from lightning_dlrover.rdzv.convener import burial
-from lightning_dlrover.rdzv.records import DrainRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    Put,
+)
+from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
+    PlanRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live.convener import burial
 
 from .job import Job
 from .process import HANG_S, LEASE_S, Worker

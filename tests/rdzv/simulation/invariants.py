@@ -32,10 +32,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.rdzv.client import KeyValue
-from lightning_dlrover.rdzv.member import Formation
-from lightning_dlrover.rdzv.records import RoundRecord, decode
-from lightning_dlrover.rdzv.rounds import View, awaited, next_round
+from lightning_dlrover.rdzv.etcd.client import KeyValue
+from lightning_dlrover.rdzv.job.records import (
+    RoundRecord,
+    decode,
+)
+from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.rdzv.live.rounds import (
+    View,
+    awaited,
+    next_round,
+)
 
 from .etcd import Written
 from .process import BATCH, Hello, Meeting, Worker

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dlrover.rdzv.client import Delete, Put
-from lightning_dlrover.rdzv.convener import burial
-from lightning_dlrover.rdzv.records import AgentRecord, Keys, RoundRecord, encode
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    Put,
+)
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    Keys,
+    RoundRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live.convener import burial
 
 from .etcd import Etcd
 from .invariants import Checks

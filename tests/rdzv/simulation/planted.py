@@ -12,13 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning_dlrover.rdzv import convener as convener_module
-from lightning_dlrover.rdzv import rounds as rounds_module
-from lightning_dlrover.rdzv.client import KeyValue, Put, exists
-from lightning_dlrover.rdzv.convener import Convener, Write
-from lightning_dlrover.rdzv.member import Member
-from lightning_dlrover.rdzv.records import RoundRecord, encode
-from lightning_dlrover.rdzv.rounds import Patience, View
+from lightning_dlrover.rdzv.etcd.client import (
+    KeyValue,
+    Put,
+    exists,
+)
+from lightning_dlrover.rdzv.job.records import (
+    RoundRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live import convener as convener_module
+from lightning_dlrover.rdzv.live import rounds as rounds_module
+from lightning_dlrover.rdzv.live.convener import (
+    Convener,
+    Write,
+)
+from lightning_dlrover.rdzv.live.member import Member
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+)
 
 from . import process as process_module
 from .etcd import Client, Etcd

@@ -13,9 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_dlrover.rdzv.client import Delete, EtcdError, EtcdUnavailableError, Put, absent, modified
-from lightning_dlrover.rdzv.convener import Convener, burial
-from lightning_dlrover.rdzv.member import (
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    EtcdError,
+    EtcdUnavailableError,
+    Put,
+    absent,
+    modified,
+)
+from lightning_dlrover.rdzv.job.records import (
+    JobRecord,
+    RoundRecord,
+    WorkerRecord,
+    WorkerState,
+    encode,
+)
+from lightning_dlrover.rdzv.live.convener import (
+    Convener,
+    burial,
+)
+from lightning_dlrover.rdzv.live.member import (
     CannotMeetError,
     EvictedError,
     Formation,
@@ -27,8 +44,10 @@ from lightning_dlrover.rdzv.member import (
     VoidRoundError,
     WorldError,
 )
-from lightning_dlrover.rdzv.records import JobRecord, RoundRecord, WorkerRecord, WorkerState, encode
-from lightning_dlrover.rdzv.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+)
 
 from .etcd import Client
 from .kernel import Process, Wake
@@ -75,7 +94,7 @@ class Hello:
 
 
 def can_meet(hellos: dict[str, bytes]) -> bool:
-    """As in live.py: joiners can be given the state only between two steps."""
+    """As in live/training.py: joiners can be given the state only between two steps."""
     positions = [Hello.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
     return len(standing) in (0, len(positions)) or all(p.at_boundary and p.step == standing[0].step for p in standing)

@@ -1,0 +1,1 @@
+"""Unsupported scripts and arguments, refused when the Trainer starts."""

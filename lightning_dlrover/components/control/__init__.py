@@ -1,0 +1,1 @@
+"""A job's controller: decides which nodes to add and to end."""

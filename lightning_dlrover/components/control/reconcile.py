@@ -1,0 +1,295 @@
+"""Decide which nodes to add and to end, so that the job has as many workers as its plan says.
+
+A pure function of what etcd and the scheduler say; `controller.py` carries the decision out. Which worker leaves when there are
+too many is not decided here: the workers' convener drops one from the middle, which hands over and exits, and its app ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_dlrover.components.control.failures import (
+    AppStatus,
+    Node,
+    culprit,
+    early_failures,
+    most_frequent,
+    num_refusals,
+    of_their_own,
+    refusals,
+    stops_without_progress,
+)
+
+__all__ = [
+    "Action",
+    "AddNode",
+    "AppStatus",
+    "CancelNode",
+    "Give",
+    "JobView",
+    "Node",
+    "Patience",
+    "Warn",
+    "reconcile",
+    "why_none_is_added",
+]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often and for how long things may go wrong; times in seconds."""
+
+    max_failures: int = 8  # nodes in a row that failed without a new round between them
+    max_same_error: int = 3  # times that one error of the script may stop the job without progress, or end nodes that join it
+    max_stops: int = 20  # times that the job may be stopped without progress, whatever the cause
+    progress_s: float = 900.0  # of training count as progress where no checkpoint is known of
+    useful_s: float = 300.0  # of training that make a node worth having been added
+    same_error_s: float = 900.0  # for which an error makes the job wait before it starts the next node
+    together_s: float = 30.0  # nodes that fail within so many seconds of each other may fail for one reason
+    first_backoff_s: float = 0.5  # before a failed node is replaced; doubles with every failure in a row
+    max_backoff_s: float = 30.0
+    max_long_backoff_s: float = 300.0  # while others train, after more than `max_failures`, or if nodes are refused
+    submit_s: float = 20.0  # a scheduler that may have taken a node on shows it
+    first_cancel_s: float = 2.0  # from a refused cancellation to the next attempt; doubles with every refusal, up to `cancel_s`
+    cancel_s: float = 60.0  # from a node's cancellation to the next attempt
+    exit_s: float = 30.0  # from a worker's last sign to the end of its node
+    surplus_s: float = 60.0  # a node that the plan has no room for
+    register_s: float = 60.0  # a started node has registered in etcd
+    come_s: float = 900.0  # a started node that has not registered by then is replaced
+    settle_s: float = 2.0  # what etcd and the scheduler say may be so far apart
+    etcd_s: float = 120.0  # etcd does not answer, and no node is left
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What is decided on."""
+
+    phase: Literal["none", "starting", "training", "finished", "failed"]
+    wanted: int
+    nodes: Sequence[Node]
+    may_act: bool = True  # we hold the job's controller key, and etcd answers
+    etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
+    failures_in_a_row: int = 0  # without a new round between them
+    since_failure_s: float = 0.0  # refused nodes left out
+    fewest: int = 1  # workers that the job needs to train
+    checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
+    stop: str = ""  # why somebody wants the whole job to end
+    unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
+
+
+@dataclass(frozen=True)
+class AddNode:
+    pass
+
+
+@dataclass(frozen=True)
+class CancelNode:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Warn:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Give:
+    """Nothing is left to do: the job is over."""
+
+    exit_code: int
+    reason: str
+    is_trained: bool = False  # the training was done, whatever the script did afterwards
+
+
+Action = AddNode | CancelNode | Warn | Give
+
+
+def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
+    """What to do now; nothing when all is as the plan says, or when it is not ours to act."""
+    if not view.may_act:
+        return _end_without_etcd(view, patience)
+    living = [node for node in view.nodes if node.is_living]
+    if view.stop:
+        exit_code = 0 if view.phase == "finished" else 1
+        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop, not exit_code)]
+    if view.phase == "finished":
+        if not living and view.unfinished_fit:
+            return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
+        if not living:
+            return [_end_after_training(view)]
+        # A worker may go on with the script's code after `fit` for as long as it likes; a node without one may not.
+        done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > patience.exit_s]
+        return [CancelNode(n.name, "the job has finished") for n in done]
+    give_up = _give_up(view, living, patience)
+    if give_up:
+        return [CancelNode(n.name, "the job has failed") for n in living] or [Give(1, give_up)]
+    if not living and (end := _end_without_job(view, patience)):
+        return [end]
+    return [*_additions(view, living, patience), *_cancellations(view, living, patience), *_warnings(living, patience)]
+
+
+def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
+    """The end when nobody is left whom etcd's return could help; whether the job has finished is known to etcd alone."""
+    last = min(view.nodes, key=lambda node: node.ended_s, default=None)
+    if last is None or any(node.is_living for node in view.nodes):
+        return []
+    waited_s = min(view.etcd_away_s, last.ended_s)
+    if waited_s <= patience.etcd_s:
+        return []
+    reason = (
+        f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
+        "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
+        "under the same name to go on with it"
+    )
+    return [Give(1, reason)]
+
+
+def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
+    """Why starting nodes again would not help, or None."""
+    if view.phase == "failed":
+        return "the job has failed"
+    if view.phase in ("none", "starting") and (reason := _failed_before_training(view, patience)):
+        return reason
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
+    # Whoever was killed may have taken others along: their errors are consequences.
+    count, error = most_frequent(of_their_own(stops, view.nodes, patience.together_s))
+    if count >= patience.max_same_error:
+        return f"the same error stopped the job {count} times without progress in between: {error}"
+    if len(stops) >= patience.max_stops:
+        cause = stops[-1].error or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
+        return f"the job was stopped {len(stops)} times without progress in between; the last time by {stops[-1].name}: {cause}"
+    if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
+        return f"{view.failures_in_a_row} nodes in a row have failed"
+    last_s = min((node.ended_s for node in view.nodes if not node.refused), default=float("inf"))
+    refused = [node for node in refusals(view.nodes) if node.ended_s < last_s]  # while others trained they did no harm
+    if len(refused) >= patience.max_failures and not living:
+        return f"no node is left, and {len(refused)} in a row were refused; {refused[-1].name}: {refused[-1].error}"
+    return None
+
+
+def _failed_before_training(view: JobView, patience: Patience) -> str:
+    """Why the next attempt would go the same way: nothing was trained yet."""
+    refused = refusals(view.nodes)
+    if refused and len(refused) == len(view.nodes):
+        return f"{refused[0].name} failed before training began: {refused[0].error}"
+    # News of the first step may arrive after that of the worker's end.
+    first = culprit(view.nodes, patience.together_s)
+    if first is None or first.ended_s <= patience.settle_s:
+        return ""
+    return f"{first.name} failed before training began: {first.error}"
+
+
+def _end_after_training(view: JobView) -> Give:
+    """The end of a job whose training is done: the exit code is that of the script, as it may have saved its model last."""
+    failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
+    if failed is None:
+        return Give(0, "the job has finished", is_trained=True)
+    why = failed.error or "it was killed"
+    return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
+
+
+def _end_without_job(view: JobView, patience: Patience) -> Give | None:
+    """The job's end when all nodes have ended but no worker said that the job has."""
+    last = min(view.nodes, key=lambda node: node.ended_s, default=None)
+    if last is None or last.ended_s <= patience.settle_s:
+        return None
+    if view.phase == "training":
+        ended = last.status == "succeeded"
+        return Give(1, "all workers have ended without an error, but the training was not done") if ended else None
+    if all(node.status != "succeeded" for node in view.nodes):
+        return None
+    if last.status == "failed":
+        return Give(1, f"{last.name} was killed after other nodes had ended")
+    if view.phase == "none":
+        return Give(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
+    return Give(0, "the script ended without training: no Trainer reached its first step")
+
+
+def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
+    if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
+        return []  # the script ends without training; another node would only run it once more
+    newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
+    if not living and newest_s <= patience.settle_s:
+        return []  # the news that the job has finished may be on its way
+    if view.phase in ("none", "starting") and culprit(view.nodes, patience.together_s) is not None:
+        return []  # the script fails
+    if _why_growth_is_given_up(view, living, patience):
+        return []
+    count, pause_s, since_s = _pause(view, living, patience)
+    if count and since_s < pause_s:
+        return []
+    return [AddNode()] * max(0, view.wanted - len(living))
+
+
+def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[int, float, float]:
+    """Failures or refusals that make the next node wait, for how long, and for how long it has waited."""
+    # A node that joins and then always fails makes a new round each time, but no progress.
+    recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= patience.same_error_s]
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
+    early = [n for n in early_failures(view.nodes, patience.useful_s) if n.ended_s <= patience.same_error_s]
+    failures = max(view.failures_in_a_row, most_frequent(recent)[0], len(stops), len(early))
+    refused = refusals(view.nodes)
+    may_be_long = any(node.is_member for node in living)
+
+    def pause_s(count: int, is_long: bool) -> float:
+        longest_s = patience.max_long_backoff_s if is_long and may_be_long else patience.max_backoff_s
+        return min(longest_s, patience.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
+
+    if refused and refused[-1].ended_s <= view.since_failure_s:
+        count = num_refusals(refused)
+        return count, pause_s(count, True), refused[-1].ended_s
+    return failures, pause_s(failures, failures > patience.max_failures), view.since_failure_s
+
+
+def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Patience) -> str:
+    """Why no more nodes join those that train: all would fail alike. Empty while there are fewer than the job needs."""
+    if sum(node.is_member for node in living) < view.fewest:
+        return ""
+    count, error = most_frequent(early_failures(view.nodes, patience.useful_s))
+    if count < patience.max_same_error:
+        return ""
+    return (
+        f"no more nodes are added, {count} that joined have failed alike: {error}; once the cause is mended, `dlrover scale` "
+        "or another `dlrover run` of the job adds nodes again"
+    )
+
+
+def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
+    """Why the job has fewer nodes than planned, for people; empty if it has not, or if that is about to pass."""
+    living = [node for node in view.nodes if node.is_living]
+    if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
+        return ""
+    if given_up := _why_growth_is_given_up(view, living, patience):
+        return given_up
+    count, pause_s, _ = _pause(view, living, patience)
+    if refused := refusals(view.nodes):
+        tries = f"try {num_refusals(refused)} in a row; the next one {pause_s:.0f} s later"
+        return f"{refused[-1].name} was refused ({tries}): {refused[-1].error}"
+    if count < patience.max_same_error:
+        return ""
+    return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job last got ahead"
+
+
+def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
+    hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
+    # Cut off, or hung in the absence of any controller that could have seen it.
+    silent = [n for n in living if not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
+    others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
+    # A node whose worker has left is about to end: none that is on its way must go for it.
+    leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
+    excess = max(0, len(living) - len(leaving) - view.wanted)
+    surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]
+    return [
+        *(CancelNode(n.name, f"its worker has left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),
+        *(CancelNode(n.name, f"it was started {n.age_s:.0f} s ago and has not reached etcd") for n in silent),
+        *(CancelNode(n.name, f"the plan has no room for it since {n.idle_s:.0f} s") for n in surplus),
+    ]
+
+
+def _warnings(living: Sequence[Node], patience: Patience) -> list[Action]:
+    silent = [n for n in living if not n.agent_seen and not n.warned and n.age_s > patience.register_s]
+    return [Warn(n.name, f"{n.name} was started {n.age_s:.0f} s ago and has not reached etcd; see its log") for n in silent]

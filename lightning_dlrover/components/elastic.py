@@ -1,0 +1,250 @@
+"""TorchX components: a live job, as one app that starts and ends its nodes, and one node of such a job.
+
+`torchx run -s local_cwd components/elastic.py:train --script train.py --workers 1:4 -- ARGS`, or by name: `dlrover.train`.
+docs/torchx.md has the same for Slurm and Kubernetes.
+"""
+
+# No `from __future__ import annotations`: TorchX reads the types of a component from its signature, and knows these ones only.
+import re
+import shlex
+import sys
+from pathlib import PurePath
+from typing import Dict, List, Optional  # noqa: UP035
+from urllib.parse import quote
+
+import torchx.specs as specs
+
+from lightning_dlrover.components.targets.target import ESCAPED
+
+__all__ = ["node", "train"]
+
+# What `dlrover run` and an embedded etcd need, with room for the records of thousands of rounds. It computes next to nothing.
+# On Kubernetes TorchX asks for 1 GiB less than it is given.
+CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=2048)
+
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+"""A capability that named resources of clouds have, and a label of Kubernetes' hosts."""
+
+
+def train(
+    *script_args: str,
+    script: str,
+    workers: str = "1:2",
+    rdzv_id: str = specs.macros.app_id,
+    rdzv_endpoint: str = "",
+    key_prefix: str = "",
+    user: str = "",
+    password_file: str = "",
+    ca_cert: str = "",
+    cert: str = "",
+    cert_key: str = "",
+    cpu: int = 0,
+    gpu: int = 0,
+    memMB: int = 0,
+    h: str = "",
+    partition: str = "",
+    account: str = "",
+    time: str = "",
+    image: str = "",
+    namespace: str = "",
+    service_account: str = "",
+    node_selector: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
+    mounts: Optional[List[str]] = None,  # noqa: UP006, UP045
+    env: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
+    run_dir: str = "",
+    log_dir: str = "",
+    options: str = "",
+) -> specs.AppDef:
+    """A live elastic job: a controller, which starts its nodes on this machine, or on the Slurm or Kubernetes it runs in.
+
+    The app is the controller alone, one replica: the least and most nodes of the job are its `workers`, and `min_replicas` is
+    left unset, since a scheduler could only apply it to replicas of one app. An option of another place than the one the
+    app runs in is ignored, and the controller says so.
+
+    Args:
+        script_args: arguments of the script
+        script: the training script; Kubernetes: as the image or a mount has it
+        workers: least and most workers, MIN:MAX; each is a node of its own
+        rdzv_id: name of the job; by default the app's id, so that a controller that is started again goes on with its job
+        rdzv_endpoint: etcd, HOST:PORT or several with commas; by default one that runs beside the controller and ends with it
+        key_prefix: folder of the job's keys in etcd
+        user: of an etcd that asks who one is
+        password_file: file whose first line is the user's password
+        ca_cert: PEM file of the authority that etcd's certificate is checked against
+        cert: PEM file of the certificate to show to etcd
+        cert_key: PEM file of its key
+        cpu: cores of each node
+        gpu: accelerators of each node
+        memMB: memory of each node
+        h: named resource that each node gets, instead of cpu, gpu and memMB
+        partition: Slurm: where nodes are queued
+        account: Slurm: whom they are charged to
+        time: Slurm: limit of each node, such as 12:00:00
+        image: container image of the controller and of all nodes
+        namespace: Kubernetes: of nodes; by default the controller's
+        service_account: Kubernetes: that nodes run as
+        node_selector: Kubernetes: labels that a node's host must have, LABEL=VALUE,...
+        mounts: Kubernetes: volume claims of the controller and all nodes, type=volume,src=CLAIM,dst=PATH[,readonly],...
+        env: variables of nodes, NAME=VALUE,...
+        run_dir: folder of run folders
+        log_dir: folder for the nodes' output
+        options: further options of `dlrover run`, as a shell would take them
+    """
+    # Without all of them: what is not asked for stays as the cluster has it.
+    size = _size(h, cpu, gpu, memMB)
+    labels = {name: str(value) for name, value in size.capabilities.items() if name == INSTANCE_TYPE}
+    volumes = specs.parse_mounts(mounts or [])
+    for volume in volumes:
+        if not isinstance(volume, specs.VolumeMount):
+            raise ValueError(f"--mounts: {volume} cannot be given to nodes; only type=volume,src=CLAIM,dst=PATH[,readonly] can")
+    given = {
+        "endpoint": rdzv_endpoint,
+        "key-prefix": key_prefix,
+        "user": user,
+        "password-file": password_file,
+        "ca-cert": ca_cert,
+        "cert": cert,
+        "cert-key": cert_key,
+        "cpus": str(size.cpu) if size.cpu else "",
+        "gpus": str(size.gpu) if size.gpu else "",
+        "mem": f"{size.memMB}M" if size.memMB else "",
+        "partition": partition,
+        "account": account,
+        "time": time,
+        "image": image,
+        "namespace": namespace,
+        "service-account": service_account,
+        "run-dir": run_dir,
+        "log-dir": log_dir,
+    }
+    repeated = [
+        *(("node-selector", f"{name}={value}") for name, value in {**labels, **(node_selector or {})}.items()),
+        *(("mount", f"{volume.src}:{volume.dst_path}{':ro' * volume.read_only}") for volume in volumes),
+        *(("env", f"{name}={value}") for name, value in (env or {}).items()),
+    ]
+    arguments = [
+        *(f"--{name}={value}" for name, value in [*given.items(), *repeated] if value),
+        *shlex.split(options),
+        script,
+        *script_args,
+    ]
+    name = PurePath(script).stem if rdzv_id == specs.macros.app_id else rdzv_id
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
+    return specs.AppDef(
+        # As Volcano's names have to be: it calls a service like the app, and its pod like that and some more.
+        name=(slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-"),
+        roles=[
+            specs.Role(
+                name="controller",
+                image=image,
+                entrypoint=_python(image),
+                args=[
+                    "-m",
+                    "lightning_dlrover.cli",
+                    "run",
+                    ESCAPED,
+                    "--target=auto",
+                    f"--workers={workers}",
+                    f"--rdzv-id={rdzv_id}",
+                    # TorchX puts its macros in place of ${...}, Kubernetes its variables of $(...), and not all undo a $$.
+                    *(quote(argument, safe="/:=,@+") for argument in arguments),
+                ],
+                num_replicas=1,
+                resource=CONTROLLER,
+                mounts=volumes,
+            )
+        ],
+    )
+
+
+def node(
+    *script_args: str,
+    script: str,
+    rdzv_endpoint: str,
+    rdzv_id: str,
+    workers: str = "1:1",
+    node: str = "node",
+    max_restarts: int = 0,
+    key_prefix: str = "",
+    user: str = "",
+    password_file: str = "",
+    ca_cert: str = "",
+    cert: str = "",
+    cert_key: str = "",
+    timeouts: str = "",
+    cpu: int = 1,
+    gpu: int = 0,
+    memMB: int = 1024,
+    h: str = "",
+    image: str = "",
+) -> specs.AppDef:
+    """One node that joins a live elastic job, and is nobody's but yours to end.
+
+    A job is as many of these apps as its plan says, all with the same rendezvous id. Each has one replica, so `min_replicas`
+    would say nothing: `workers` is what all nodes of the job agree on.
+
+    Args:
+        script_args: arguments of the script
+        script: the training script
+        rdzv_endpoint: etcd, HOST:PORT or several with commas
+        rdzv_id: name of the job; nodes with the same one train together
+        workers: least and most workers of the job, MIN:MAX
+        node: name of this node, shown in logs and status
+        max_restarts: how often the agent starts a failed worker again by itself
+        key_prefix: folder of the job's keys in etcd
+        user: of an etcd that asks who one is
+        password_file: file whose first line is the user's password
+        ca_cert: PEM file of the authority that etcd's certificate is checked against
+        cert: PEM file of the certificate to show to etcd
+        cert_key: PEM file of its key
+        timeouts: further values of --rdzv-conf, such as join_timeout=3600,lease_ttl=10
+        cpu: cores
+        gpu: accelerators
+        memMB: memory
+        h: named resource, instead of cpu, gpu and memMB
+        image: container image or folder, where the scheduler needs one
+    """
+    access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
+    values = {"live": "1", "key_prefix": key_prefix, **access}
+    for name, value in values.items():
+        if "," in value or "=" in value:
+            raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")
+    if timeouts and not re.fullmatch(r"[a-z_]+=[0-9.e+]+(,[a-z_]+=[0-9.e+]+)*", timeouts):
+        raise ValueError(f"timeouts={timeouts!r} cannot be used: give NAME=SECONDS,..., such as join_timeout=3600,lease_ttl=10")
+    conf = ",".join([*(f"{name}={value}" for name, value in values.items() if value), *([timeouts] if timeouts else [])])
+    return specs.AppDef(
+        name=node,
+        roles=[
+            specs.Role(
+                name="worker",
+                image=image,
+                entrypoint=_python(image),
+                args=[
+                    "-m",
+                    "lightning_dlrover.components.node",
+                    "--rdzv-backend=etcd-v3",
+                    f"--rdzv-endpoint={rdzv_endpoint}",
+                    f"--rdzv-id={rdzv_id}",
+                    f"--rdzv-conf={conf}",
+                    f"--nnodes={workers}",
+                    "--nproc-per-node=1",
+                    f"--max-restarts={max_restarts}",
+                    script,
+                    *script_args,
+                ],
+                env={"DLROVER_NODE": node},
+                num_replicas=1,
+                resource=_size(h, cpu, gpu, memMB),
+            )
+        ],
+    )
+
+
+def _size(h: str, cpu: int, gpu: int, memMB: int) -> specs.Resource:
+    """By name or by number; `specs.resource` would put numbers of its own in place of 0."""
+    return specs.resource(h=h) if h else specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB)
+
+
+def _python(image: str) -> str:
+    """That of the image, else the one that runs here."""
+    return "python" if image else sys.executable

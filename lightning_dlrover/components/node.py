@@ -1,0 +1,139 @@
+"""Start one node's elastic agent, and stay beside it where a scheduler has something to say to its worker.
+
+On this machine the agent must not outlive whoever started it: TorchX's local scheduler gives every app a session of its own;
+without this a controller that is killed would leave its nodes behind. If the node's memory is limited, it enters the control
+group for that before it is anything else. Under Slurm a notice (`sbatch --signal`: the time limit or a preemption is near)
+becomes a planned leave, and how the agent has ended is written down for a controller that comes when Slurm has forgotten the
+job. Under Kubernetes SIGTERM is all that a pod is told which is to end, so there it means a planned leave. Run as
+`python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+__all__ = [
+    "EXIT_FILE_VARIABLE",
+    "GROUP_VARIABLE",
+    "LEAVE_VARIABLE",
+    "MARK_VARIABLE",
+    "NOTICE_VARIABLE",
+    "PARENT_VARIABLE",
+    "main",
+    "notice_file",
+]
+
+MARK_VARIABLE = "DLROVER_STARTED_BY"
+"""In the environment of every process of a node of this machine: whose it is."""
+
+PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
+"""Process id of the parent that this node ends with; not set where nodes live on their own."""
+
+GROUP_VARIABLE = "DLROVER_MEMORY_GROUP"
+"""Folder of the control group that limits this node's memory, if there is one."""
+
+EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
+"""File that the agent's exit code is written into. With it SIGUSR1 is a notice: the scheduler wants the node back."""
+
+NOTICE_VARIABLE = "DLROVER_NOTICE_S"
+"""How long before its end a node is given notice, in seconds."""
+
+LEAVE_VARIABLE = "DLROVER_LEAVE_ON_SIGTERM"
+"""Set where SIGTERM asks the worker to hand over and leave; whoever sends it ends what is left after a grace."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def notice_file(exit_file: Path) -> Path:
+    """What exists once a node was given notice."""
+    return exit_file.with_name("notice")
+
+
+def main() -> None:
+    """Become torchrun, with the same process id; or run it and wait for it where a scheduler speaks to us."""
+    agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
+    exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
+    if exit_file or leaves:
+        # torchrun would leave one of its own behind with every node.
+        with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
+            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], exit_file, bool(leaves)))
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            raise SystemExit("the process that started this node has ended already")
+    if group := os.environ.pop(GROUP_VARIABLE, ""):
+        try:
+            Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise SystemExit(f"this node cannot enter control group {group}, which limits its memory: {error}") from error
+    os.execv(sys.executable, [*agent, *sys.argv[1:]])
+
+
+def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) -> int:
+    """The agent's exit code, as a shell gives it."""
+    file = Path(exit_file) if exit_file else None
+    wanted = {signal.SIGUSR1, signal.SIGTERM}
+    notice_s = float(os.environ.pop(NOTICE_VARIABLE, "0"))
+    # Neither signal may come while there is no handler, or no agent to tell.
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    agent = psutil.Popen(command, preexec_fn=_unblock_signals)
+
+    def take_notice(number: int, frame: FrameType | None) -> None:
+        # A controller that sees it starts another node first: half of the time is for that.
+        with contextlib.suppress(OSError):
+            if file is not None:
+                notice_file(file).touch()
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
+        # To the worker a SIGTERM means to hand over, to the agent that it shall end its worker at once.
+        workers = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+            workers = agent.children()
+        for process in workers or [agent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.terminate()
+
+    signal.signal(signal.SIGUSR1, take_notice)
+    signal.signal(signal.SIGALRM, leave)
+    signal.signal(signal.SIGTERM, leave if leaves_on_sigterm else end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+    code = _wait_for(agent.pid)
+    code = 128 - code if code < 0 else code
+    if file is not None:
+        unfinished = file.with_name(f".{file.name}")
+        with contextlib.suppress(OSError):  # a full disk: the scheduler says how we have ended, as long as it remembers
+            unfinished.write_text(f"{code}\n")
+            unfinished.replace(file)
+    return code
+
+
+def _wait_for(process_id: int) -> int:
+    """The exit code of a child of ours. Orphans are children of a container's first process: they must not stay as zombies."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == process_id:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()

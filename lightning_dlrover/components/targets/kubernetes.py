@@ -1,0 +1,599 @@
+"""Nodes on Kubernetes: an independent Job of one pod each, which all join one rendezvous.
+
+Volcano's Jobs where the cluster has Volcano, so that nodes wait in its queues as anybody's, else plain ones of batch/v1.
+States come from the pods first: a Job may count its pod as failed while that still hands over. Nothing is taken for ended
+because the API failed: it is asked again, more and more rarely, and what was known last holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_dlrover.components.control.reconcile import AppStatus
+from lightning_dlrover.components.targets.kubernetes_api import (
+    ApiError,
+    KubernetesApi,
+)
+from lightning_dlrover.components.targets.kubernetes_pod import (
+    CONTAINER,
+    MARK_LABEL,
+    NODE_LABEL,
+    PLAIN_JOBS,
+    VOLCANO_JOBS,
+    KubernetesOptions,
+    job_manifest,
+    job_name,
+)
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    NodeSize,
+    NodeSpec,
+    NotTakenError,
+    TargetError,
+)
+
+__all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
+
+log = logging.getLogger(__name__)
+
+_MAX_BACKOFF_S = 60.0
+_LAST_WORDS_S = 10.0
+"""How long an ended node's output is waited for before its end is told."""
+
+_CANCEL_GRACE_S = 30
+"""From the cancellation of a node to its pod's SIGKILL: whoever is cancelled has nothing, or nobody, to hand over to."""
+
+_LOST_S = 60.0
+"""A pod that is still there so long after its grace is on a host that nobody reaches."""
+
+_DISMISS_S = 30.0
+"""Seconds between two requests to delete a pod that has outlived its worker."""
+
+_ASK_WHY_S = 30.0
+"""How often the events of a node that waits are looked at."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What became of a node, and why, in the cluster's words."""
+
+    status: AppStatus
+    why: str = ""
+
+
+@dataclass
+class _Seen:
+    """A node in the newest lists."""
+
+    job: Mapping[str, Any] | None = None
+    pods: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def pod(self) -> Mapping[str, Any] | None:
+        return max(self.pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
+
+
+class KubernetesTarget:
+    """Creates, watches and deletes one-node Jobs.
+
+    Args:
+        spec: what the nodes run.
+        options: what they ask for.
+        log_dir: of this machine; each node's output is copied into a folder of its own there. None: nobody wants to read it.
+        poll_s: how often the cluster is asked at most, by two requests for all nodes.
+        api: default: of the cluster that kubectl would ask.
+        api_version: of the nodes' Jobs; default: Volcano's where the cluster has it, and the options do not want plain ones.
+        output_since: RFC 3339; what pods have printed before is left alone.
+
+    Raises:
+        TargetError: no cluster is configured, it does not answer, the package is missing, or what is asked for makes no sense.
+    """
+
+    outlives_controller = True
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        options: KubernetesOptions,
+        log_dir: Path | None,
+        poll_s: float = 2.0,
+        api: KubernetesApi | None = None,
+        api_version: str = "",
+        output_since: str = "",
+    ) -> None:
+        job_manifest(spec, options, ANY_SIZE, "node0", "")  # what cannot be asked for is said now, and not by every node
+        self._spec = spec
+        self._options = options
+        self._log_dir = log_dir
+        self._poll_s = poll_s
+        self._api = api or KubernetesApi()
+        self._namespace = options.namespace or self._api.namespace
+        self._api_version = api_version or _offered(self._api, options)
+        # A controller that looked into another namespace, or for Jobs of the other kind, would find none of the nodes, and
+        # take them for deleted.
+        self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
+        self._mark = ""
+        self._seen: dict[str, _Seen] = {}  # by node
+        self._trouble: TargetError | None = None
+        self._num_failures = 0  # of lists, in a row
+        self._asked_at = -float("inf")  # when the newest list was asked for
+        self._next_poll_at = -float("inf")
+        self._created_at: dict[str, float] = {}  # by node
+        self._known: dict[str, AppStatus] = {}  # by handle
+        self._cancelled: set[str] = set()  # nodes
+        self._terminating_since: dict[str, float] = {}  # by a pod's name
+        self._ended_at: dict[str, float] = {}  # by node: since when its last words are waited for
+        self._told: dict[str, str] = {}  # by node: why it waits
+        self._asked_why_at: dict[str, float] = {}  # by node
+        self._dismissed_at: dict[str, float] = {}  # by node: last request to delete what has outlived its worker
+        self._logs = (
+            _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
+        )
+
+    def open(self, mark: str) -> None:
+        self._mark = mark
+
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        manifest = job_manifest(self._spec, self._options, size, node, self._mark, self._api_version)
+        name = manifest["metadata"]["name"]
+        try:
+            self._api.create_job(self._namespace, manifest)
+        except ApiError as error:
+            if error.status == 409 and error.reason != "Conflict":
+                self._check_that_it_is_ours(name, node)
+            elif error.uncertain:
+                raise TargetError(f"whether Job {name} was created is not known: {error}") from error
+            else:
+                forbidden = self._api_version == VOLCANO_JOBS and "cannot create resource" in str(error)
+                instead = "; --plain-jobs starts nodes without Volcano" if forbidden else ""
+                raise NotTakenError(f"Job {name} was not created: {error}{instead}") from error
+        self._created_at[node] = time.monotonic()
+        return self._handle(node)
+
+    def owns(self, node: str, handle: str) -> bool:
+        return handle == self._handle(node)
+
+    def apps(self) -> Sequence[App]:
+        self._refresh()
+        if self._trouble is not None:
+            raise self._trouble
+        living = ("pending", "running")
+        return [App(node, self._handle(node), self._state(seen).status in living) for node, seen in self._seen.items()]
+
+    def status(self, handle: str) -> AppStatus:
+        known = self._known.get(handle, "pending")
+        if known not in ("pending", "running"):
+            return known  # the end is the end
+        self._refresh()
+        node = handle.split("/")[1]
+        seen = self._seen.get(node)
+        if seen is not None:
+            state = self._state(seen)
+        elif self._trouble is not None or self._asked_at <= self._created_at.get(node, -float("inf")):
+            return known
+        else:
+            # Who was deleted has left no word; what has ended in order is shown for an hour.
+            state = _State("failed", "" if node in self._cancelled else "somebody has deleted it")
+        if state.status == "pending" and known == "running":
+            return known  # its pod has just been deleted, and the Job does not know yet
+        if state.status not in ("pending", "running") and not self._has_last_words(node, state):
+            return known
+        self._known[handle] = state.status
+        return state.status
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        problem: ApiError | None = None
+        for handle in handles:
+            name, node = handle.split("/")
+            self._cancelled.add(node)
+            seen = self._seen.get(node)
+            try:
+                # The Job first, or it would find that its pod has failed.
+                self._api.delete_job(self._namespace, self._api_version, name)
+                for pod in seen.pods if seen else ():
+                    self._api.delete_pod(self._namespace, pod["metadata"]["name"], _CANCEL_GRACE_S)
+            except ApiError as error:
+                problem = error
+                if not error.status:
+                    break  # nobody answers; each of the others would be waited for as long
+        self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
+        if problem is not None:
+            raise TargetError(f"not all nodes could be deleted: {problem}") from problem
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        seen = self._seen.get(handle.split("/")[1])
+        pod = seen.pod if seen is not None else None
+        return pod is not None and "OOMKilled" in _why_it_failed(pod.get("status", {}))
+
+    def wants_back(self, handle: str) -> bool:
+        return False  # a pod that is to end is told so itself, and leaves
+
+    def logs(self, handle: str) -> list[Path]:
+        if self._log_dir is None:
+            return []
+        folder = self._log_dir / handle.split("/")[1]
+        return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
+
+    def copy_output(self, timeout_s: float) -> None:
+        """Copy what all pods have printed so far; with no time, have it copied as it comes.
+
+        Raises:
+            TargetError: not all of it came.
+        """
+        nodes = {app.node for app in self.apps()}
+        deadline = time.monotonic() + timeout_s
+        while timeout_s and self._logs is not None and (left := [n for n in nodes if not self._logs.finish(n)]):
+            if time.monotonic() > deadline:
+                raise TargetError(f"the output of {', '.join(sorted(left))} was not given within {timeout_s:.0f} s")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        if self._logs is not None:
+            self._logs.close()
+        self._api.close()
+
+    def _handle(self, node: str) -> str:
+        return f"{job_name(self._spec.run_id, node, self._mark)}/{node}"
+
+    # --- asking the cluster --------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Ask for lists, if it is time to."""
+        now = time.monotonic()
+        if now < self._next_poll_at:
+            return
+        selector = f"{MARK_LABEL}={self._mark}"
+        try:
+            found: dict[str, _Seen] = {}
+            for job in self._api.jobs(self._namespace, self._api_version, selector):
+                found.setdefault(_node(job), _Seen()).job = job
+            for pod in self._api.pods(self._namespace, selector):
+                found.setdefault(_node(pod), _Seen()).pods.append(pod)
+        except ApiError as error:
+            self._trouble = TargetError(f"the nodes cannot be listed: {error}")
+            self._num_failures += 1
+            pause_s = self._poll_s * 2.0 ** min(10, self._num_failures)
+            self._next_poll_at = time.monotonic() + min(_MAX_BACKOFF_S, max(pause_s, error.retry_after_s))
+            return
+        self._seen = found
+        self._trouble, self._num_failures, self._asked_at = None, 0, now
+        self._next_poll_at = now + self._poll_s
+        terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
+        self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
+        for node, seen in found.items():
+            if self._logs is not None and seen.pod is not None and _phase(seen.pod) in ("Running", "Succeeded", "Failed"):
+                self._logs.follow(node, seen.pod["metadata"]["name"])
+            self._tell_why_it_waits(node, seen, now)
+            self._dismiss_what_is_left(node, seen, now)
+
+    def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
+        """Delete a pod whose worker has ended and has no more to say: another container, such as a mesh's proxy, keeps it."""
+        if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
+            return
+        is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")
+        if not is_left or now - self._dismissed_at.get(node, -float("inf")) < _DISMISS_S:
+            return
+        self._dismissed_at[node] = now
+        log.info("run %s: deleting the pod of %s: its worker has ended, another container runs on", self._spec.run_id, node)
+        try:
+            self._api.delete_job(self._namespace, self._api_version, self._handle(node).split("/")[0])
+            self._api.delete_pod(self._namespace, seen.pod["metadata"]["name"], _CANCEL_GRACE_S)
+        except ApiError as error:
+            log.warning("run %s: the pod of %s could not be deleted, it keeps its host: %s", self._spec.run_id, node, error)
+
+    def _state(self, seen: _Seen) -> _State:
+        pod = seen.pod
+        if pod is None:
+            return _job_state(seen.job or {})
+        if _phase(pod) in ("Pending", "Running") and _end_of_worker(pod) is None:
+            since = self._terminating_since.get(pod["metadata"]["name"])
+            grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+            # Its host's kubelet would have ended it. Nobody else can: the pod stays there until the host is back, or removed.
+            if since is not None and time.monotonic() - since > grace_s + _LOST_S:
+                return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost")
+        return _pod_state(pod)
+
+    def _check_that_it_is_ours(self, name: str, node: str) -> None:
+        """
+        Raises:
+            NotTakenError: a Job of that name is somebody else's.
+            TargetError: nobody can tell.
+        """
+        try:
+            labels = self._api.read_job(self._namespace, self._api_version, name)["metadata"].get("labels") or {}
+        except ApiError as error:
+            raise TargetError(f"Job {name} exists already, and whether it is ours is not known: {error}") from error
+        if (labels.get(MARK_LABEL), labels.get(NODE_LABEL)) != (self._mark, node):
+            raise NotTakenError(f"namespace {self._namespace} has a Job {name} that is not this job's")
+        log.info("run %s: Job %s exists already: it was taken on before", self._spec.run_id, name)
+
+    def _tell_why_it_waits(self, node: str, seen: _Seen, now: float) -> None:
+        if self._state(seen).status != "pending":
+            return
+        why = _waits_for(seen.pod)
+        if not why and now - self._asked_why_at.setdefault(node, now - _ASK_WHY_S + 5.0) > _ASK_WHY_S:
+            self._asked_why_at[node] = now
+            try:
+                why = self._what_events_say(node, seen)
+            except ApiError as error:
+                log.info("run %s: why %s waits is not known: %s", self._spec.run_id, node, error)
+        if why and why != self._told.get(node):
+            self._told[node] = why
+            log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
+
+    def _what_events_say(self, node: str, seen: _Seen) -> str:
+        """Why a node waits, in the words of whoever holds it up; empty if nobody has said anything.
+
+        Raises:
+            ApiError: it cannot be asked.
+        """
+        if seen.pod is None and self._api_version == VOLCANO_JOBS:
+            queue = f"queue {(seen.job or {}).get('spec', {}).get('queue', 'default')}"
+            groups = self._api.pod_groups(self._namespace, f"{MARK_LABEL}={self._mark},{NODE_LABEL}={node}")
+            if not groups:
+                return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {queue}"
+            # That the queue is full is said by an event that warns nobody.
+            events = self._api.events(self._namespace, "PodGroup", str(groups[0]["metadata"]["name"]))
+            said = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
+            phase = groups[0].get("status", {}).get("phase") or "new"
+            return "; ".join([f"in {queue} of Volcano, {phase}", *dict.fromkeys(said)])
+        found = seen.pod or seen.job or {}
+        kind = "Pod" if seen.pod is not None else "Job"
+        return "".join(_messages(self._api.events(self._namespace, kind, str(found["metadata"]["name"])), "Warning"))
+
+    def _has_last_words(self, node: str, state: _State) -> bool:
+        """Whether all that an ended node has printed is here; how it ended is written below it."""
+        if self._logs is None or self._log_dir is None:
+            return True
+        began = self._ended_at.setdefault(node, time.monotonic())
+        if not self._logs.finish(node) and time.monotonic() - began < _LAST_WORDS_S:
+            return False
+        if state.why and node not in self._cancelled:
+            log.warning("run %s: %s has %s: %s", self._spec.run_id, node, state.status, state.why)
+            folder = self._log_dir / node
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "stderr.log").open("a") as stream:
+                stream.write(f"Kubernetes: {state.why}\n")
+        return True
+
+
+def known_target(
+    spec: NodeSpec, name: str, log_dir: Path | None, poll_s: float = 2.0, output_since: str = ""
+) -> KubernetesTarget:
+    """The target of a job that runs already, by its `name`: for whoever does not start nodes, and knows no options."""
+    _, namespace, *volcano = name.split("/")
+    api_version = VOLCANO_JOBS if volcano else PLAIN_JOBS
+    return KubernetesTarget(
+        spec, KubernetesOptions(namespace=namespace), log_dir, poll_s, api_version=api_version, output_since=output_since
+    )
+
+
+def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
+    """The `apiVersion` of Jobs that a cluster has for what was asked for.
+
+    Raises:
+        TargetError: it has not, or does not say.
+    """
+    if options.plain_jobs:
+        return PLAIN_JOBS
+    try:
+        has_volcano = api.has(VOLCANO_JOBS, "jobs")
+    except ApiError as error:
+        raise TargetError(
+            f"whether the cluster has Volcano cannot be asked ({error}); try again, or do without it: --plain-jobs"
+        ) from error
+    if options.queue and not has_volcano:
+        raise TargetError(
+            f"--queue {options.queue}: the cluster has no Volcano (no jobs of {VOLCANO_JOBS}), so it has no queues; leave the "
+            "option out for plain Jobs, or have Volcano installed"
+        )
+    return VOLCANO_JOBS if has_volcano else PLAIN_JOBS
+
+
+def _messages(events: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
+    """The newest message of this type, if there is one."""
+    of_kind = [event for event in events if event.get("type") == kind]
+    newest = max(of_kind, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default={})
+    return [str(newest["message"])] if newest.get("message") else []
+
+
+def _unschedulable(group: Mapping[str, Any]) -> list[str]:
+    conditions = group.get("status", {}).get("conditions") or ()
+    return [str(c.get("message")) for c in conditions if c.get("type") == "Unschedulable" and c.get("status") == "True"]
+
+
+def _node(found: Mapping[str, Any]) -> str:
+    return str(found["metadata"].get("labels", {}).get(NODE_LABEL, ""))
+
+
+def _phase(pod: Mapping[str, Any]) -> str:
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def _job_state(job: Mapping[str, Any]) -> _State:
+    """Of a Job that has no pod: not yet, or not any more."""
+    state = job.get("status", {}).get("state") or {}  # of Volcano
+    match state.get("phase"):
+        case "Completed":
+            return _State("succeeded")
+        case "Failed" | "Terminated" | "Aborted" as phase:
+            said = state.get("message") or state.get("reason")
+            return _State("failed", f"its pod is gone (Volcano: {phase}{f', {said}' if said else ''})")
+    conditions = {c["type"]: c for c in job.get("status", {}).get("conditions") or () if c.get("status") == "True"}
+    if "Complete" in conditions or "SuccessCriteriaMet" in conditions:
+        return _State("succeeded")
+    failed = conditions.get("Failed") or conditions.get("FailureTarget")
+    if failed is not None:
+        # That it may not be tried again says nothing; its pod was deleted, by whoever wants its host.
+        return _State("failed", f"its pod is gone ({failed.get('message') or failed.get('reason') or 'no reason given'})")
+    return _State("pending")
+
+
+def _pod_state(pod: Mapping[str, Any]) -> _State:
+    status = pod.get("status", {})
+    if (ended := _end_of_worker(pod)) is not None and "exitCode" in ended:
+        # The pod's phase waits for all its containers, and may tell of another one's failure.
+        return _State("succeeded") if ended["exitCode"] == 0 else _State("failed", _why_it_failed(status))
+    match _phase(pod):
+        case "Succeeded":
+            return _State("succeeded")
+        case "Failed":
+            return _State("failed", _why_it_failed(status))
+        case "Running":
+            return _State("running")
+        case "Pending":
+            return _State("pending")
+        case other:
+            # The host has not been heard of for long.
+            return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost (its phase is {other})")
+
+
+def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How our container has ended, whatever others in its pod do; None as long as it has not, or the pod does not tell."""
+    for container in pod.get("status", {}).get("containerStatuses") or ():
+        if container.get("name", CONTAINER) == CONTAINER:
+            ended = (container.get("state") or {}).get("terminated")
+            return ended if isinstance(ended, Mapping) else None
+    return None
+
+
+def _why_it_failed(status: Mapping[str, Any]) -> str:
+    """Evicted, out of memory, preempted; empty if the container has just ended with an error of its own."""
+    parts = [f"{status['reason']}: {status.get('message', '')}".rstrip(": ")] if status.get("reason") else []
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            parts.append(f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": "))
+    ended = _end_of_worker({"status": status})
+    if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
+        parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
+    return "; ".join(parts)
+
+
+def _waits_for(pod: Mapping[str, Any] | None) -> str:
+    """Why a pod does not run yet, if it says so; nothing for what is on its way."""
+    status = (pod or {}).get("status", {})
+    for container in status.get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
+    return ""
+
+
+@dataclass
+class _PodLog:
+    """One pod's output, and how far it was read: the newest line's time, and how many lines have that time."""
+
+    pod: str
+    folder: Path
+    newest: str = ""
+    num_newest: int = 0
+    has_ended: bool = False
+    is_complete: bool = False
+    num_failures: int = 0  # to read it, in a row
+    next_at: float = 0.0
+
+
+class _PodLogs:
+    """Copies the output of pods into files, in a thread of its own: a host that does not answer holds nobody up.
+
+    How far it has come is in a file, too: the next controller goes on from there.
+    """
+
+    def __init__(self, api: KubernetesApi, namespace: str, folder: Path, pause_s: float, since: str = "") -> None:
+        self._api = api
+        self._namespace = namespace
+        self._folder = folder
+        self._pause_s = pause_s
+        self._since = since
+        self._logs: dict[str, _PodLog] = {}  # by node
+        self._is_closed = threading.Event()
+        self._has_news = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, node: str, pod: str) -> None:
+        if node in self._logs:
+            return
+        folder = self._folder / node
+        folder.mkdir(parents=True, exist_ok=True)
+        entry = _PodLog(pod, folder)
+        if (folder / ".read").exists():
+            entry.newest, _, count = (folder / ".read").read_text().partition(" ")
+            entry.num_newest = int(count or 0)
+        self._logs[node] = entry
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dlrover-pod-logs", daemon=True)
+            self._thread.start()
+
+    def finish(self, node: str) -> bool:
+        """Say that a node has ended; whether all of its output is there."""
+        entry = self._logs.get(node)
+        if entry is None:
+            return True  # it has never run
+        if not entry.has_ended:
+            entry.has_ended = True
+            self._has_news.set()
+        return entry.is_complete
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._has_news.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._is_closed.is_set():
+            self._has_news.clear()
+            for entry in [e for e in self._logs.copy().values() if not e.is_complete]:
+                if self._is_closed.is_set():
+                    return
+                if time.monotonic() < entry.next_at:
+                    continue
+                had_ended = entry.has_ended
+                try:
+                    self._read(entry, whole=had_ended)
+                except ApiError as error:
+                    # 400: its container has not started. 404: the pod is gone, and its output with it.
+                    entry.is_complete = had_ended and error.status in (400, 404)
+                    # A host that does not answer takes its time with every request, and the others' output waits.
+                    entry.num_failures += 1
+                    entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
+                    log.debug("%s: its output cannot be read now: %s", entry.pod, error)
+                except OSError as error:
+                    log.warning("%s: its output cannot be written: %s", entry.pod, error)
+                else:
+                    entry.is_complete, entry.num_failures = had_ended, 0
+            self._has_news.wait(self._pause_s)
+
+    def _read(self, entry: _PodLog, whole: bool) -> None:
+        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, entry.newest or self._since)
+        if not whole:
+            text = text[: text.rfind("\n") + 1]
+        # Only to the second: what was read already comes again.
+        new, num_again = [], 0
+        newest, num_newest = entry.newest, entry.num_newest
+        for line in text.removesuffix("\n").split("\n") if text else []:
+            stamp, _, words = line.partition(" ")
+            if stamp < entry.newest:
+                continue
+            if stamp == entry.newest:
+                num_again += 1
+                if num_again <= entry.num_newest:
+                    continue
+            num_newest = num_newest + 1 if stamp == newest else 1
+            newest = stamp
+            new.append(f"{words}\n")
+        if new:
+            with (entry.folder / "stdout.log").open("a") as stream:
+                stream.writelines(new)
+            (entry.folder / ".read").write_text(f"{newest} {num_newest}")
+            entry.newest, entry.num_newest = newest, num_newest

@@ -1,0 +1,265 @@
+"""All that we ask of a Kubernetes API server: each request with a deadline, repeated a bounded number of times.
+
+An answer is plain JSON: what a newer server adds to it is no error. Waits between attempts follow the server's `Retry-After`
+as far as that is reasonable; urllib3's own repetitions would follow it for hours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from lightning_dlrover.components.targets.target import TargetError
+
+__all__ = ["ApiError", "KubernetesApi", "is_in_pod"]
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+_CONNECT_S = 5.0
+_MAX_PAUSE_S = 15.0
+
+
+def is_in_pod() -> bool:
+    """Whether this process runs in a cluster, and may ask its API: with a service account, or a kubeconfig of its own."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+
+
+def _config_file() -> str:
+    """One or several, as `kubectl` takes them."""
+    return os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+
+
+def _has_config(file: str) -> bool:
+    return any(map(os.path.exists, file.split(":")))
+
+
+class ApiError(TargetError):
+    """A request that has failed.
+
+    Args:
+        words: what the server has said, or why it could not be asked.
+        status: of HTTP; 0: there was no answer.
+        reason: the server's own name for it, such as AlreadyExists.
+        uncertain: what was asked for may have been done.
+        retry_after_s: the server does not want to be asked before.
+    """
+
+    def __init__(
+        self, words: str, status: int = 0, reason: str = "", uncertain: bool = False, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(words)
+        self.status = status
+        self.reason = reason
+        self.uncertain = uncertain
+        self.retry_after_s = retry_after_s
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed a moment later."""
+        # A quota that is counted by two at once is a conflict of theirs, and says nothing about the object.
+        return self.status in (0, 429) or self.status >= 500 or (self.status == 409 and self.reason == "Conflict")
+
+
+class KubernetesApi:
+    """The API server that `kubectl` would ask: of KUBECONFIG or ~/.kube/config, else of the cluster that we run in.
+
+    Args:
+        request_s: for the answer to one attempt.
+        num_attempts: of a request that is repeated at all.
+        pause_s: before the second attempt; doubles.
+
+    Raises:
+        TargetError: the package is missing, or no cluster is configured.
+    """
+
+    def __init__(self, request_s: float = 15.0, num_attempts: int = 3, pause_s: float = 0.5) -> None:
+        try:
+            import urllib3
+            from kubernetes import client, config
+        except ImportError as error:
+            raise TargetError(
+                "--target kubernetes needs the package `kubernetes`: pip install 'lightning-dlrover[kubernetes]'"
+            ) from error
+        self._urllib3 = urllib3
+        self._config_error: type[Exception] = config.ConfigException
+        self._timeout = urllib3.Timeout(connect=min(_CONNECT_S, request_s), read=request_s)
+        self._num_attempts = num_attempts
+        self._pause_s = pause_s
+        configuration = client.Configuration()
+        file = _config_file()
+        try:
+            if "KUBERNETES_SERVICE_HOST" in os.environ and not _has_config(file):
+                config.load_incluster_config(client_configuration=configuration)
+                self.namespace = _NAMESPACE_FILE.read_text().strip()
+            else:
+                config.load_kube_config(config_file=file, client_configuration=configuration)
+                context = config.list_kube_config_contexts(config_file=file)[1]["context"]
+                self.namespace = str(context.get("namespace") or "default")
+        except (config.ConfigException, OSError, KeyError, TypeError) as error:
+            raise TargetError(
+                f"no Kubernetes cluster is configured ({error}); name a file with KUBECONFIG that `kubectl get jobs` works "
+                "with, or run inside the cluster with a service account"
+            ) from error
+        self._client = client.ApiClient(configuration)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.rest_client.pool_manager.clear()
+
+    # --- what is asked; examples/kubernetes/rbac.yaml allows just this ---------------------------------------------------
+
+    def has(self, api_version: str, kind: str) -> bool:
+        """Whether the cluster knows this kind of object: anybody may ask."""
+        try:
+            found = self._object("GET", f"/apis/{api_version}", is_repeated=True)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return False
+        return any(isinstance(each, dict) and each.get("name") == kind for each in found.get("resources") or ())
+
+    def create_job(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Repeated: a name is taken once only. A field that the server does not know is an error, and is not left out."""
+        path = _path(namespace, "jobs", group=manifest["apiVersion"])
+        self._object("POST", path, {"fieldValidation": "Strict"}, manifest, is_repeated=True)
+
+    def read_job(self, namespace: str, group: str, name: str) -> dict[str, Any]:
+        return self._object("GET", _path(namespace, "jobs", name, group), is_repeated=True)
+
+    def jobs(self, namespace: str, group: str, selector: str) -> list[dict[str, Any]]:
+        """Not repeated: whoever lists does so again and again."""
+        return _items(self._object("GET", _path(namespace, "jobs", group=group), {"labelSelector": selector}))
+
+    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        return _items(self._object("GET", _path(namespace, "pods"), {"labelSelector": selector}))
+
+    def pod_groups(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        path = _path(namespace, "podgroups", group="scheduling.volcano.sh/v1beta1")
+        return _items(self._object("GET", path, {"labelSelector": selector}))
+
+    def events(self, namespace: str, kind: str, name: str) -> list[dict[str, Any]]:
+        selector = f"involvedObject.kind={kind},involvedObject.name={name}"
+        return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "100"}))
+
+    def delete_job(self, namespace: str, group: str, name: str) -> None:
+        """What it has started ends in the background; fine if there is none."""
+        self._delete(_path(namespace, "jobs", name, group), {"propagationPolicy": "Background"})
+
+    def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
+        self._delete(_path(namespace, "pods", name), {"gracePeriodSeconds": grace_s})
+
+    def pod_log(self, namespace: str, pod: str, container: str, since: str) -> str:
+        """Each line with the time at which it was written in front; `since`: such a time."""
+        query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
+        return self._request("GET", f"{_path(namespace, 'pods', pod)}/log", query, None, is_repeated=False).decode(
+            errors="replace"
+        )
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _delete(self, path: str, options: Mapping[str, Any]) -> None:
+        try:
+            self._object("DELETE", path, body=options, is_repeated=True)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    def _object(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        is_repeated: bool = False,
+    ) -> dict[str, Any]:
+        answer = self._request(method, path, query or {}, body, is_repeated)
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            words = f"{method} {path}: the answer is no object of Kubernetes: {answer[:200]!r}"
+            raise ApiError(words, uncertain=method != "GET")
+        return found
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None, is_repeated: bool
+    ) -> bytes:
+        uncertain = False
+        attempts_left = self._num_attempts if is_repeated else 1
+        pause_s = self._pause_s
+        while True:
+            try:
+                return self._attempt(method, path, query, body)
+            except ApiError as error:
+                # One of the former attempts may have been carried out, whatever is said to this one.
+                uncertain = error.uncertain = uncertain or error.uncertain
+                attempts_left -= 1
+                if not attempts_left or not error.may_pass:
+                    raise
+                time.sleep(min(_MAX_PAUSE_S, max(pause_s, error.retry_after_s)))
+                pause_s *= 2.0
+
+    def _attempt(self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None) -> bytes:
+        """
+        Raises:
+            ApiError: with what the server has said.
+        """
+        changes = method != "GET"
+        headers = {"Accept": "application/json, */*", "User-Agent": "lightning-dlrover"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        errors = self._urllib3.exceptions
+        try:
+            self._client.update_params_for_auth(headers, [], ["BearerToken"])
+            answer = self._client.rest_client.pool_manager.request(
+                method,
+                f"{self._client.configuration.host}{path}{'?' if query else ''}{urlencode(query)}",
+                body=json.dumps(body) if body is not None else None,
+                headers=headers,
+                timeout=self._timeout,
+                retries=False,
+            )
+        except (errors.NewConnectionError, errors.ConnectTimeoutError, errors.SSLError, self._config_error) as error:
+            raise ApiError(f"{method} {path}: {error}") from error  # nothing was sent
+        except (errors.HTTPError, OSError) as error:
+            raise ApiError(f"{method} {path}: {error}", uncertain=changes) from error
+        if 200 <= answer.status < 300:
+            return bytes(answer.data)
+        words, reason = _said(answer.data, answer.status)
+        pause = answer.headers.get("Retry-After", "")
+        raise ApiError(
+            words,
+            answer.status,
+            reason,
+            uncertain=changes and (answer.status >= 500 or answer.status < 400),
+            retry_after_s=float(pause) if pause.isdecimal() else 0.0,
+        )
+
+
+def _path(namespace: str, kind: str, name: str = "", group: str = "") -> str:
+    return f"/{f'apis/{group}' if group else 'api/v1'}/namespaces/{namespace}/{kind}" + (f"/{name}" if name else "")
+
+
+def _items(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items = answer.get("items")
+    if items is None and str(answer.get("kind", "")).endswith("List"):
+        return []  # that is how an empty list may be written
+    if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("metadata") for item in items):
+        raise ApiError(f"the answer is no list of objects: {str(answer)[:200]}")
+    return items
+
+
+def _said(body: bytes, status: int) -> tuple[str, str]:
+    """What the server says in words, and its own name for it."""
+    try:
+        found = json.loads(body)
+        return f"{found['message']} ({status})", str(found.get("reason", ""))
+    except (ValueError, KeyError, TypeError):
+        text = " ".join(body.decode(errors="replace").split())[:300]
+        return f"the API server has answered with {status}: {text or 'it said nothing'}", ""

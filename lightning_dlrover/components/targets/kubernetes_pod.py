@@ -1,0 +1,209 @@
+"""A node as Kubernetes sees it: the manifest of its Job, plain or Volcano's, a pure function of what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_dlrover.components.node import LEAVE_VARIABLE
+from lightning_dlrover.components.targets.local import node_app
+from lightning_dlrover.components.targets.target import (
+    NodeSize,
+    NodeSpec,
+    TargetError,
+)
+
+__all__ = [
+    "CONTAINER",
+    "JOB_LABEL",
+    "MARK_LABEL",
+    "NODE_LABEL",
+    "PLAIN_JOBS",
+    "VOLCANO_JOBS",
+    "KubernetesOptions",
+    "Mount",
+    "job_manifest",
+    "job_name",
+]
+
+PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
+"""Who makes a node's pod, by the `apiVersion` of its Job."""
+
+CONTAINER = "worker"
+JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("job", "node", "mark"))
+
+SECRET_FOLDER = "/etc/dlrover/etcd"
+SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
+"""What a Secret calls the files that an etcd may want; the last three as in one of type kubernetes.io/tls."""
+
+REMEMBERED_S = 3600
+"""How long the cluster keeps a Job that has ended: a controller that comes by then learns how it did."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A persistent volume claim in a node's pod."""
+
+    claim: str
+    path: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What each node's pod asks Kubernetes for; empty: as the cluster, or the image, has it."""
+
+    image: str = ""
+    namespace: str = ""  # default: as kubectl has it, or the one that we run in
+    service_account: str = ""
+    gpus: str = ""  # of each node, [RESOURCE:]NUMBER
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    secret: str = ""  # holds the files that etcd wants
+    endpoint: str = ""  # of etcd, as pods reach it; default: as we do
+    image_pull_secret: str = ""
+    work_dir: str = ""
+    python: str = "python"  # of the image
+    grace_s: int = 120  # for the hand-over, when a pod is to end
+    template: Mapping[str, Any] = field(default_factory=dict)  # a pod template that ours is laid over
+    queue: str = ""  # of Volcano
+    plain_jobs: bool = False  # though the cluster has Volcano
+
+    def resources(self, size: NodeSize) -> dict[str, str]:
+        """Requested, and the limit, too: how fast a worker is must not depend on who else runs on its host."""
+        asked = {"cpu": str(size.cpus or 1)}
+        if size.memory_mb:
+            asked["memory"] = f"{size.memory_mb}Mi"
+        if self.gpus:
+            resource, _, number = self.gpus.rpartition(":")
+            asked[resource or "nvidia.com/gpu"] = number
+        return asked
+
+
+def job_name(run_id: str, node: str, mark: str) -> str:
+    """A Job's name: lower-case letters, digits and hyphens, few enough for the names of pods that Volcano makes of it (63)."""
+    return f"{_slug(run_id)[:30].rstrip('-')}-{node}-{mark}"
+
+
+def job_manifest(
+    spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str, api_version: str = PLAIN_JOBS
+) -> dict[str, Any]:
+    """The Job of one node, which has one pod and is never tried again: a new node has a new name.
+
+    Args:
+        api_version: `PLAIN_JOBS` or `VOLCANO_JOBS`.
+
+    Raises:
+        TargetError: etcd wants files, and no Secret was named that holds them.
+    """
+    labels = {
+        "app.kubernetes.io/name": "lightning-dlrover",
+        JOB_LABEL: _slug(spec.run_id)[:63].strip("-"),
+        NODE_LABEL: node,
+        MARK_LABEL: mark,
+    }
+    metadata = {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}}
+    template = _laid_over(options.template, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
+    return {
+        "apiVersion": api_version,
+        "kind": "Job",
+        "metadata": {"name": job_name(spec.run_id, node, mark), **metadata},
+        "spec": _plain_spec(template) if api_version == PLAIN_JOBS else _volcano_spec(template, options.queue),
+    }
+
+
+def _plain_spec(template: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": 0,
+        # A pod that was told to end has not failed yet: it hands over.
+        "podReplacementPolicy": "Failed",
+        "ttlSecondsAfterFinished": REMEMBERED_S,
+        "template": template,
+    }
+
+
+def _volcano_spec(template: Mapping[str, Any], queue: str) -> dict[str, Any]:
+    """No plugins: `svc`, which TorchX asks for, lets nobody in but pods of the same Job, and nodes are Jobs of their own."""
+    priority = template["spec"].get("priorityClassName")
+    return {
+        "schedulerName": "volcano",
+        "queue": queue or "default",
+        **({"priorityClassName": priority} if priority else {}),  # of a Job's place in the queue; a pod's does not count there
+        "minAvailable": 1,
+        # A deleted pod would be made anew under its name; `maxRetry` has no say in that, and 0 is taken for 3.
+        "policies": [{"event": "PodEvicted", "action": "TerminateJob"}],
+        "maxRetry": 0,
+        "ttlSecondsAfterFinished": REMEMBERED_S,
+        # By this name, as of a role's first replica, TorchX finds pods: its `status` and `log` work on nodes, too.
+        "tasks": [{"name": f"{CONTAINER}-0", "replicas": 1, "template": template}],
+    }
+
+
+def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str) -> dict[str, Any]:
+    files = {name: key for name, key in SECRET_KEYS.items() if name in spec.access}
+    if files and not options.secret:
+        raise TargetError(
+            f"pods cannot read {', '.join(spec.access[name] for name in files)} of this machine: put them into a Secret, under "
+            f"{', '.join(files.values())}, and name it with --secret"
+        )
+    access = {**spec.access, **{name: f"{SECRET_FOLDER}/{key}" for name, key in files.items()}}
+    inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
+    role = node_app(inside, node, dollar="$$").roles[0]
+    threads = os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))
+    resources = options.resources(size)
+    variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
+    # Loader workers hand batches over in shared memory, of which a container has 64 MB by default.
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if files:
+        items = [{"key": key, "path": key} for key in files.values()]
+        volumes.append({"name": "etcd-access", "secret": {"secretName": options.secret, "items": items}})
+        mounts.append({"name": "etcd-access", "mountPath": SECRET_FOLDER, "readOnly": True})
+    for number, mount in enumerate(options.mounts):
+        volumes.append({"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": mount.claim}})
+        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": mount.read_only})
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "command": [options.python],
+        # Kubernetes puts variables in place of $(...), and makes one $ of two.
+        "args": [argument.replace("$", "$$") for argument in role.args],
+        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()],
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    container |= {"image": options.image} if options.image else {}
+    container |= {"workingDir": options.work_dir} if options.work_dir else {}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_s,
+        # Training asks nothing of the API.
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    pod |= {"serviceAccountName": options.service_account} if options.service_account else {}
+    pod |= {"nodeSelector": dict(options.node_selector)} if options.node_selector else {}
+    pod |= {"imagePullSecrets": [{"name": options.image_pull_secret}]} if options.image_pull_secret else {}
+    return pod
+
+
+def _laid_over(base: Any, ours: Any) -> Any:
+    """A template with ours on top: fields of ours win, lists are joined, and what has a name in both is laid over, too."""
+    if isinstance(base, Mapping) and isinstance(ours, Mapping):
+        return {**base, **{name: _laid_over(base[name], value) if name in base else value for name, value in ours.items()}}
+    if isinstance(base, list) and isinstance(ours, list):
+        named = {item["name"]: item for item in ours if isinstance(item, Mapping) and "name" in item}
+        kept = [_laid_over(i, named.pop(i["name"])) if isinstance(i, Mapping) and i.get("name") in named else i for i in base]
+        return [*kept, *(i for i in ours if not (isinstance(i, Mapping) and "name" in i) or i["name"] in named)]
+    return ours
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "job"

@@ -1,0 +1,273 @@
+"""Nodes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+from torchx.specs import AppDef
+
+from lightning_dlrover.components import elastic
+from lightning_dlrover.components.control.reconcile import AppStatus
+from lightning_dlrover.components.node import MARK_VARIABLE, PARENT_VARIABLE
+from lightning_dlrover.components.targets.machine.shares import MachineShares
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    NodeSize,
+    NodeSpec,
+)
+from lightning_dlrover.components.targets.torchx_api import TorchXRunner
+
+__all__ = ["LocalTarget", "NodeSpec", "node_app"]
+
+PR_SET_CHILD_SUBREAPER = 36
+
+_LOOKS = 10
+"""At the processes of a node that moves to other cores."""
+
+
+def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
+    """The component of one node.
+
+    Args:
+        dollar: what comes out as one $ after all that replaces ${...} on the way to the script.
+    """
+    return elastic.node(
+        *(argument.replace("$", dollar) for argument in spec.script_args),
+        script=spec.script.replace("$", dollar),
+        rdzv_endpoint=spec.endpoint,
+        rdzv_id=spec.run_id,
+        workers=f"{spec.min_workers}:{spec.max_workers}",
+        node=node,
+        max_restarts=spec.max_restarts,
+        key_prefix=spec.prefix,
+        timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
+        **spec.access,  # type: ignore[arg-type]
+    )
+
+
+class LocalTarget:
+    """Nodes as processes on this machine, through TorchX's local scheduler.
+
+    What a node has of the machine is given to others once none of its processes is left. Orphans of nodes become children of
+    this process (PR_SET_CHILD_SUBREAPER) and are known by a mark in their environment, so that `close` finds all that was
+    started here, and nothing else. To be used from the main thread: nodes end with the thread that started them.
+
+    Args:
+        spec: what the nodes run.
+        log_dir: where their output goes.
+        gpus: of each node, which are nobody else's; 0: all that this process sees are shared.
+        grace_s: from SIGTERM to SIGKILL.
+        hurry: when set, there is no grace.
+    """
+
+    name = "local"
+    outlives_controller = False
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        log_dir: Path,
+        gpus: int = 0,
+        grace_s: float = 20.0,
+        hurry: threading.Event | None = None,
+    ) -> None:
+        self._spec = spec
+        self._log_dir = log_dir
+        self._grace_s = grace_s
+        self._hurry = hurry or threading.Event()
+        self._mark = uuid.uuid4().hex
+        self._agents: dict[str, psutil.Process] = {}
+        self._nodes: dict[str, str] = {}  # names of those that have not been seen to end, by handle
+        self._out_of_memory: set[str] = set()  # handles
+        self._shares = MachineShares(gpus)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
+
+    def open(self, mark: str) -> None:
+        pass  # what was not started by this object has ended with whoever started it
+
+    def owns(self, node: str, handle: str) -> bool:
+        return self._nodes.get(handle) == node
+
+    def apps(self) -> Sequence[App]:
+        self._settle()
+        return [App(node, handle, True) for handle, node in self._nodes.items()]
+
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        self._settle()
+        cores, variables = self._shares.take(node, size)
+        # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
+        app = node_app(self._spec, node, dollar="$$$$")
+        app.roles[0].env |= {
+            **variables,
+            **{name: value.replace("$", "$$") for name, value in self._spec.environment.items()},
+            PARENT_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: self._mark,
+        }
+        self._reap_orphans()
+        before = set(self._children())
+        try:
+            with _on_cores(cores):
+                handle = self._runner.submit(app)
+        except BaseException:
+            self._shares.end(node)
+            raise
+        self._nodes[handle] = node
+        started = [p for p in self._children() if p not in before and _leads_its_session(p)]
+        self._agents.update((handle, process) for process in started[-1:])
+        return handle
+
+    def status(self, handle: str) -> AppStatus:
+        status = self._runner.status(handle)
+        if status not in ("pending", "running") and (node := self._nodes.pop(handle, None)) is not None:
+            # An agent that was killed has left its worker behind. One that trains hands over when it is asked to end.
+            for process in self._orphans():
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("DLROVER_NODE") == node:
+                        process.terminate()
+            if status == "failed" and (why := self._shares.why_killed(node)):
+                self._out_of_memory.add(handle)
+                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a") as stream:
+                    stream.write(f"this machine: {why}\n")
+            self._shares.end(node)
+            self._settle()
+        return status
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        ending = list(handles)
+        # An agent passes SIGTERM on to its worker, and waits for it.
+        self._end([self._agents[handle] for handle in ending if handle in self._agents])
+        for handle in ending:
+            self._runner.cancel(handle)
+            self._agents.pop(handle, None)
+            if (node := self._nodes.pop(handle, None)) is not None:
+                self._shares.end(node)
+        self._settle()
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        return handle in self._out_of_memory
+
+    def wants_back(self, handle: str) -> bool:
+        return False
+
+    def logs(self, handle: str) -> list[Path]:
+        app_id = handle.rsplit("/", 1)[-1]
+        return [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]
+
+    def close(self) -> None:
+        self._end([*self._agents.values(), *self._orphans()])
+        self._runner.close()
+        self._reap_orphans()
+        self._shares.close()
+
+    def _settle(self) -> None:
+        """What ended nodes had is free again, unless processes of theirs are left."""
+        if not self._shares.awaits:
+            return
+        left = set()
+        for process in self._orphans():
+            with contextlib.suppress(psutil.Error):
+                left.add(process.environ().get("DLROVER_NODE", ""))
+        handles = {node: handle for handle, node in self._nodes.items()}
+        for node, cores in self._shares.settle(left).items():
+            if (agent := self._agents.get(handles.get(node, ""))) is not None:
+                _move(agent, cores)
+
+    def _children(self) -> list[psutil.Process]:
+        return sorted(psutil.Process().children(), key=lambda process: process.create_time())
+
+    def _orphans(self) -> list[psutil.Process]:
+        orphans = []
+        for process in self._children():
+            with contextlib.suppress(psutil.Error):
+                if process not in self._agents.values() and process.environ().get(MARK_VARIABLE) == self._mark:
+                    orphans.append(process)
+        return orphans
+
+    def _reap_orphans(self) -> None:
+        """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise.
+
+        A child of this process itself leads a session or is in ours, and is somebody else's to wait for.
+        """
+        for process in self._children():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.getsid(process.pid) not in (process.pid, os.getsid(0)):
+                    os.waitpid(process.pid, os.WNOHANG)
+
+    def _end(self, roots: list[psutil.Process]) -> None:
+        """End processes and their descendants: SIGTERM to the former, after a grace SIGKILL to all that are left."""
+        family = _with_descendants(roots)
+        for root in roots:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root.terminate()
+        deadline = time.monotonic() + self._grace_s
+        while (left := [p for p in family if _is_running(p)]) and time.monotonic() < deadline and not self._hurry.is_set():
+            time.sleep(0.05)
+            family |= _with_descendants(left)
+        while left := [p for p in _with_descendants(family) if _is_running(p)]:
+            for process in left:
+                # psutil compares the start time first: a reused process id is never signalled.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1.0)
+            family = set(left)
+            if time.monotonic() > deadline + 10.0:
+                return  # in the kernel's hands: nothing more can be done
+
+
+def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+    family = set(processes)
+    for process in list(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(process.children(recursive=True))
+    return family
+
+
+@contextlib.contextmanager
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Bind this thread to cores for a while; what it starts meanwhile stays on them, from its first instruction on."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _move(root: psutil.Process, cores: Iterable[int]) -> None:
+    """Bind a process and its descendants to cores. What they start meanwhile is found when it is looked again."""
+    wanted = {*cores}
+    for _ in range(_LOOKS):
+        moved = False
+        for process in _with_descendants([root]):
+            with contextlib.suppress(OSError, psutil.Error):
+                for thread in os.listdir(f"/proc/{process.pid}/task"):
+                    with contextlib.suppress(ProcessLookupError):
+                        if os.sched_getaffinity(int(thread)) != wanted:
+                            os.sched_setaffinity(int(thread), wanted)
+                            moved = True
+        if not moved:
+            return
+
+
+def _leads_its_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) == int(process.pid)
+    except ProcessLookupError:
+        return False
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and str(process.status()) != "zombie"
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,1 @@
+"""What each node gets of this machine."""

@@ -1,0 +1,130 @@
+"""What each node has of this machine, cores, memory and GPUs, and how the system keeps it to that.
+
+Where the system does not let us limit memory, that is said once, and nodes run without a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from lightning_dlrover.components.node import GROUP_VARIABLE
+from lightning_dlrover.components.targets.machine.allocation import (
+    Allocation,
+    NothingFreeError,
+)
+from lightning_dlrover.components.targets.machine.control_groups import (
+    MemoryGroups,
+    NoMemoryGroupsError,
+)
+from lightning_dlrover.components.targets.machine.devices import (
+    DEVICES_VARIABLE,
+    visible_devices,
+)
+from lightning_dlrover.components.targets.target import (
+    NodeSize,
+    NotTakenError,
+)
+
+__all__ = ["MachineShares"]
+
+log = logging.getLogger(__name__)
+
+
+class MachineShares:
+    """Gives nodes cores, memory and GPUs, and takes them back.
+
+    Args:
+        gpus: of each node, which are nobody else's; 0: all that this process sees are shared.
+    """
+
+    def __init__(self, gpus: int) -> None:
+        self._gpus = gpus
+        self._allocation = Allocation(sorted(os.sched_getaffinity(0)), visible_devices(os.environ) if gpus else ())
+        self._groups: MemoryGroups | None = None
+        self._limits_mb: dict[str, int] = {}  # of nodes with a control group
+        self._ended: set[str] = set()  # nodes that have something still
+        self._told: set[str] = set()  # what is said once
+
+    @property
+    def awaits(self) -> bool:
+        """Whether nodes that have ended have not given everything back."""
+        return bool(self._ended)
+
+    def take(self, node: str, size: NodeSize) -> tuple[tuple[int, ...], Mapping[str, str]]:
+        """Cores and variables for a node that is kept to a share of `size`; no cores: it may use any.
+
+        Raises:
+            NotTakenError: there is not so much left; the node has nothing.
+        """
+        try:
+            share = self._allocation.take(node, size.cpus, self._gpus)
+        except NothingFreeError as error:
+            raise NotTakenError(str(error)) from error
+        try:
+            group = self._memory_group(node, size.memory_mb)
+        except OSError as error:
+            self._allocation.give_back(node)
+            raise NotTakenError(f"{node} cannot be given a control group with {size.memory_mb} MiB: {error}") from error
+        if 0 < len(share.cores) < size.cpus:
+            self._tell_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
+        if shared := self._allocation.shared_cores(node):
+            cores = ", ".join(map(str, shared))
+            self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
+        # More threads than cores would only get in each other's way; without a share the nodes are each other's neighbours.
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(share.cores) or 1))}
+        if share.devices:
+            variables[DEVICES_VARIABLE] = ",".join(share.devices)
+        if group is not None:
+            variables[GROUP_VARIABLE] = str(group)
+        return share.cores, variables
+
+    def end(self, node: str) -> None:
+        """Note that a node has ended; processes of it may be left."""
+        self._ended.add(node)
+
+    def settle(self, left: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """Take back what ended nodes had, but those of `left`, of which processes live.
+
+        Returns:
+            Cores of nodes that shared some, and move to others now, by node.
+        """
+        for node in self._ended - {*left}:
+            if self._groups is None or self._groups.remove(node):
+                self._allocation.give_back(node)
+                self._limits_mb.pop(node, None)
+                self._ended.discard(node)
+        return {node: share.cores for node, share in self._allocation.spread().items()}
+
+    def why_killed(self, node: str) -> str:
+        """Why the kernel has ended a process of a node; empty if it has not."""
+        if self._groups is None or not self._groups.num_killed(node):
+            return ""
+        return f"out of memory (limit {self._limits_mb[node]} MiB)"
+
+    def close(self) -> None:
+        """Remove control groups, once all nodes have ended."""
+        if self._groups is not None:
+            self._groups.close()
+
+    def _memory_group(self, node: str, limit_mb: int) -> Path | None:
+        """
+        Raises:
+            OSError: the kernel does not let us make one more.
+        """
+        if not limit_mb or "memory" in self._told:
+            return None
+        try:
+            self._groups = self._groups or MemoryGroups()
+        except NoMemoryGroupsError as error:
+            self._tell_once("memory", f"nodes run without a limit of memory: {error}")
+            return None
+        self._limits_mb[node] = limit_mb
+        return self._groups.create(node, limit_mb << 20)
+
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", text)

@@ -1,0 +1,432 @@
+"""Nodes as Slurm jobs: an independent job of one node each, which all join one rendezvous.
+
+Calls Slurm's own commands, as an ordinary user and without accounting. TorchX's Slurm scheduler would submit a heterogeneous
+job, which can neither grow nor lose a part, reads states from `sacct`, and cannot be given a notice before the time limit.
+Nothing is taken for ended because a command failed: it is asked again, more and more rarely, and what was known last holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dlrover.components.control.reconcile import AppStatus
+from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
+from lightning_dlrover.components.targets.local import node_app
+from lightning_dlrover.components.targets.logs import read_tail
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    NodeSize,
+    NodeSpec,
+    NotTakenError,
+    TargetError,
+)
+
+__all__ = ["SlurmOptions", "SlurmTarget"]
+
+log = logging.getLogger(__name__)
+
+_COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
+
+_STATES: dict[str, AppStatus] = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"), "pending"),
+    **dict.fromkeys(("SPECIAL_EXIT", "POWER_UP_NODE"), "pending"),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
+    "COMPLETED": "succeeded",
+    # What somebody else has cancelled was killed, as far as the job is concerned.
+    **dict.fromkeys(("FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"), "failed"),
+    **dict.fromkeys(("DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"), "failed"),
+}
+
+# Who was killed for what it holds has left no word of its own; these come from Slurm, in its output.
+_OUT_OF_MEMORY = re.compile(r"slurmstepd.*?: error: .*?(exceeded (?:job )?memory limit.*|oom[-_]kill.*)", re.I)
+
+# The request has certainly not been carried out; it may be repeated.
+_NOT_SENT = re.compile(r"connect failure|Connection refused|No route to host|Unable to establish configuration source", re.I)
+# It may have been carried out although its answer was lost.
+_UNCERTAIN = re.compile(r"timed out|Zero Bytes|communication|Unable to contact|Connection reset", re.I)
+_UNKNOWN_JOB = re.compile(r"Invalid job id", re.I)
+_ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
+
+_MAX_BACKOFF_S = 60.0
+_NUM_ATTEMPTS = 3
+_JOBS_PER_COMMAND = 200
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What each node's job asks Slurm for; empty: as the cluster has it."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""  # limit of one node, as sbatch takes it: MINUTES, HH:MM:SS or D-HH:MM
+    constraint: str = ""
+    nodelist: str = ""
+    exclude: str = ""
+    gres: str = ""
+    gpus: str = ""  # of each node, [TYPE:]NUMBER
+    notice_s: int = 120  # before the time limit, or at a preemption, another node is to take its place; 0: it is not
+    work_dir: str = ""  # where the script runs; default: the current folder
+    setup: str = ""  # a line of shell that comes before the script, such as `module load cuda`
+    extra: tuple[str, ...] = ()  # arguments for sbatch, which come last and win
+
+    def arguments(self, size: NodeSize) -> list[str]:
+        """For sbatch."""
+        asked = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "constraint", "nodelist")}
+        asked |= {"exclude": self.exclude, "gres": self.gres, "gpus": self.gpus}
+        asked["mem"] = f"{size.memory_mb}M" if size.memory_mb else ""
+        given = [f"--{name}={value}" for name, value in asked.items() if value]
+        # To the batch script alone, which is `components/node.py`: it tells the worker, and nobody else.
+        notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
+        # A node that Slurm started again under its old name would be one that no plan has asked for: we start a new one.
+        # Where it does so all the same, what it has said before is kept.
+        fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", "--open-mode=append"]
+        return [*fixed, *notice, *given, *self.extra]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of squeue."""
+
+    job_id: str
+    state: str
+    node: str
+
+
+class SlurmTarget:
+    """Submits, watches and cancels one-node jobs.
+
+    Args:
+        spec: what the nodes run.
+        options: what they ask for.
+        log_dir: a folder of this job alone that all hosts share; each node's script, output and exit code go into one of its
+            own there.
+        poll_s: how often Slurm is asked at most, by one command for all nodes.
+        command_s: deadline of a command.
+
+    Raises:
+        TargetError: Slurm's commands are not there.
+    """
+
+    name = "slurm"
+    outlives_controller = True
+
+    def __init__(
+        self, spec: NodeSpec, options: SlurmOptions, log_dir: Path, poll_s: float = 2.0, command_s: float = 30.0
+    ) -> None:
+        self._spec = spec
+        self._options = options
+        self._log_dir = log_dir
+        self._poll_s = poll_s
+        self._command_s = command_s
+        self._name = re.compile("")  # of our jobs
+        self._mark = ""
+        self._rows: dict[str, _Row] = {}  # by job id
+        self._trouble: TargetError | None = None
+        self._num_failures = 0  # of squeue, in a row
+        self._asked_at = -float("inf")  # when the newest list was asked for
+        self._next_poll_at = -float("inf")
+        self._submitted_at: dict[str, float] = {}
+        self._looked_up_at: dict[str, float] = {}  # when scontrol was asked about a job that squeue does not list
+        self._known: dict[str, AppStatus] = {}  # by handle
+        self._cancelled: set[str] = set()  # handles, by us
+        self._starved: set[str] = set()  # handles of those whose output says that they lacked memory
+        self._looked_for_at: dict[str, float] = {}  # by handle: which list of squeue's its files were last looked for with
+        missing = [command for command in _COMMANDS if shutil.which(command) is None]
+        if missing:
+            raise TargetError(
+                f"{', '.join(missing)} not found on PATH; --target slurm works on a host from which `sbatch` and `squeue` do, "
+                "such as a login node"
+            )
+
+    def open(self, mark: str) -> None:
+        self._mark = mark
+        self._name = re.compile(rf"{re.escape(self._spec.run_id)}\.(node\d+)\.{re.escape(mark)}")
+
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        folder = self._log_dir / node
+        folder.mkdir(parents=True, exist_ok=True)
+        # An earlier job of this name, which etcd has forgotten, may have had a node of this name.
+        for former in (self._exit_file(node), notice_file(self._exit_file(node))):
+            former.unlink(missing_ok=True)
+        script = folder / "batch.sh"
+        script.touch(mode=0o600)
+        script.chmod(0o600)  # variables of the job are in it, and what `--env` says is nobody else's business
+        script.write_text(self._script(node, size))
+        arguments = [
+            "--parsable",
+            f"--job-name={self._job_name(node)}",
+            # Slurm replaces %x and its like in these.
+            f"--output={str(folder).replace('%', '%%')}/stdout.log",
+            f"--error={str(folder).replace('%', '%%')}/stderr.log",
+            f"--chdir={self._options.work_dir or os.getcwd()}",
+            *self._options.arguments(size),
+            str(script),
+        ]
+        for attempt in range(_NUM_ATTEMPTS):
+            try:
+                done = self._call("sbatch", *arguments)
+            except OSError as error:
+                raise NotTakenError(f"sbatch cannot be run: {error}") from error
+            said = _text(done.stderr) or _text(done.stdout)
+            if done.returncode == 0:
+                break
+            if not _NOT_SENT.search(said):
+                uncertain = _UNCERTAIN.search(said)
+                raise (TargetError if uncertain else NotTakenError)(f"sbatch ended with {done.returncode}: {said}")
+            if attempt == _NUM_ATTEMPTS - 1:
+                raise NotTakenError(f"sbatch could not reach Slurm {_NUM_ATTEMPTS} times: {said}")
+            time.sleep(2.0**attempt * min(1.0, self._poll_s))
+        # A site's submit filter may print lines of its own.
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        match = re.fullmatch(r"(\d+)(?:;\S+)?", lines[-1].strip()) if lines else None
+        if match is None:
+            raise TargetError(f"sbatch has not given the job's number, but {_text(done.stdout)!r}")
+        self._submitted_at[match[1]] = time.monotonic()
+        return f"{match[1]}/{node}"
+
+    def owns(self, node: str, handle: str) -> bool:
+        # The number may still be any job's: `cancel` and `status` compare the job's name, too.
+        return re.fullmatch(rf"[1-9][0-9]{{0,17}}/{re.escape(node)}", handle) is not None
+
+    def apps(self) -> Sequence[App]:
+        self._refresh()
+        if self._trouble is not None:
+            raise self._trouble
+        found = [(row, f"{row.job_id}/{row.node}") for row in self._rows.values()]
+        return [App(row.node, handle, self._status_of(row, handle) in ("pending", "running")) for row, handle in found]
+
+    def status(self, handle: str) -> AppStatus:
+        known = self._known.get(handle, "pending")
+        if known not in ("pending", "running"):
+            return known  # the end is the end
+        self._refresh()
+        job_id, node = handle.split("/")
+        row = self._rows.get(job_id)
+        if row is not None:
+            status = self._status_of(row, handle)
+        elif self._trouble is not None or self._asked_at <= self._submitted_at.get(job_id, -float("inf")):
+            status = known
+        elif self._looked_up_at.get(job_id, -float("inf")) > self._asked_at:
+            status = known  # asked about since squeue was; the answer made no sense
+        else:
+            self._looked_up_at[job_id] = time.monotonic()
+            status = self._look_up(job_id, node) or known
+        # `start` has removed the file of a former node of this name.
+        waits = status == "pending"
+        has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
+        if has_run and status == "pending" and handle not in self._cancelled:
+            # Somebody has requeued it: its worker has gone, and it may wait for long, and for what nobody wants any more. For
+            # the controller it has failed; what Slurm still lists in our name is a node that nobody has asked for.
+            status = "failed"
+        self._known[handle] = status
+        if status == "failed" and handle not in self._cancelled:
+            self._tell_why(handle, row.state if row is not None else "")
+        return status
+
+    def _status_of(self, row: _Row, handle: str) -> AppStatus:
+        known = self._known.get(handle, "pending")
+        if row.state != "COMPLETING":
+            return _STATES[row.state]
+        if known not in ("pending", "running"):
+            return known
+        # The epilogue may take its time; what the agent has written is final.
+        return self._exit_status(row.node) or _STATES[row.state]
+
+    def _tell_why(self, handle: str, state: str) -> None:
+        """Say, here and below what the node has printed, what Slurm knows of its end beyond that it has failed."""
+        job_id, node = handle.split("/")
+        file = self._log_dir / node / "stderr.log"
+        found = None
+        with contextlib.suppress(OSError):
+            found = _OUT_OF_MEMORY.search(read_tail(file))
+        if found:
+            self._starved.add(handle)
+        told = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
+        why = ", ".join(each for each in (told, f"out of memory: {found[1]}" if found else "") if each)
+        if why:
+            log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
+            with contextlib.suppress(OSError), file.open("a") as stream:
+                stream.write(f"Slurm: {why}\n")
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        doomed = list(handles)
+        self._cancelled.update(doomed)
+        ours, others = [], []
+        for handle in doomed:
+            job_id, node = handle.split("/")
+            if job_id in self._rows or job_id in self._submitted_at:
+                ours.append(job_id)
+            else:
+                # Slurm has forgotten it, could not be asked yet, or a record names a job that is not ours.
+                others.append([f"--jobname={self._job_name(node)}", "--", job_id])
+        batches = [["--", *ours[start : start + _JOBS_PER_COMMAND]] for start in range(0, len(ours), _JOBS_PER_COMMAND)]
+        for arguments in [*batches, *others]:
+            try:
+                done = self._call("scancel", *arguments)
+            except OSError as error:
+                raise TargetError(f"scancel cannot be run: {error}") from error
+            problems = [line for line in done.stderr.splitlines() if line.strip() and not _ENDED_ALREADY.search(line)]
+            if done.returncode and (problems or not done.stderr.strip()):
+                raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
+        self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        row = self._rows.get(handle.split("/")[0])
+        return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
+
+    def wants_back(self, handle: str) -> bool:
+        # Path.exists() would raise for a shared file system that fails for a moment.
+        return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
+
+    def _is_new_list_for(self, handle: str) -> bool:
+        """Whether squeue was asked since this was for a node: a shared file system is not for every step."""
+        is_new = self._looked_for_at.get(handle) != self._asked_at
+        self._looked_for_at[handle] = self._asked_at
+        return is_new
+
+    def logs(self, handle: str) -> list[Path]:
+        folder = self._log_dir / handle.split("/")[1]
+        return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
+
+    def close(self) -> None:
+        pass
+
+    # --- a node's script -----------------------------------------------------------------------------------------------
+
+    def _job_name(self, node: str) -> str:
+        return f"{self._spec.run_id}.{node}.{self._mark}"
+
+    def _script(self, node: str, size: NodeSize) -> str:
+        # Only torchrun replaces ${...} here.
+        role = node_app(self._spec, node, dollar="$$").roles[0]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))}
+        variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(self._exit_file(node))}
+        variables[NOTICE_VARIABLE] = str(self._options.notice_s)
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                f"# {node} of job {self._spec.run_id}, as `dlrover run --target slurm` has submitted it.",
+                *([self._options.setup] if self._options.setup else []),
+                *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+                f"exec {shlex.join([role.entrypoint, *role.args])}",
+                "",
+            ]
+        )
+
+    def _exit_file(self, node: str) -> Path:
+        return self._log_dir / node / "exit_code"
+
+    def _exit_status(self, node: str) -> AppStatus | None:
+        """How the agent has ended, by its own account; None if it has not said."""
+        with contextlib.suppress(OSError, ValueError):
+            return "succeeded" if int(self._exit_file(node).read_text()) == 0 else "failed"
+        return None
+
+    # --- asking Slurm --------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Ask squeue, if it is time to."""
+        now = time.monotonic()
+        if now < self._next_poll_at:
+            return
+        try:
+            rows = self._list()
+        except TargetError as error:
+            self._trouble = error
+            self._num_failures += 1
+            pause_s = min(_MAX_BACKOFF_S, self._poll_s * 2.0 ** min(10, self._num_failures))
+            self._next_poll_at = time.monotonic() + pause_s
+            return
+        self._rows = {row.job_id: row for row in rows}
+        self._trouble, self._num_failures, self._asked_at = None, 0, now
+        self._next_poll_at = now + self._poll_s
+
+    def _list(self) -> list[_Row]:
+        try:
+            done = self._call("squeue", "--me", "--noheader", "--states=all", "--format=%A %T %j")
+        except OSError as error:
+            raise TargetError(f"squeue cannot be run: {error}") from error
+        if done.returncode:
+            raise TargetError(f"squeue ended with {done.returncode}: {_text(done.stderr)}")
+        rows = []
+        for line in done.stdout.splitlines():
+            match = re.fullmatch(r"(\d+) (\S+) (.*?)\s*", line)
+            if match is None:
+                raise TargetError(f"squeue answered what is no list of jobs: {line[:200]!r}")
+            if ours := self._name.fullmatch(match[3]):
+                if match[2] not in _STATES:
+                    raise TargetError(
+                        f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, which is no state we know"
+                    )
+                rows.append(_Row(match[1], match[2], ours[1]))
+        return rows
+
+    def _look_up(self, job_id: str, node: str) -> AppStatus | None:
+        """What became of a job that squeue does not list; None if nobody can tell."""
+        try:
+            done = self._call("scontrol", "--oneliner", "show", "job", job_id)
+        except (OSError, TargetError) as error:
+            log.warning("job %s, %s: squeue does not list it, and scontrol does not tell: %s", job_id, node, error)
+            return None
+        if done.returncode == 0:
+            match = re.search(rf"\bJobId={job_id}\b(?: JobName=(.*?) UserId=)?.*?\bJobState=(\S+)", done.stdout)
+            if match is None:
+                return None
+            if match[1] in (None, self._job_name(node)):
+                return _STATES.get(match[2])
+            log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
+        elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
+            return None
+        # Slurm forgets jobs `MinJobAge` seconds after their end. Who was killed has left no word.
+        return self._exit_status(node) or "failed"
+
+    def _call(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """
+        Raises:
+            TargetError: no answer within the deadline.
+            OSError: the command cannot be run.
+        """
+        with subprocess.Popen(
+            [command, *arguments],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a Ctrl-C is for us; and what a site's wrapper has started ends with it
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=self._command_s)
+            except BaseException as error:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise TargetError(f"{command} has not answered within {self._command_s:g} s") from error
+                raise
+        return subprocess.CompletedProcess([command, *arguments], process.returncode, output, errors)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what would narrow squeue's list, make scancel ask back, or describe a job that we run in ourselves."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
+    ours = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(ours)}
+
+
+def _text(output: str) -> str:
+    """What a command has said, for one line of ours."""
+    return " ".join(output.split())[:500] or "it said nothing"

@@ -1,0 +1,1 @@
+"""Turns measurements into samples, plans and a history for later jobs."""

@@ -1,0 +1,594 @@
+"""Learn from windows of steps and plan, in a background thread beside training.
+
+Every worker's thread publishes its windows; rank 0's keeps the job's memory of them, fits the models, asks the planner,
+writes the plan, says later what came of it, and brings the job history up to date. Whoever starts and ends nodes reads the
+plan from etcd; without such a controller the number of workers is a recommendation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+from lightning_dlrover.learn.history import (
+    HistoryError,
+    JobEntry,
+    JobHistory,
+)
+from lightning_dlrover.learn.profile_log import (
+    PublishedProfile,
+    WindowLog,
+)
+from lightning_dlrover.observe.resources import MachineLoad
+from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
+from lightning_dlrover.perf.samples import StepProfile, impossible_figure
+from lightning_dlrover.planner.autoscale import Situation, plan
+from lightning_dlrover.planner.memory_growth import least_workers
+from lightning_dlrover.planner.objective import Objective, resources_of
+from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
+from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
+from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
+from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    PlanRecord,
+    encode,
+    from_fields,
+)
+from lightning_dlrover.rdzv.live.membership import Membership
+
+__all__ = ["Analyst", "Intentions"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_RESIZE_COST_S = 0.5
+DEFAULT_RETUNE_COST_S = 0.2
+"""Assumed until the job has measured a change of its own."""
+
+MAX_WINDOWS_PER_SETTINGS = 30
+MAX_STAYS = 50  # decisions not to change anything, that are kept in memory; each is written down soon
+MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
+WINDOWS_PER_DECISION = 3
+WINDOWS_OF_LOAD = 5  # over which the load of the machine by other programs is taken; the median
+STAY_EVERY_S = 60.0  # that nothing changes is recorded no more often
+HISTORY_EVERY_S = 30.0
+
+PATIENCE_WITH_A_PLAN_S = 120.0
+"""How long a plan may take to be carried out before another one is made: new nodes may queue, and have to start."""
+
+LONGEST_HANDOVER_S = 60.0  # from the last window of one rank 0 to the first of the next, in a job that was not ended meanwhile
+
+DIGITS = 5  # of the numbers in a decision's record
+
+
+@dataclass(frozen=True)
+class Intentions:
+    """What the user asked of the planner."""
+
+    plan_every_s: float
+    objective: Objective
+    history_url: str | None  # None: no history is read or written
+
+
+@dataclass(frozen=True)
+class _News:
+    """One window, and what only the training thread knows."""
+
+    profile: StepProfile
+    remaining_samples: float | None
+    tunable: bool  # loader workers, threads and prefetching can be changed
+    untunable: Collection[str]  # but these, by their names in `Settings`
+
+
+class Analyst:
+    """The background thread of one worker.
+
+    Args:
+        membership: of a job whose workers can change; None: one that runs alone.
+        node_cores: cores of one node.
+        load: of this worker's node; None: there are no other programs on it.
+    """
+
+    def __init__(
+        self,
+        membership: Membership | None,
+        intentions: Intentions,
+        node_cores: float,
+        load: MachineLoad | None = None,
+    ) -> None:
+        self._load = load
+        self._foreign_cores: deque[float] = deque(maxlen=WINDOWS_OF_LOAD)
+        self._membership = membership
+        self._intentions = intentions
+        self._node_cores = node_cores
+        self._memory = _Memory()
+        self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and since when this worker has known it
+        self._published = PublishedProfile()
+        self._windows = WindowLog()
+        self._planned_at = 0.0
+        self._stayed_at = 0.0
+        self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
+        self._num_in_place = 0
+        self._keeper = _Keeper(JobHistory(intentions.history_url)) if intentions.history_url else None
+        self._started_at = time.time()
+        self._is_rank_0 = False
+        self._num_submitted = self._num_digested = 0
+        self._last: Decision | None = None
+        self._inbox: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alone(self) -> bool:
+        return self._membership is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted has been dealt with."""
+        return self._num_digested == self._num_submitted
+
+    def submit(
+        self,
+        profile: StepProfile,
+        remaining_samples: float | None,
+        *,
+        tunable: bool = False,
+        untunable: Collection[str] = (),
+    ) -> None:
+        self._num_submitted += 1
+        self._inbox.put(_News(profile, remaining_samples, tunable, untunable))
+
+    def close(self, end: Literal["running", "finished", "failed"], timeout_s: float = 10.0) -> Decision | None:
+        """End the thread once it has dealt with what was submitted. Returns the last decision.
+
+        Args:
+            end: of the job, as this worker knows it; a worker that leaves says `running`.
+        """
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        if self._is_rank_0 and not self._thread.is_alive():
+            self._log(self._windows.flush())
+            self._remember(end)
+        return self._last
+
+    # --- the thread --------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            # Fitting must not take a core away from training.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        away = False
+        while (news := self._inbox.get()) is not None:
+            try:
+                self._digest(news)
+                away = False
+            except EtcdError as error:
+                if not away:
+                    log.warning("step profiles are not published until etcd is back: %s", error)
+                away = True
+            except Exception:
+                # Training must go on without plans; what went wrong is said once per window, with its traceback.
+                log.exception("planning failed")
+            self._num_digested += 1
+
+    def _digest(self, news: _News) -> None:
+        profile, membership = news.profile, self._membership
+        if membership is not None and self._published.is_news(profile, time.monotonic()):
+            membership.put_profile(encode(profile))
+        was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
+        if not self._is_rank_0:
+            if was_rank_0:
+                self._log(self._windows.flush())
+            return
+        if not was_rank_0:
+            # What earlier rank 0s have learned and decided; this worker may be the first one or the tenth.
+            self._memory = self._recalled()
+        if membership is not None:
+            self._log(self._windows.add(profile))
+            if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
+                return  # nodes may be of two sizes now: what is measured is neither's
+        self._memory.add(profile)
+        if self._load is not None:
+            workers_here = profile.fullest_node or math.ceil(profile.num_workers / profile.num_nodes)
+            self._foreign_cores.append(self._load.foreign_cores(profile.cpu_percent / 100, workers_here))
+        place = profile.round_number, settings_of(profile)
+        self._num_in_place = self._num_in_place + 1 if place == self._place else 1
+        self._place = place
+        has_failed = self._num_in_place < WINDOWS_PER_DECISION and self._is_failed_trial(profile)
+        if self._num_in_place == WINDOWS_PER_DECISION or has_failed:
+            self._judge(place[1])
+        if self._keeper is not None and self._keeper.is_due:
+            self._remember("running")
+        every_s = self._intentions.plan_every_s
+        waited = time.monotonic() - self._planned_at >= every_s or self._last is None
+        is_time = has_failed or (waited and self._num_in_place >= WINDOWS_PER_DECISION)
+        if every_s and is_time and not self._is_under_way(profile):
+            self._planned_at = time.monotonic()
+            self._plan(news)
+
+    def _log(self, windows: Sequence[StepProfile]) -> None:
+        if self._membership is not None:
+            for window in windows:
+                self._membership.event("profile", "", dataclasses.asdict(window))
+
+    def _is_failed_trial(self, profile: StepProfile) -> bool:
+        last = self._memory.decisions[-1] if self._memory.decisions else None
+        return last is not None and last.chosen == settings_of(profile) and has_failed(last, profile.step_time_s)
+
+    def _is_under_way(self, profile: StepProfile) -> bool:
+        """Whether the current plan is still being carried out; judging it now would take it back."""
+        wish = self._membership.view.plan if self._membership is not None else None
+        if wish is None or not wish.created_at:
+            return False
+        if wish != self._wish_seen[0]:
+            self._wish_seen = wish, time.monotonic()
+        # Not by the time in the plan: its writer's clock may differ by hours.
+        if time.monotonic() - self._wish_seen[1] >= PATIENCE_WITH_A_PLAN_S:
+            return False
+        return (wish.binding and wish.num_workers != profile.num_workers) or not _is_tuned(wish, settings_of(profile))
+
+    def _plan(self, news: _News) -> None:
+        membership, profile = self._membership, news.profile
+        limits = Limits(1, max(2, int(self._node_cores)))
+        events: Sequence[EventRecord] = ()
+        wish: PlanRecord | None = None
+        if membership is not None:
+            job, wish = membership.view.job, membership.view.plan
+            if job is None:
+                return
+            events = membership.past_events()
+            enough = least_workers([event.data for event in events if event.kind == "memory"])
+            limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers)
+        followed = membership is not None and membership.has_controller()
+        by_hand = wish is not None and wish.source == "user"
+        nodes = membership.nodes if membership is not None and followed else None
+        if nodes is not None:
+            limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
+        if news.tunable and not by_hand:
+            axes = tunable_axes(self._node_cores, max(profile.cores, limits.max_cores)).items()
+            # The name of an axis is a setting's, or its plural.
+            free = {axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}}
+            limits = replace(limits, **free)  # type: ignore[arg-type]
+        if self._foreign_cores:
+            limits = replace(limits, foreign_cores=median(self._foreign_cores))
+        if "num_workers" in news.untunable:
+            limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
+        now = time.time()
+        windows = self._memory.windows
+        neighbours = self._neighbours(profile)
+        model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=_thinned(neighbours))
+        memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
+        situation = Situation(
+            windows,
+            node_cores=self._node_cores,
+            remaining_samples=news.remaining_samples,
+            resize_cost_s=_cost_s(events, "stall", DEFAULT_RESIZE_COST_S),
+            retune_cost_s=_cost_s(events, "settings", DEFAULT_RETUNE_COST_S),
+            age_s=max(0.0, now - self._began_at),
+            spent=self._memory.spent(self._intentions.objective, self._node_cores),
+            past=self._memory.decisions,
+        )
+
+        def decide(within: Limits, past: Sequence[Decision]) -> Decision:
+            return plan(
+                replace(situation, past=past, suggestion=self._suggestion(profile, neighbours, within)),
+                model,
+                within,
+                self._intentions.objective,
+                decision_id=self._memory.next_id,
+                at=now,
+                memory=memory,
+            )
+
+        if followed and not by_hand:
+            self._publish(decide(limits, situation.past), wish, by_hand=False, followed=True)
+            return
+        # Nobody carries out what is recommended, so that it was recommended before is no reason against it.
+        advice = decide(limits, ())
+        tuned = advice
+        if membership is not None and not by_hand:
+            here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
+            tuned = decide(here, situation.past)
+        if advice.chosen_workers != advice.current_workers or by_hand:
+            why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
+            recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"
+            tuned = replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}{recommended})")
+        self._last = advice
+        self._publish(tuned, wish, by_hand=by_hand, followed=False, advice=advice)
+
+    def _publish(
+        self,
+        decision: Decision,
+        wish: PlanRecord | None,
+        *,
+        by_hand: bool,
+        followed: bool,
+        advice: Decision | None = None,
+    ) -> None:
+        """Record the decision, and make it the job's plan where that is the planner's to do."""
+        self._last = advice or decision
+        membership = self._membership
+        is_news = decision.is_change or time.monotonic() - self._stayed_at >= STAY_EVERY_S
+        if not decision.is_change and is_news:
+            self._stayed_at = time.monotonic()
+        if is_news:
+            decision = _rounded(decision)
+            self._memory.decide(decision)
+            if membership is not None:
+                membership.event("decision", decision.reason, decision.to_data())
+        if membership is None or by_hand:
+            return
+        num_workers = decision.chosen_workers if followed or advice is None else advice.chosen_workers
+        chosen = decision.chosen
+        proposed = PlanRecord(
+            num_workers=num_workers,
+            source="planner",
+            reason=decision.reason,
+            binding=followed,
+            decision_id=decision.decision_id,
+            created_at=time.time(),
+            loader_workers=chosen.loader_workers,
+            intra_op_threads=chosen.intra_op_threads,
+            prefetch_factor=chosen.prefetch_factor,
+            node_cpus=wish.node_cpus if wish is not None else None,
+        )
+        if decision.is_change and followed and decision.node_cores:
+            proposed = replace(proposed, node_cpus=math.ceil(decision.node_cores))
+        if wish is not None and _asked(wish) == _asked(proposed):
+            return
+
+        def planned(now: PlanRecord | None) -> PlanRecord | None:
+            if now is not None and now.source == "user":
+                return None
+            # What others have found a node to need is not for a plan of settings to take back.
+            found_mb = (now.node_memory_mb or 0) if now is not None else 0
+            return replace(proposed, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
+
+        membership.update_plan(planned)
+
+    def _judge(self, settings: Settings) -> None:
+        """Say what came of the last change, once its settings have been measured."""
+        decision = next((d for d in reversed(self._memory.decisions) if d.is_change), None)
+        judged = {o.decision_id for o in self._memory.outcomes}
+        if decision is None or decision.chosen != settings or decision.decision_id in judged:
+            return
+        after = [w.step_time_s for w in self._memory.windows if settings_of(w) == settings and w.at > decision.at]
+        if not after:
+            return
+        found = outcome(decision, math.exp(sum(map(math.log, after)) / len(after)))
+        self._memory.outcomes.append(found)
+        if self._membership is not None:
+            self._membership.event("outcome", found.text, dataclasses.asdict(found))
+
+    # --- the history of jobs -----------------------------------------------------------------------------------------------
+
+    @property
+    def _began_at(self) -> float:
+        job = self._membership.view.job if self._membership is not None else None
+        return job.created_at if job is not None and job.created_at else self._started_at
+
+    @property
+    def _job_key(self) -> str:
+        """The same for every worker of the job."""
+        if self._membership is not None:
+            return f"{self._membership.keys.run_id}@{self._began_at:.0f}"
+        return f"local@{self._started_at:.0f}-{socket.gethostname()}-{os.getpid()}"
+
+    def _recalled(self) -> _Memory:
+        """What earlier rank 0s have left: in the job's events, and in the history, as the oldest events go."""
+        if self._membership is None:
+            return _Memory()
+        past = self._keeper.past(self._job_key) if self._keeper is not None else _Past()
+        return _Memory.of(self._membership.past_events(), past)
+
+    def _neighbours(self, profile: StepProfile) -> Sequence[PastJob]:
+        return self._keeper.similar(profile, self._node_cores, self._job_key) if self._keeper is not None else ()
+
+    def _suggestion(self, profile: StepProfile, neighbours: Sequence[PastJob], limits: Limits) -> Suggestion | None:
+        if any(d.is_change for d in self._memory.decisions):
+            return None
+        objective = self._intentions.objective
+        return suggest(profile, neighbours, limits, node_cores=self._node_cores, at=time.time(), objective=objective)
+
+    def _remember(self, end: Literal["running", "finished", "failed"]) -> None:
+        windows = self._memory.windows
+        if self._keeper is None or not windows:
+            return
+        key = self._job_key
+        entry = JobEntry(
+            key=key,
+            run_id=key.rpartition("@")[0],
+            started_at=self._began_at,
+            updated_at=time.time(),
+            outcome=end,
+            descriptor=descriptor_of(windows[-1], self._node_cores),
+        )
+        self._keeper.record(entry, self._memory)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What the history holds of this job."""
+
+    windows: Sequence[StepProfile] = ()
+    decisions: Sequence[Decision] = ()
+    outcomes: Sequence[Outcome] = ()
+
+
+class _Memory:
+    """What rank 0 knows of the job."""
+
+    def __init__(self) -> None:
+        self.windows: list[StepProfile] = []  # oldest first, the newest few of each settings
+        self.decisions: list[Decision] = []
+        self.outcomes: list[Outcome] = []
+        self._spans: list[tuple[StepProfile, float]] = []  # one window for each stretch of equal settings, seconds
+
+    @classmethod
+    def of(cls, events: Sequence[EventRecord], past: _Past) -> _Memory:
+        memory = cls()
+        windows = {window.at: window for window in past.windows}
+        decisions = {decision.decision_id: decision for decision in past.decisions}
+        outcomes = {found.decision_id: found for found in past.outcomes}
+        for event in events:
+            try:
+                if event.kind == "profile":
+                    window = from_fields(StepProfile, event.data, "a profile")
+                    if problem := impossible_figure(window):
+                        raise ValueError(f"{problem[0]} of a profile {problem[1]}")
+                    windows[window.at] = window
+                elif event.kind == "decision":
+                    decision = Decision.from_data(event.data)
+                    decisions[decision.decision_id] = decision
+                elif event.kind == "outcome":
+                    found = from_fields(Outcome, event.data, "an outcome")
+                    outcomes[found.decision_id] = found
+            except (TypeError, ValueError, KeyError) as error:
+                log.warning("an event of the job's past cannot be read: %s", error)
+        for window in sorted(windows.values(), key=lambda w: w.at):
+            memory.add(window)
+        for decision in sorted(decisions.values(), key=lambda d: d.decision_id):
+            memory.decide(decision)
+        memory.outcomes += outcomes.values()
+        return memory
+
+    @property
+    def next_id(self) -> int:
+        return max((d.decision_id for d in self.decisions), default=0) + 1
+
+    def add(self, window: StepProfile) -> None:
+        def place(of: StepProfile) -> tuple[Settings, int]:
+            return settings_of(of), of.global_batch
+
+        last = self.windows[-1] if self.windows else None
+        own_s = window.num_steps * window.step_time_s
+        passed_s = max(own_s, window.at - last.at) if last is not None and window.at else own_s
+        if last is not None and last.worker_id != window.worker_id:
+            # A job that was ended and is gone on with days later has cost nothing meanwhile.
+            passed_s = min(passed_s, own_s + LONGEST_HANDOVER_S)
+        if self._spans and place(self._spans[-1][0]) == place(window):
+            self._spans[-1] = window, self._spans[-1][1] + passed_s
+        else:
+            self._spans.append((window, passed_s))
+        self.windows = [*self.windows, window]
+        alike = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
+        if len(alike) > MAX_WINDOWS_PER_SETTINGS:
+            del self.windows[alike[0]]
+
+    def decide(self, decision: Decision) -> None:
+        """Keep a decision: all changes, and the newest stays, of which there is one a minute."""
+        self.decisions.append(decision)
+        stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
+        if len(stays) > MAX_STAYS:
+            del self.decisions[stays[0]]
+
+    def spent(self, objective: Objective, node_cores: float) -> float | None:
+        """Money until now; None: unknown."""
+        total = 0.0
+        for window, seconds in self._spans:
+            used = resources_of(configuration_of(window, node_cores), max(window.peak_memory_bytes, window.memory_bytes))
+            price = objective.prices.per_hour(used)
+            if price is None:
+                return None
+            total += price * seconds / 3600
+        return total
+
+
+class _Keeper:
+    """The job history as a running job uses it: what fails is said once, and training goes on."""
+
+    def __init__(self, history: JobHistory) -> None:
+        self._history = history
+        self._has_failed = False
+        self._written_at = time.monotonic()
+        self._found: dict[str, Sequence[PastJob]] = {}
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._written_at >= HISTORY_EVERY_S
+
+    def record(self, entry: JobEntry, memory: _Memory) -> None:
+        self._written_at = time.monotonic()
+        with self._surviving("nothing of this job is remembered"):
+            self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
+
+    def past(self, key: str) -> _Past:
+        found = _Past()
+        with self._surviving("what this job has learned is looked for in its events only"):
+            found = _Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
+        return found
+
+    def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:
+        """Asked once a job: its model does not change."""
+        if key not in self._found:
+            self._found[key] = ()
+            with self._surviving("this job starts without what others have learned"):
+                self._found[key] = self._history.similar(descriptor_of(profile, node_cores), but=key)
+        return self._found[key]
+
+    @contextlib.contextmanager
+    def _surviving(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except HistoryError as error:
+            if not self._has_failed:
+                log.warning("%s, training goes on: %s", consequence, error)
+            self._has_failed = True
+
+
+def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
+    """What a plan asks for."""
+    settings = plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
+    return plan.num_workers, plan.binding, *settings, plan.node_cpus
+
+
+def _is_tuned(wish: PlanRecord, settings: Settings) -> bool:
+    """Whether `settings` are what the plan says on what every worker does by itself."""
+    asked = (wish.loader_workers, wish.intra_op_threads, wish.prefetch_factor if wish.loader_workers != 0 else None)
+    has = (settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor)
+    return all(a is None or a == h for a, h in zip(asked, has, strict=True))
+
+
+def _cost_s(events: Sequence[EventRecord], kind: str, default_s: float) -> float:
+    """Median seconds of the job's own changes."""
+    found = [e.data.get("seconds") for e in events if e.kind == kind]
+    measured = [s for s in found if isinstance(s, float) and 0 <= s < math.inf]
+    return median(measured) if measured else default_s
+
+
+def _thinned(jobs: Sequence[PastJob]) -> list[StepProfile]:
+    """The newest few windows of each settings of each job."""
+    kept = []
+    for job in jobs:
+        counts: dict[Settings, int] = {}
+        for window in reversed(job.windows):
+            settings = settings_of(window)
+            counts[settings] = counts.get(settings, 0) + 1
+            if counts[settings] <= MAX_EARLIER_WINDOWS_PER_SETTINGS:
+                kept.append(window)
+    return kept
+
+
+def _rounded(decision: Decision) -> Decision:
+    """The decision with figures as short as they are sure: its record lies in etcd."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+    def shortened(candidate: Candidate) -> Candidate:
+        figures = {f.name: short(getattr(candidate, f.name)) for f in dataclasses.fields(candidate)}
+        return Candidate(**figures)
+
+    return replace(decision, candidates=tuple(map(shortened, decision.candidates)))

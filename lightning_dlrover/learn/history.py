@@ -1,0 +1,446 @@
+"""The history of jobs: what they were, what was measured in them, what was planned, and what came of it.
+
+A SQLite file unless another database is named. Several jobs may write it at once; each write brings one job up to date in
+one transaction. Jobs go on without it: whoever writes catches `HistoryError` and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from lightning_dlrover.perf.samples import StepProfile, impossible_figure
+from lightning_dlrover.planner.plan import Decision, Outcome, Settings
+from lightning_dlrover.planner.space import settings_of
+from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    RecordError,
+    from_fields,
+)
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine, MetaData, Table
+
+__all__ = ["HistoryError", "JobEntry", "JobHistory", "export_windows", "history_url"]
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 10.0
+MAX_WINDOWS_PER_SETTINGS = 30  # more say nothing new, and the file is to stay small
+MAX_JOBS_COMPARED = 2000  # newest first
+HISTORY_VARIABLE = "DLROVER_HISTORY"
+WRITES = "dlrover_writes"  # option of our transactions
+
+
+class HistoryError(Exception):
+    """The history cannot be read or written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """One job, without its windows."""
+
+    key: str  # of the job among all; two jobs may have had one name
+    run_id: str
+    started_at: float  # seconds since the epoch
+    updated_at: float
+    outcome: Literal["running", "finished", "failed"]
+    descriptor: Descriptor
+    num_settings: int = 0  # that were measured
+
+
+def history_url(given: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where the history is, as a SQLAlchemy URL; None if there is to be none.
+
+    Args:
+        given: a path, a URL, or `off`; None: the variable DLROVER_HISTORY decides, else it is
+            `dlrover/history.sqlite` in XDG_DATA_HOME or ~/.local/share.
+    """
+    place = given if given is not None else environ.get(HISTORY_VARIABLE, "")
+    if place.lower() in ("off", "none", "0", "no"):
+        return None
+    if "://" in place:
+        return place
+    if not place:
+        home = environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+        place = os.path.join(home, "dlrover", "history.sqlite")
+    return f"sqlite:///{os.path.abspath(os.path.expanduser(place))}"
+
+
+class JobHistory:
+    """A history, opened when it is first used.
+
+    Args:
+        url: as `history_url` returns it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._engine: Engine | None = None
+        self._tables: _Tables | None = None
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+    def __enter__(self) -> JobHistory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- writing -----------------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        job: JobEntry,
+        windows: Sequence[StepProfile] = (),
+        decisions: Sequence[Decision] = (),
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        """Bring the history of one job up to date, all of it or nothing; what is known already may be given again.
+
+        Raises:
+            HistoryError: the database cannot be written.
+        """
+        with self._transaction(writes=True) as (connection, tables):
+            self._put_windows(connection, tables, job.key, windows)
+            self._put_decisions(connection, tables, job.key, decisions, outcomes)
+            row = _row_of(job)
+            row["num_settings"] = _count_settings(connection, tables, job.key)
+            _upsert(connection, tables.jobs, {"key": job.key}, row)
+
+    def _put_windows(self, connection: Connection, tables: _Tables, key: str, windows: Sequence[StepProfile]) -> None:
+        from sqlalchemy import func, insert, select
+
+        table = tables.windows
+        places = [table.c[f.name] for f in dataclasses.fields(Settings)] + [table.c.global_batch]
+        known = set(connection.execute(select(table.c.at).where(table.c.job == key)).scalars())
+        counted = connection.execute(select(*places, func.count()).where(table.c.job == key).group_by(*places))
+        counts = {tuple(row[:5]): int(row[5]) for row in counted}
+        new = []
+        for window in windows:
+            settings = settings_of(window)
+            place = (*dataclasses.astuple(settings), window.global_batch)
+            if window.at in known or counts.get(place, 0) >= MAX_WINDOWS_PER_SETTINGS:
+                continue
+            known.add(window.at)
+            counts[place] = counts.get(place, 0) + 1
+            figures = {**dataclasses.asdict(settings), "global_batch": window.global_batch}
+            data = json.dumps(dataclasses.asdict(window), allow_nan=False)
+            new.append({"job": key, "at": window.at, **figures, "step_time_s": window.step_time_s, "data": data})
+        if new:
+            connection.execute(insert(table), new)
+
+    def _put_decisions(
+        self,
+        connection: Connection,
+        tables: _Tables,
+        key: str,
+        decisions: Sequence[Decision],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        from sqlalchemy import insert, select
+
+        def new(table: Table, records: Mapping[int, Any]) -> list[Any]:
+            known = set(connection.execute(select(table.c.decision_id).where(table.c.job == key)).scalars())
+            return [record for number, record in records.items() if number not in known]
+
+        # Neither changes once it is written, and a job of a week has thousands.
+        rows = [
+            {
+                "job": key,
+                "decision_id": each.decision_id,
+                "at": each.at,
+                "is_change": each.is_change,
+                "data": json.dumps(each.to_data(), allow_nan=False),
+            }
+            for each in new(tables.decisions, {d.decision_id: d for d in decisions})
+        ]
+        if rows:
+            connection.execute(insert(tables.decisions), rows)
+        rows = [
+            {"job": key, "decision_id": each.decision_id, "data": json.dumps(dataclasses.asdict(each), allow_nan=False)}
+            for each in new(tables.outcomes, {o.decision_id: o for o in outcomes})
+        ]
+        if rows:
+            connection.execute(insert(tables.outcomes), rows)
+
+    # --- reading -----------------------------------------------------------------------------------------------------------
+
+    def jobs(self, run_id: str | None = None, limit: int = MAX_JOBS_COMPARED) -> list[JobEntry]:
+        """Jobs, the newest first; those that cannot be read are left out.
+
+        Args:
+            run_id: only jobs of this name.
+        """
+        from sqlalchemy import select
+
+        with self._transaction(writes=False) as (connection, tables):
+            wanted = select(tables.jobs).order_by(tables.jobs.c.updated_at.desc()).limit(limit)
+            if run_id is not None:
+                wanted = wanted.where(tables.jobs.c.run_id == run_id)
+            rows = connection.execute(wanted).mappings().all()
+        return [entry for row in rows if (entry := _entry_of(row)) is not None]
+
+    def windows(self, key: str) -> tuple[StepProfile, ...]:
+        """Windows of a job, oldest first."""
+        found = _readable(StepProfile, self._data("windows", key, "at"))
+        return tuple(window for window in found if impossible_figure(window) is None)
+
+    def decisions(self, key: str) -> list[Decision]:
+        found = []
+        for data in self._data("decisions", key, "decision_id"):
+            with contextlib.suppress(ValueError):
+                found.append(Decision.from_data(data))
+        return found
+
+    def outcomes(self, key: str) -> list[Outcome]:
+        return list(_readable(Outcome, self._data("outcomes", key, "decision_id")))
+
+    def events(self, key: str) -> list[EventRecord]:
+        """What a job has recorded, as the events that tell its story, oldest first."""
+        found = [EventRecord("profile", window.at, "", dataclasses.asdict(window)) for window in self.windows(key)]
+        found += [EventRecord("decision", each.at, each.reason, each.to_data()) for each in self.decisions(key)]
+        return sorted(found, key=lambda event: event.at)
+
+    def similar(self, descriptor: Descriptor, *, but: str = "") -> list[PastJob]:
+        """The most similar past jobs that have tried more than one settings, with their windows, the most similar first.
+
+        Args:
+            but: key of the job that asks.
+        """
+        tried = [job for job in self.jobs() if job.key != but and job.num_settings > 1]
+        near = nearest(descriptor, [PastJob(job.key, job.updated_at, job.descriptor, ()) for job in tried])
+        found = [dataclasses.replace(job, windows=self.windows(job.job)) for job in near]
+        return [job for job in found if job.windows]
+
+    def _data(self, name: str, key: str, order: str) -> list[dict[str, Any]]:
+        from sqlalchemy import select
+
+        with self._transaction(writes=False) as (connection, tables):
+            table: Table = getattr(tables, name)
+            found = connection.execute(select(table.c.data).where(table.c.job == key).order_by(table.c[order])).scalars().all()
+        read = []
+        for text in found:
+            with contextlib.suppress(ValueError, TypeError):
+                read.append(json.loads(text))
+        return [data for data in read if isinstance(data, dict)]
+
+    # --- connection --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transaction(self, writes: bool) -> Iterator[tuple[Connection, _Tables]]:
+        try:
+            from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+        except ImportError as error:
+            raise HistoryError("the job history needs SQLAlchemy: pip install 'sqlalchemy>=2'") from error
+        try:
+            if self._engine is None or self._tables is None:
+                self._engine = _connect(self.url)
+                self._tables = _Tables.prepare(self._engine)
+            with _begin(self._engine, writes) as connection:
+                yield connection, self._tables
+        except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+            raise HistoryError(
+                f"{self._place} is no database that can be used: {error}; "
+                f"give a path or a SQLAlchemy URL whose driver is installed, in history= or {HISTORY_VARIABLE}"
+            ) from error
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            cause = str(getattr(error, "orig", None) or error).splitlines()[0]
+            raise HistoryError(
+                f"the job history {self._place} cannot be used: {cause}; repair or move it away, name another place in "
+                f"{HISTORY_VARIABLE}, or switch it off with {HISTORY_VARIABLE}=off"
+            ) from error
+
+    @property
+    def _place(self) -> str:
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
+
+        try:
+            url = make_url(self.url)
+        except ArgumentError:
+            return "the named place"  # it may hold a password
+        return url.database or "" if url.drivername == "sqlite" else url.render_as_string(hide_password=True)
+
+
+def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
+    """Write the windows of `jobs` as `perf evaluate` reads them. Returns how many."""
+    names = [f.name for f in dataclasses.fields(StepProfile)]
+    table = csv.DictWriter(output, names, lineterminator="\n")
+    if form == "csv":
+        table.writeheader()
+    count = 0
+    for job in jobs:
+        for window in history.windows(job.key):
+            row = dataclasses.asdict(window)
+            if form == "csv":
+                table.writerow(row)
+            else:
+                output.write(json.dumps(row) + "\n")
+            count += 1
+    return count
+
+
+def _connect(url: str) -> Engine:
+    from sqlalchemy import create_engine, event, make_url
+    from sqlalchemy.pool import NullPool
+
+    parsed = make_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    if is_sqlite and parsed.database and not parsed.database.startswith("file:"):  # a URI names a file that there is
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if is_sqlite else {}
+    # A connection that is kept open would be shared by a worker and the loader workers forked from it.
+    engine = create_engine(parsed, poolclass=NullPool, **options)
+    if is_sqlite:
+
+        @event.listens_for(engine, "connect")
+        def prepare(connection: sqlite3.Connection, _: object) -> None:
+            connection.isolation_level = None  # or the driver begins, later than we do
+            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
+            connection.execute("PRAGMA synchronous=NORMAL")
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            # A transaction that reads first and then finds another writer ahead fails at once, whatever the timeout.
+            writes = connection.get_execution_options().get(WRITES, True)
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+@contextlib.contextmanager
+def _begin(engine: Engine, writes: bool) -> Iterator[Connection]:
+    with engine.connect().execution_options(**{WRITES: writes}) as connection, connection.begin():
+        yield connection
+
+
+@dataclass(frozen=True)
+class _Tables:
+    jobs: Table
+    windows: Table
+    decisions: Table
+    outcomes: Table
+
+    @classmethod
+    def prepare(cls, engine: Engine) -> _Tables:
+        """The tables, made where they are missing.
+
+        Raises:
+            HistoryError: a newer release has made them.
+        """
+        from sqlalchemy import Boolean, Column, Float, Integer, MetaData, String, Text, inspect, select
+
+        metadata: MetaData = MetaData()
+
+        def table(name: str, *columns: Column[Any]) -> Table:
+            from sqlalchemy import Table as NewTable
+
+            return NewTable(f"dlrover_{name}", metadata, *columns)
+
+        def job_column() -> Column[str]:
+            return Column("job", String(300), primary_key=True)
+
+        version = table("schema", Column("version", Integer, primary_key=True, autoincrement=False))
+        jobs = table(
+            "jobs",
+            Column("key", String(300), primary_key=True),
+            Column("run_id", String(250), index=True),
+            Column("started_at", Float),
+            Column("updated_at", Float, index=True),
+            Column("outcome", String(20)),
+            Column("device", String(100)),
+            *(Column(f.name, Float) for f in dataclasses.fields(Descriptor) if f.name != "device"),
+            Column("num_settings", Integer),
+        )
+        windows = table(
+            "windows",
+            job_column(),
+            Column("at", Float(53), primary_key=True),
+            *(Column(f.name, Integer) for f in dataclasses.fields(Settings)),
+            Column("global_batch", Integer),
+            Column("step_time_s", Float),
+            Column("data", Text),
+        )
+        decisions = table(
+            "decisions",
+            job_column(),
+            Column("decision_id", Integer, primary_key=True, autoincrement=False),
+            Column("at", Float),
+            Column("is_change", Boolean),
+            Column("data", Text),
+        )
+        outcomes = table(
+            "outcomes",
+            job_column(),
+            Column("decision_id", Integer, primary_key=True, autoincrement=False),
+            Column("data", Text),
+        )
+        found: Sequence[int] = ()
+        with _begin(engine, writes=False) as connection:
+            if inspect(connection).has_table(version.name):
+                found = connection.execute(select(version.c.version)).scalars().all()
+        if not found:
+            with _begin(engine, writes=True) as connection:
+                metadata.create_all(connection)
+                _upsert(connection, version, {"version": SCHEMA_VERSION}, {})
+        elif max(found) > SCHEMA_VERSION:
+            raise HistoryError(
+                f"the job history has format {max(found)}, this release of lightning-dlrover knows up to {SCHEMA_VERSION}: "
+                f"update it, or name another place in {HISTORY_VARIABLE}"
+            )
+        return cls(jobs, windows, decisions, outcomes)
+
+
+def _upsert(connection: Connection, table: Table, key: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    """Insert a row or bring it up to date; every database can do this, none of them alike."""
+    from sqlalchemy import and_, insert, select, update
+
+    here = and_(*(table.c[name] == value for name, value in key.items()))
+    if connection.execute(select(*(table.c[name] for name in key)).where(here)).first() is None:
+        connection.execute(insert(table).values(**key, **row))
+    elif row:
+        connection.execute(update(table).where(here).values(**row))
+
+
+def _count_settings(connection: Connection, tables: _Tables, key: str) -> int:
+    from sqlalchemy import select
+
+    names = [tables.windows.c[f.name] for f in dataclasses.fields(Settings)]
+    return len(connection.execute(select(*names).where(tables.windows.c.job == key).distinct()).all())
+
+
+def _row_of(job: JobEntry) -> dict[str, Any]:
+    row = {"run_id": job.run_id, "started_at": job.started_at, "updated_at": job.updated_at, "outcome": job.outcome}
+    return {**row, **dataclasses.asdict(job.descriptor)}
+
+
+def _entry_of(row: Mapping[Any, Any]) -> JobEntry | None:
+    figures = {f.name: row[f.name] for f in dataclasses.fields(Descriptor)}
+    numbers = [row["started_at"], row["updated_at"], *(v for k, v in figures.items() if k != "device")]
+    known = all(isinstance(v, int | float) and math.isfinite(v) for v in numbers) and isinstance(figures["device"], str)
+    known = known and isinstance(row["num_settings"], int | None)
+    if not known or row["outcome"] not in ("running", "finished", "failed"):
+        return None
+    descriptor = Descriptor(**figures)
+    return JobEntry(
+        row["key"], row["run_id"], row["started_at"], row["updated_at"], row["outcome"], descriptor, row["num_settings"] or 0
+    )
+
+
+def _readable(record_type: Any, found: Sequence[Any]) -> Iterator[Any]:
+    for data in found:
+        with contextlib.suppress(RecordError, ValueError, TypeError):
+            yield from_fields(record_type, data, "the job history")

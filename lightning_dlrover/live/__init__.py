@@ -1,0 +1,1 @@
+"""A fit that goes on while workers join and leave."""

@@ -1,0 +1,309 @@
+"""Whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
+
+A sample is compared by a few of its numbers, with a tolerance: other processors and decoders give other last digits. Samples
+that draw random numbers, that are not the same each time, or that hold objects unknown here are not compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import SubsetRandomSampler
+
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.rdzv.live.member import MembershipError
+
+__all__ = [
+    "DataFingerprint",
+    "LoaderFingerprint",
+    "Sketch",
+    "difference",
+    "fingerprint_data",
+    "refuse_other_data",
+    "sketch",
+]
+
+log = logging.getLogger(__name__)
+
+FETCHES_PER_SAMPLE = 3
+"""A sample that is flipped by chance, say, is the same three times in one of four cases."""
+
+MIN_DIFFERENT_SAMPLES = 2
+"""Differing samples that show another dataset; one may be chance, and a single sample that is alike shows the opposite."""
+
+PROBING_S = 2.0
+"""No further sample is fetched after this time."""
+
+MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A sample in brief."""
+
+    kind: str  # digest of its structure and texts
+    arrays: list[list[float]]  # of each array of numbers: deviation and means of some pieces
+
+
+@dataclass(frozen=True)
+class LoaderFingerprint:
+    num_samples: int
+    sketches: list[Sketch | None]  # of samples at the same places on every worker; None: not known, or not comparable
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """The data of one worker."""
+
+    train: list[LoaderFingerprint]
+    val: list[int] | None  # numbers of samples; None: validation loaders are not there yet
+
+    def encode(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def decode(text: str) -> DataFingerprint:
+        """Raises ValueError if `text` is none."""
+        try:
+            fields = json.loads(text)
+            train = [
+                LoaderFingerprint(
+                    int(loader["num_samples"]),
+                    [
+                        Sketch(str(each["kind"]), [[float(x) for x in array] for array in each["arrays"]]) if each else None
+                        for each in loader["sketches"]
+                    ],
+                )
+                for loader in fields["train"]
+            ]
+            return DataFingerprint(train, None if fields["val"] is None else [int(length) for length in fields["val"]])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{text!r:.80} is no fingerprint of data") from error
+
+
+class _UncomparableError(Exception):
+    """A sample holds something of which it is not known how to compare it."""
+
+
+def difference(own: DataFingerprint, other: DataFingerprint) -> str:
+    """How this worker's data differ from another's, in words; empty if they do not, as far as is known."""
+    if len(own.train) != len(other.train):
+        return f"{len(own.train)} training loaders here, {len(other.train)} there"
+    for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
+        name = "the training data" if len(own.train) == 1 else f"training loader {number}"
+        if mine.num_samples != theirs.num_samples:
+            return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
+        pairs = [
+            (i, a, b)
+            for i, (a, b) in enumerate(zip(mine.sketches, theirs.sketches, strict=False))
+            if a is not None and b is not None
+        ]
+        if len(pairs) >= MIN_DIFFERENT_SAMPLES and not any(_alike(a, b) for _, a, b in pairs):
+            place, a, b = pairs[0]
+            where = ("first", "middle", "last")[place] if place < 3 else "next"
+            return f"{name}: {mine.num_samples} samples, the {where} one being {_brief(a)} here, {_brief(b)} there"
+    if own.val is not None and other.val is not None and own.val != other.val:
+        return f"the validation data: {own.val} samples here, {other.val} there"
+    return ""
+
+
+def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str, consequence: str) -> None:
+    """Refuse this worker if its data differ from another's.
+
+    Args:
+        encoded: the other's fingerprint.
+        mine, theirs: what the two data are called in the error.
+
+    Raises:
+        MembershipError: they differ, or `encoded` cannot be read.
+    """
+    try:
+        found = difference(own, DataFingerprint.decode(encoded))
+    except ValueError as error:
+        raise MembershipError(f"{mine} cannot be compared with {theirs}: {error}") from error
+    if found:
+        raise MembershipError(
+            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files came or "
+            "went meanwhile, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
+            f"{consequence}. If samples are to differ from worker to worker, as with augmentation by rank, "
+            "DLRoverStrategy(compare_data=False) compares their number alone"
+        )
+
+
+def refuse_different_data(encoded: Sequence[str], run: str) -> None:
+    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one answer.
+
+    Args:
+        encoded: fingerprints by rank.
+        run: name of the run, for the error.
+
+    Raises:
+        MembershipError: two differ, or one cannot be read.
+    """
+    first_ranks: dict[str, int] = {}
+    for rank, text in enumerate(encoded):
+        first_ranks.setdefault(text, rank)
+    for (one, rank), (other, other_rank) in itertools.combinations(first_ranks.items(), 2):
+        mine = f"{run}: the data of rank {rank}"
+        try:
+            fingerprint = DataFingerprint.decode(one)
+        except ValueError as error:
+            raise MembershipError(f"{mine} cannot be compared with others: {error}") from error
+        refuse_other_data(fingerprint, other, mine, f"rank {other_rank}'s", "The job ends")
+
+
+def fingerprint_data(
+    train: Sequence[ElasticLoader], val: Sequence[ElasticLoader] | None, compare_samples: bool
+) -> DataFingerprint:
+    """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
+    return DataFingerprint(
+        [LoaderFingerprint(loader.num_samples, _sketches(loader) if compare_samples else []) for loader in train],
+        None if val is None else [loader.num_samples for loader in val],
+    )
+
+
+def sketch(sample: object) -> Sketch | None:
+    """A sample in brief; None if it holds objects of unknown classes."""
+    texts: list[str] = []
+    arrays: list[list[float]] = []
+    try:
+        _collect(sample, texts, arrays)
+    except (_UncomparableError, RecursionError):
+        return None
+    return Sketch(hashlib.sha256("\n".join(texts).encode(errors="replace")).hexdigest()[:12], arrays)
+
+
+class _Sketcher:
+    """Collates a single sample to its sketch, and whether the process has drawn random numbers since the sample before."""
+
+    def __init__(self) -> None:
+        self._before: object = None
+
+    def __call__(self, samples: list[Any]) -> tuple[Sketch | None, bool]:
+        now = (random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes())
+        has_drawn, self._before = now != self._before, now
+        return sketch(samples[0]), has_drawn
+
+
+def _sketches(loader: ElasticLoader) -> list[Sketch | None]:
+    """Sketches of the first, the middle and the last sample that can be drawn."""
+    indices = _indices(loader)
+    found: list[Sketch | None] = []
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        for each in _comparable(loader, indices):
+            found.append(each)
+    except Exception as error:  # the user's own; it is theirs when training comes to that sample, which it need not
+        log.debug("no more samples of the training data can be compared: %s", error)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+    return found + [None] * (len(indices) - len(found))
+
+
+def _comparable(loader: ElasticLoader, indices: Sequence[int]) -> Iterator[Sketch | None]:
+    """A sketch of each sample, None for one that cannot be compared; as many as there is time for."""
+    # The first fetch is made for the random numbers that the second one must not draw.
+    each_often = [index for index in indices for _ in range(FETCHES_PER_SAMPLE)]
+    fetched = loader.fetch_apart(each_often[:1] + each_often, _Sketcher())
+    next(fetched, None)
+    deadline = time.monotonic() + PROBING_S
+    for _ in indices:
+        seen: list[tuple[Sketch | None, bool]] = []
+        while len(seen) < FETCHES_PER_SAMPLE:
+            if time.monotonic() > deadline:
+                return
+            seen.append(next(fetched))
+        is_same = all(each == seen[0][0] and not has_drawn for each, has_drawn in seen)
+        yield seen[0][0] if is_same else None
+
+
+def _indices(loader: ElasticLoader) -> list[int]:
+    drawn: Any = range(len(loader.dataset)) if hasattr(type(loader.dataset), "__len__") else range(loader.num_samples)
+    if type(loader.sampler) is SubsetRandomSampler:
+        drawn = loader.sampler.indices
+    return [int(drawn[place]) for place in (0, len(drawn) // 2, len(drawn) - 1)] if len(drawn) >= 3 else []
+
+
+def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
+    if isinstance(value, torch.Tensor):
+        try:
+            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:
+            raise _UncomparableError from error
+    elif isinstance(value, bool | int | float | np.generic) or hasattr(value, "__array_interface__"):
+        value = np.asarray(value)  # the latter: an image, for example
+    elif isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
+        value = np.asarray(value, dtype=np.float64)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf":
+            texts.append(f"{value.dtype.kind}{value.shape}")
+            if len(arrays) < MAX_ARRAYS:
+                arrays.append(_pieces(value))
+        elif value.dtype.kind in "SU":
+            texts.extend(map(str, value.ravel()[:PIECE_LENGTH]))
+        else:
+            raise _UncomparableError
+    elif isinstance(value, str):
+        texts.append(value.rsplit("/", 1)[-1])  # a path may differ from host to host
+    elif isinstance(value, bytes):
+        texts.append(hashlib.sha256(value).hexdigest())
+    elif value is None:
+        texts.append("None")
+    elif isinstance(value, Mapping):
+        texts.append(f"mapping of {len(value)}")
+        for key in sorted(value, key=str):
+            texts.append(str(key))
+            _collect(value[key], texts, arrays)
+    elif isinstance(value, list | tuple):
+        texts.append(f"sequence of {len(value)}")
+        for each in value:
+            _collect(each, texts, arrays)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name), texts, arrays)
+    else:
+        raise _UncomparableError
+
+
+def _pieces(array: np.ndarray[Any, Any]) -> list[float]:
+    """The deviation of some pieces of an array, and the mean of each, to four digits."""
+    flat = array.ravel()
+    length = max(1, min(PIECE_LENGTH, len(flat) // NUM_PIECES))
+    starts = np.linspace(0, len(flat) - length, min(NUM_PIECES, len(flat))).astype(int) if len(flat) else ()
+    pieces = [np.nan_to_num(flat[start : start + length].astype(np.float64), posinf=1e30, neginf=-1e30) for start in starts]
+    deviation = float(np.std(np.concatenate(pieces))) if pieces else 0.0
+    return [float(f"{x:.4g}") for x in (deviation, *(piece.mean() for piece in pieces))]
+
+
+def _alike(one: Sketch, other: Sketch) -> bool:
+    return (
+        one.kind == other.kind
+        and len(one.arrays) == len(other.arrays)
+        and all(_close(a, b) for a, b in zip(one.arrays, other.arrays, strict=True))
+    )
+
+
+def _close(one: list[float], other: list[float]) -> bool:
+    scale = max(one[:1] + other[:1], default=0.0)
+    return len(one) == len(other) and all(
+        abs(a - b) <= TOLERANCE * max(abs(a), abs(b), scale) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _brief(each: Sketch) -> str:
+    numbers = [x for array in each.arrays for x in array[1:]][:4]
+    return f"{each.kind} {numbers}"

@@ -1,0 +1,118 @@
+"""Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
+
+Only rank 0 logs. A logger names its run when it is first used: a version of a folder, or an id that a server has given.
+All workers are given rank 0's, so that whoever is rank 0 next goes on with that run instead of starting another.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_dlrover.packages import PACKAGES, CSVLogger
+from lightning_dlrover.rdzv.group import transfer
+
+__all__ = ["adopt", "begin", "capture", "take_over"]
+
+log = logging.getLogger(__name__)
+
+_NAMES = {
+    "CSVLogger": ("_version",),
+    "TensorBoardLogger": ("_version",),
+    "WandbLogger": ("_id",),
+    "MLFlowLogger": ("_run_id", "_experiment_id"),
+    "CometLogger": ("_experiment_key", "_project_name"),
+    "LitLogger": ("_name", "_version"),
+}
+"""Attributes by which each of Lightning's loggers names its run. Other loggers may have `_version`."""
+
+_NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
+
+
+def begin(loggers: Sequence[Any]) -> None:
+    """On rank 0: start the runs that are named only when they start, so that `capture` has their names."""
+    for logger in loggers:
+        if _kind(logger) in _NAMED_BY_SERVERS:
+            _ = logger.experiment
+
+
+def capture(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Names of the loggers' runs, as plain data; of loggers with a `state_dict`, that too."""
+    return [_captured(logger) for logger in loggers]
+
+
+def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
+    """On a worker that does not log: go on with these runs, should it ever be rank 0."""
+    if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
+        return  # a script that logs on one worker only
+    for logger, run in zip(loggers, runs, strict=True):
+        if "state" in run:
+            logger.load_state_dict(run["state"])
+        names = run["names"]
+        if _kind(logger) == "CometLogger" and names.get("_experiment_key") != getattr(logger, "_experiment_key", None):
+            _leave_comet(logger)
+        for name, value in names.items():
+            setattr(logger, name, value)
+        if _kind(logger) == "WandbLogger" and names.get("_id"):
+            logger._wandb_init.update(id=names["_id"])
+            logger._wandb_init.setdefault("resume", "allow")
+
+
+def take_over(loggers: Sequence[Any]) -> None:
+    """On the new rank 0: open what would start anew if it were opened as usual."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
+            _adopt_csv_log(logger)
+
+
+def _kind(logger: object) -> str:
+    """Name of the class of Lightning's that the logger is of, or ""."""
+    for cls in type(logger).__mro__:
+        if cls.__name__ in _NAMES and cls.__module__.startswith(PACKAGES):
+            return cls.__name__
+    return ""
+
+
+def _captured(logger: Any) -> dict[str, Any]:
+    run: dict[str, Any] = {}
+    if callable(getattr(logger, "state_dict", None)) and callable(getattr(logger, "load_state_dict", None)):
+        state = logger.state_dict()
+        try:
+            transfer.loads(transfer.dumps(state))
+            run["state"] = state
+        except transfer.TransferError as error:
+            log.warning("the state of %s stays on this worker: %s", type(logger).__name__, error)
+    kind = _kind(logger)
+    names = _NAMES.get(kind, ("_version",))
+    values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
+    for name in {"_version", "_id"} & values.keys():
+        values[name] = logger.version  # which some choose when they are asked for it
+    run["kind"] = kind
+    run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
+    return run
+
+
+def _leave_comet(logger: Any) -> None:
+    """End the experiment that Comet's logger has started in its constructor, where every worker is rank 0 of its own agent."""
+    experiment, logger._experiment = logger._experiment, None
+    if experiment is not None:
+        with suppress(Exception):  # whatever is left of it at the server is empty
+            experiment.end()
+
+
+def _adopt_csv_log(logger: CSVLogger) -> None:
+    """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
+    file = Path(logger.log_dir) / "metrics.csv"
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted")
+        writer = logger.experiment
+    file.write_bytes(content)
+    header = content.decode().splitlines()[:1]
+    writer.metrics_keys = header[0].split(",") if header else []

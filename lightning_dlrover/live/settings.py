@@ -1,0 +1,95 @@
+"""Carry out, in one worker and while it trains, what a plan says about threads, loader workers and prefetching.
+
+Workers need not agree on when: none of it changes which samples a worker gets. How loader workers are replaced without a
+pause is in `live/loader.py`; how many workers there are is a matter of rounds (`live/training.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.rdzv.job.records import PlanRecord
+
+__all__ = ["Applied", "SettingsInForce"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    loader_workers: list[int]  # by loader
+    prefetch_factor: list[int]
+    intra_op_threads: int
+
+    def __str__(self) -> str:
+        workers, ahead = ("+".join(map(str, of_loaders)) for of_loaders in (self.loader_workers, self.prefetch_factor))
+        return f"{workers} loader workers, {ahead} batches ahead, {self.intra_op_threads} threads"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was changed, as an event for the job's history."""
+
+    text: str
+    data: dict[str, Any]
+
+
+class SettingsInForce:
+    """Follows the plan; what it leaves open stays as it is, at first as the user's script has it.
+
+    Args:
+        cores: that this worker may use. It never computes with more threads, and has more loader workers only where the
+            user's loader or a plan by hand says so: others may be made for larger nodes.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self._cores = max(1, int(cores))
+        self._plan: PlanRecord | None = None  # the last one that was carried out, and
+        self._loaders: Sequence[ElasticLoader] = ()  # by which; a Trainer may make new ones for each epoch
+        self._begun: tuple[PlanRecord, _Settings] | None = None  # with what was in force before
+
+    def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> Applied | None:
+        """Do what can be done now; call it between any two batches. Returns what was done, once all of it is."""
+        if plan is None or (plan is self._plan and loaders == self._loaders):
+            return None
+        if self._begun is None or self._begun[0] is not plan:
+            self._begun = plan, _in_force(loaders)
+            for loader in loaders:
+                loader.handover_s = 0.0
+        if plan.intra_op_threads is not None:
+            threads = min(plan.intra_op_threads or self._cores, self._cores)
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+        refusals = {loader.refusal for loader in loaders}
+        under_way = [x for x in loaders if not x.retune(self._loader_workers(plan, x), plan.prefetch_factor)]
+        if under_way:
+            return None
+        before, now = self._begun[1], _in_force(loaders)
+        self._plan, self._loaders, self._begun = plan, loaders, None
+        refused = "; ".join(sorted({loader.refusal for loader in loaders} - refusals))
+        if refused:
+            log.warning("loader workers stay as they are: %s", refused)
+        if now == before and not refused:
+            return None
+        seconds = sum(loader.handover_s for loader in loaders) if now != before else 0.0
+        text = f"{now} on each worker, instead of {before}" + (f"; not more loader workers: {refused}" if refused else "")
+        return Applied(text, {**asdict(now), "before": asdict(before), "seconds": seconds, "refused": refused})
+
+    def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader) -> int | None:
+        if plan.loader_workers is None or plan.source == "user":
+            return plan.loader_workers
+        return min(plan.loader_workers, max(self._cores, loader.users_num_workers))
+
+
+def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:
+    return _Settings(
+        [loader.num_workers for loader in loaders],
+        [loader.prefetch_factor for loader in loaders],
+        torch.get_num_threads(),
+    )

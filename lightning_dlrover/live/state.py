@@ -1,0 +1,526 @@
+"""The state of a running Trainer, as data: everything that a worker needs to go on where the others are.
+
+Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks whatever a start sets anew:
+metrics that callbacks monitor, flags and clocks of the loops, the accumulation factor, private fields of Lightning's callbacks,
+frozen parameters and parameter groups that were changed while training. `TrainerState` holds both.
+
+What the hooks of an epoch's start have set in the user's objects is not data that could be found. So a worker that joins inside
+an epoch runs `on_train_epoch_start` once more, with the job's epoch, metrics and callback states in place, and is given the
+state afterwards: whatever a hook has touched that is part of the state ends as it is on the other workers.
+
+| kept | where it comes from |
+| --- | --- |
+| weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
+| `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
+| samples | each loader's `LoaderState` |
+| random numbers | Python's and numpy's generators; torch's seed |
+
+Here is nothing about rounds or process groups: `live/training.py` decides who gets the state, and when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.utils import prune
+
+from lightning_dlrover.checks.script import (
+    different_callbacks,
+    monitoring,
+)
+from lightning_dlrover.live import loggers
+from lightning_dlrover.live.loader import LoaderState
+from lightning_dlrover.live.logged_values import (
+    description,
+    new_entry,
+)
+from lightning_dlrover.packages import package_of, submodule
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dlrover.live.loader import ElasticLoader
+    from lightning_dlrover.strategy import DLRoverStrategy
+
+__all__ = [
+    "STATE_CLASSES",
+    "LoggedValue",
+    "RunningState",
+    "StateError",
+    "TrainerState",
+    "dump",
+    "parts_with_hparams",
+    "restore",
+    "resume",
+    "seed_for",
+]
+
+log = logging.getLogger(__name__)
+
+CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
+    "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state when averaging begins, and not later
+    "WeightAveraging": ("_latest_update_epoch",),
+}
+"""Fields of Lightning's callbacks that decide what all workers do together, and that `state_dict` leaves out."""
+
+CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_checked",)}
+"""Readings of `time.monotonic`, which differ between hosts: their age is sent."""
+
+
+class StateError(Exception):
+    """This worker cannot be given the state of the others.
+
+    Not a RuntimeError: those may be collectives that failed with their round, and are tried again.
+    """
+
+
+@dataclass
+class LoggedValue:
+    """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
+
+    key: str
+    meta: dict[str, Any]  # Lightning's, without its link to the strategy
+    has_reset: bool
+    is_synced: bool
+    rank_zero_only: bool
+    is_tensor: bool = True  # False: an object of torchmetrics, held by the module as `meta["metric_attribute"]`
+
+
+@dataclass
+class RunningState:
+    """What a running Trainer holds beside its checkpoint."""
+
+    should_stop: bool
+    accumulate_grad_batches: int
+    limits: tuple[int | None, int]  # epochs and steps
+    train_reload_epoch: float  # in which the training loader was made anew; -inf: never
+    val_reload_epoch: float
+    val_age_s: float | None  # since the last validation; None: validation does not follow the clock
+    first_loop_iter: bool | None
+    metrics: dict[str, dict[str, Any]]  # callback, logged and progress-bar metrics by name
+    logged: list[LoggedValue]
+    requires_grad: dict[str, bool]  # by parameter name
+    groups: list[list[list[str]] | None]  # names of parameters by optimizer and group; None: they are not the module's
+    schedulers: list[str]  # class of each
+    pruned: dict[str, torch.Tensor]  # mask by parameter name
+    callback_fields: dict[str, dict[str, Any]]
+    callback_ages_s: dict[str, dict[str, float | None]]
+    checkpoint_folders: dict[str, Any]
+    monitoring: list[str]  # callbacks that all workers must have, see `script_checks.monitoring`
+    attributes: dict[str, Any]  # public plain attributes of the module and its parts, compared but not restored
+
+
+@dataclass
+class TrainerState:
+    """Everything that a joiner needs; its fields travel as plain data and `STATE_CLASSES`."""
+
+    checkpoint: dict[str, Any]
+    running: RunningState
+    loaders: list[LoaderState]
+    torch_seed: int
+    python_random: object
+    numpy_random: object
+    loggers: list[dict[str, Any]]
+    counters: dict[str, int] = field(default_factory=dict)  # of `live/training.py`
+
+
+STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)
+
+
+# --- capture ------------------------------------------------------------------------------------------------------------------
+
+
+def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
+    """The state between two batches, without hyperparameters: these may be of any class, and a joiner's script has its own.
+
+    Runs what saving a checkpoint runs: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for part in parts_with_hparams(trainer):
+        for key in (part.CHECKPOINT_HYPER_PARAMS_KEY, part.CHECKPOINT_HYPER_PARAMS_NAME, part.CHECKPOINT_HYPER_PARAMS_TYPE):
+            checkpoint.pop(key, None)
+    running = running_state(trainer)
+    if running.pruned:
+        # ModelPruning replaces the state by one without masks, which cannot be trained on alike.
+        checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+    return TrainerState(
+        checkpoint=checkpoint,
+        running=running,
+        loaders=[loader.state() for loader in loaders],
+        torch_seed=torch.initial_seed(),
+        python_random=random.getstate(),
+        numpy_random=np.random.get_state(),
+        loggers=loggers.capture(trainer.loggers),
+    )
+
+
+def running_state(trainer: L.Trainer) -> RunningState:
+    """What `dump_checkpoint` leaves out."""
+    fit_loop, connector, module = trainer.fit_loop, trainer._logger_connector, trainer.lightning_module
+    now = time.monotonic()
+    last_validation = getattr(trainer, "_last_val_time", None) if _validates_by_clock(trainer) else None
+    return RunningState(
+        should_stop=trainer.should_stop,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        limits=(fit_loop.max_epochs, fit_loop.epoch_loop.max_steps),
+        train_reload_epoch=fit_loop._last_train_dl_reload_epoch,
+        val_reload_epoch=fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        val_age_s=None if last_validation is None else now - last_validation,
+        first_loop_iter=connector._first_loop_iter,
+        metrics={
+            "callback": dict(connector._callback_metrics),
+            "logged": dict(connector._logged_metrics),
+            "progress_bar": dict(connector._progress_bar_metrics),
+        },
+        logged=_logged_values(trainer),
+        requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        groups=_group_names(trainer),
+        schedulers=[type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
+        pruned={name.removesuffix("_mask"): mask for name, mask in module.named_buffers() if _is_mask(module, name)},
+        callback_fields={
+            key: {name: getattr(callback, name) for name in names}
+            for key, callback, names in _fields_of_callbacks(trainer, CALLBACK_FIELDS)
+        },
+        callback_ages_s={
+            key: {name: None if (at := getattr(callback, name)) is None else now - at for name in names}
+            for key, callback, names in _fields_of_callbacks(trainer, CALLBACK_CLOCKS)
+        },
+        checkpoint_folders={c.state_key: c.dirpath for c in _callbacks(trainer) if is_lightnings(c, "ModelCheckpoint")},
+        monitoring=monitoring(_callbacks(trainer)),
+        attributes=_plain_attributes(module),
+    )
+
+
+def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
+    return [
+        LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
+    ]
+
+
+def _group_names(trainer: L.Trainer) -> list[list[list[str]] | None]:
+    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
+    found: list[list[list[str]] | None] = []
+    for optimizer in trainer.optimizers:
+        groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        found.append(groups if all(all(group) for group in groups) else None)
+    return found
+
+
+def _is_mask(module: torch.nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return last.endswith("_mask") and f"{last.removesuffix('_mask')}_orig" in owner._parameters
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Numbers, flags and texts that the user's code keeps as attributes of the module and its parts, by dotted name."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        if not type(part).__module__.startswith(("torch.", "torchmetrics.", "torchrec."))
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str) and not name.startswith("_") and name != "training"
+    }
+
+
+# --- restore ------------------------------------------------------------------------------------------------------------------
+
+
+def restore(
+    trainer: L.Trainer,
+    strategy: DLRoverStrategy,
+    loaders: Sequence[ElasticLoader],
+    state: TrainerState,
+    place: tuple[int, int],
+    *,
+    enters_epoch: bool = False,
+    joins: bool = False,
+) -> None:
+    """Bring this worker to another one's state, between two batches.
+
+    Args:
+        place: batch and global rank. This worker's torch seed is made of them: no two workers may draw the same dropout masks.
+        enters_epoch: this worker has not trained in the state's epoch: the hooks of the epoch's start are run first.
+        joins: others train on with this state now. A state of an earlier life of the job may have had other limits.
+
+    Raises:
+        StateError: the others' Trainer has become one that this script's cannot be turned into.
+    """
+    if joins and (
+        problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
+    ):
+        raise StateError(f"{problem}. The job goes on without this worker")
+    for loader, loader_state in zip(loaders, state.loaders, strict=True):
+        loader.load_state(loader_state)
+    for part in parts_with_hparams(trainer):
+        if part.hparams:
+            state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
+    for callback in _callbacks(trainer):
+        if is_lightnings(callback, "ModelCheckpoint") and callback.state_key in state.running.checkpoint_folders:
+            # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
+            callback.dirpath = state.running.checkpoint_folders[callback.state_key]
+    if enters_epoch and strategy.reruns_epoch_hooks:
+        _run_epoch_start_hooks(trainer, state)
+    _prune_alike(trainer.lightning_module, state.running.pruned)
+    if strategy.elastic_tables is None:
+        _set_groups(trainer, state)
+    _compare_schedulers(trainer, state.running)
+    _restore_checkpoint(trainer, state.checkpoint)
+    adopt_running_state(trainer, strategy, state.running)
+    if joins:
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = state.running.limits
+    random.setstate(state.python_random)  # type: ignore[arg-type]
+    np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
+    seed_for(state.torch_seed, place)
+    loggers.adopt(trainer.loggers, state.loggers)
+    if enters_epoch:
+        _warn_of_attributes(trainer.lightning_module, state.running.attributes)
+
+
+def seed_for(torch_seed: int, place: tuple[int, int]) -> None:
+    """Seed torch's generators, of all devices, from the job's seed for one batch and global rank."""
+    digest = hashlib.sha256(f"{torch_seed}/{place[0]}/{place[1]}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = True) -> None:
+    """Go on from a checkpoint, in a Trainer that has just begun its first epoch and not yet fetched a batch.
+
+    A checkpoint that was taken at an epoch's end is gone on from at the start of the next one.
+    """
+    _restore_loops(trainer, checkpoint)
+    if reruns_hooks:
+        run_epoch_start_hooks(trainer)
+    _restore_checkpoint(trainer, checkpoint)
+    _begin_next_epoch_if_ended(trainer)
+
+
+def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _go_on(trainer)
+
+
+def run_epoch_start_hooks(trainer: L.Trainer) -> None:
+    """Run `on_train_epoch_start` of all callbacks and the module for the epoch that the loops are in.
+
+    The other workers do not: collectives of the strategy end here as on a single device.
+    """
+    call = submodule(package_of(trainer), "trainer.call")
+    strategy: Any = trainer.strategy
+    with strategy.alone():
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+
+
+def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Epoch, step and callbacks alone: what hooks look at; weights and optimizers follow."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
+    connector.restore_loops()
+    call = submodule(package_of(trainer), "trainer.call")
+    call._call_callbacks_load_state_dict(trainer, connector._loaded_checkpoint)
+    connector._loaded_checkpoint = {}
+    _go_on(trainer)
+    _begin_next_epoch_if_ended(trainer)
+
+
+def _begin_next_epoch_if_ended(trainer: L.Trainer) -> None:
+    fit_loop = trainer.fit_loop
+    epochs: Any = fit_loop.epoch_progress.current
+    epoch_loop = fit_loop.epoch_loop
+    steps, max_steps = epoch_loop.global_step, epoch_loop.max_steps
+    is_last = fit_loop.max_epochs not in (None, -1) and epochs.processed >= fit_loop.max_epochs
+    if epochs.processed < epochs.ready or is_last or (max_steps != -1 and steps >= max_steps):
+        return
+    epochs.completed = epochs.processed
+    epochs.ready += 1
+    epochs.started += 1
+    epoch_loop.batch_progress.reset_on_run()
+    epoch_loop.scheduler_progress.reset_on_run()
+    epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+    epoch_loop.val_loop.batch_progress.reset_on_run()
+
+
+def _run_epoch_start_hooks(trainer: L.Trainer, state: TrainerState) -> None:
+    _restore_loops(trainer, state.checkpoint)
+    _set_metrics(trainer, state.running)
+    trainer.accumulate_grad_batches = state.running.accumulate_grad_batches
+    run_epoch_start_hooks(trainer)
+
+
+def _go_on(trainer: L.Trainer) -> None:
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+    for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations):
+        # The loop goes on where the others are; Lightning's own restart would run hooks and validation again.
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for callback in _callbacks(trainer):
+        if is_lightnings(callback, "BaseFinetuning"):
+            callback._restarting = False  # its groups are there already
+
+
+def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: RunningState) -> None:
+    """Set what `running_state` of another worker has found."""
+    fit_loop, now = trainer.fit_loop, time.monotonic()
+    trainer.should_stop = running.should_stop
+    trainer.accumulate_grad_batches = running.accumulate_grad_batches
+    fit_loop._last_train_dl_reload_epoch = running.train_reload_epoch
+    fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = running.val_reload_epoch
+    if running.val_age_s is not None and _validates_by_clock(trainer):
+        trainer._last_val_time = now - running.val_age_s  # type: ignore[attr-defined]
+    trainer._logger_connector._first_loop_iter = running.first_loop_iter
+    _set_metrics(trainer, running)
+    results = fit_loop.epoch_loop._results
+    results.clear()  # of hooks that this worker ran while it was alone
+    for logged in running.logged:
+        _adopt_logged_value(trainer, strategy, logged)
+    parameters = dict(trainer.lightning_module.named_parameters())
+    for name, requires_grad in running.requires_grad.items():
+        if name in parameters and parameters[name].requires_grad != requires_grad:
+            parameters[name].requires_grad_(requires_grad)
+    for key, callback, names in _fields_of_callbacks(trainer, CALLBACK_FIELDS):
+        for name in names:
+            if name in running.callback_fields.get(key, {}):
+                setattr(callback, name, running.callback_fields[key][name])
+    for key, callback, names in _fields_of_callbacks(trainer, CALLBACK_CLOCKS):
+        for name in names:
+            age_s = running.callback_ages_s.get(key, {}).get(name)
+            setattr(callback, name, None if age_s is None else now - age_s)
+    for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
+        # Its state holds the time until now; what this worker has waited on its own does not count.
+        timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
+
+
+def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
+    connector = trainer._logger_connector
+    device = trainer.strategy.root_device
+
+    def here(name: str) -> dict[str, Any]:
+        return {
+            key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in running.metrics[name].items()
+        }
+
+    connector._callback_metrics = here("callback")
+    connector._logged_metrics = here("logged")
+    connector._progress_bar_metrics = here("progress_bar")
+
+
+def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
+    """Have an entry, still without a value, for what the others have logged before this worker came."""
+    try:
+        metric = new_entry(
+            trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only, strategy.root_device
+        )
+    except AttributeError as error:
+        raise StateError(
+            f"the others log the metric {logged.key!r} from the module's attribute {logged.meta['metric_attribute']!r}, "
+            "which this worker's module does not have; create metrics in __init__ or setup"
+        ) from error
+    metric.has_reset = logged.has_reset
+    trainer.fit_loop.epoch_loop._results[logged.key] = metric
+
+
+def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
+    """Give the parameters that the others have pruned their masks; values follow with the state dict."""
+    for name, mask in pruned.items():
+        path, _, parameter = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if f"{parameter}_orig" not in owner._parameters:
+            prune.custom_from_mask(owner, parameter, mask.to(next(module.parameters()).device))  # type: ignore[no-untyped-call]
+
+
+def _set_groups(trainer: L.Trainer, state: TrainerState) -> None:
+    """Form the others' parameter groups, which fine-tuning changes while training."""
+    parameters = dict(trainer.lightning_module.named_parameters())
+    mine = _group_names(trainer)
+    for i, (optimizer, groups) in enumerate(zip(trainer.optimizers, state.running.groups, strict=True)):
+        if groups is None or groups == mine[i]:
+            continue
+        if missing := [name for group in groups for name in group if name not in parameters]:
+            raise StateError(
+                f"optimizer {i} of the other workers trains {missing[:3]}, which this worker's module does not have: "
+                "parameters that are created while training cannot be handed over"
+            )
+        saved = state.checkpoint["optimizer_states"][i]["param_groups"]
+        optimizer.param_groups[:] = [
+            {**{key: value for key, value in options.items() if key != "params"}, "params": [parameters[n] for n in names]}
+            for options, names in zip(saved, groups, strict=True)
+        ]
+
+
+def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
+    mine = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    if mine != running.schedulers:
+        raise StateError(
+            f"the others' learning-rate schedulers are {running.schedulers}, this worker's are {mine}: they were changed while "
+            "training by a hook other than on_train_epoch_start; change them there, or in configure_optimizers"
+        )
+
+
+def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
+    mine = _plain_attributes(module)
+    changed = [f"{k} ({theirs[k]!r} there, {mine[k]!r} here)" for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    if changed:
+        log.warning(
+            "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
+            "If they matter, register them as buffers, or keep them in on_save_checkpoint and on_load_checkpoint",
+            ", ".join(changed[:8]) + (f" and {len(changed) - 8} more" if len(changed) > 8 else ""),
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
+
+
+# --- where things are ---------------------------------------------------------------------------------------------------------
+
+
+def parts_with_hparams(trainer: L.Trainer) -> list[Any]:
+    """Module and datamodule: both may have hyperparameters, of any class."""
+    return [part for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if part is not None]
+
+
+def is_lightnings(callback: object, name: str) -> bool:
+    """Whether a callback is of Lightning's class of that name, whichever of its two packages it comes from."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+        for kind in type(callback).__mro__
+    )
+
+
+def _callbacks(trainer: L.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Any, tuple[str, ...]]]:
+    """Key, callback and its fields; scripts make the same callbacks in the same order."""
+    return [
+        (f"{i}/{kind}", callback, names)
+        for i, callback in enumerate(_callbacks(trainer))
+        for kind, names in table.items()
+        if is_lightnings(callback, kind)
+    ]
+
+
+def _validates_by_clock(trainer: L.Trainer) -> bool:
+    return getattr(trainer, "_val_check_time_interval", None) is not None

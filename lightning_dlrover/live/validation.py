@@ -1,0 +1,511 @@
+"""Carry a validation run over the loss of a worker without running any part of it twice.
+
+A run passes through three stages, and a loss means something else in each of them:
+  - Before the batches (loading, `on_validation_start`, `on_validation_epoch_start`) nothing is computed yet. A collective that
+    fails is repeated, as anywhere outside of steps.
+  - In the batches of one dataloader each worker keeps on record which samples it has computed. After a loss the survivors
+    compare these records and deal out the samples that none of them has: the lost worker's and those that nobody had begun.
+    Nobody leaves the loop, so hooks run once, and module modes and swapped weights stay as they are. A dataloader ends with a
+    commit: workers exchange what they have logged, and each computes the same epoch values from it. Either a survivor has the
+    result of that exchange, which then counts for all, or none has, and the samples of the lost worker are dealt out.
+  - After the commit (`on_validation_epoch_end`, `on_validation_end`, saving) results no longer depend on who is there.
+    Collectives are repeated or their results shared one by one. Only what a script has itself accumulated over batches, in a
+    list say, lacks the lost worker's samples there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torchmetrics
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_dlrover.live.epoch_metrics import (
+    adopt,
+    entry_of,
+    set_computed,
+    value_of,
+)
+from lightning_dlrover.live.loader import (
+    ElasticLoader,
+    share,
+)
+from lightning_dlrover.live.redo import Before
+from lightning_dlrover.packages import package_of, submodule
+from lightning_dlrover.rdzv.group import transfer
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+
+    from lightning_dlrover.live.training import LiveTraining
+else:
+    _DataFetcher = object  # the base comes with the Trainer, see `_fetcher_of`
+
+__all__ = ["Validation", "deal", "exchange_metrics_through"]
+
+log = logging.getLogger(__name__)
+
+Positions = npt.NDArray[np.int64]
+
+
+def deal(missing: Positions, started: Sequence[int], rank: int, samples_per_batch: int, in_step: bool) -> list[Positions]:
+    """One worker's batches of the samples that are still to be computed.
+
+    Args:
+        missing: positions in the dataloader's order.
+        started: batches that each worker has begun, by rank.
+        rank: whose batches are returned.
+        samples_per_batch: over all workers; a batch may become larger, so that every worker has a sample in it.
+        in_step: the validation step has collectives, so all workers must end with the same number of batches. If too few
+            samples are left for that, the last ones are repeated, as PyTorch's DistributedSampler does.
+    """
+    size, batches = len(started), list[Positions]()
+
+    def split(chunk: Positions, members: Sequence[int]) -> None:
+        if rank in members:
+            start, stop = share(len(chunk), members.index(rank), len(members))
+            if start < stop:
+                batches.append(chunk[start:stop])
+
+    most = max(started)
+    late = [[r for r in range(size) if started[r] + i < most] for i in range(most - min(started))] if in_step else []
+    for i, members in enumerate(late):
+        reserved = sum(len(later) for later in late[i + 1 :])
+        wanted = min(len(missing) - reserved, max(1, samples_per_batch // size) * len(members))
+        if len(missing) - wanted - reserved < size and i == len(late) - 1:
+            wanted = len(missing)
+        chunk, missing = missing[:wanted], missing[wanted:]
+        split(chunk, members)
+    everyone = range(size)
+    while len(missing):
+        wanted = max(samples_per_batch, size)
+        if len(missing) - wanted < size:
+            wanted = len(missing)
+        chunk, missing = missing[:wanted], missing[wanted:]
+        if in_step and len(chunk) < size:
+            log.warning("validation: %d samples were left for %d workers; some are counted twice", len(chunk), size)
+            chunk = np.resize(chunk, size)
+        split(chunk, everyone)
+    return batches
+
+
+@dataclass
+class _Report:
+    """What one survivor has done of a validation run; exchanged in the round after a loss."""
+
+    run: int  # number of the validation run that it is in, or enters next
+    part: int  # dataloader whose samples it computes
+    num_samples: int = 0  # of that dataloader; 0 while it has not begun
+    samples_per_batch: int = 0
+    started: int = 0  # batches
+    in_step: bool = False  # its validation steps have collectives
+    done: bytes = b""  # one bit for each sample
+
+
+class Validation:
+    """One worker's part in the validation runs of a live job."""
+
+    def __init__(self, live: LiveTraining) -> None:
+        self._live = live
+        self._run = 0  # number of the newest run that was begun
+        self._is_under_way = False
+        self._fetcher: _Fetcher | None = None
+        self._is_between = False
+        self._plans: dict[tuple[int, int], list[Positions]] = {}  # dealt out before this worker has come there
+
+    @property
+    def number(self) -> int:
+        return self._run
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._run = number
+
+    @property
+    def is_between_dataloaders(self) -> bool:
+        """Whether a dataloader ends whose values were exchanged already, and it is not the last one."""
+        return self._fetcher is not None and self._is_between
+
+    def run(self, run: Callable[[], Any]) -> Any:
+        """A validation run of Lightning's."""
+        self._run += 1
+        self._is_under_way = True
+        try:
+            return run()
+        finally:
+            self._is_under_way = False
+            if self._fetcher is not None:
+                self._fetcher.release_metrics()
+            self._fetcher = None
+            self._plans = {place: plan for place, plan in self._plans.items() if place[0] > self._run}
+
+    def begin_batches(self, loop: _EvaluationLoop, reset: Callable[[], None]) -> None:
+        """Lightning's preparation of the batches of a run, after which they come from us."""
+        reset()
+        self._live.send_buffers()
+        combined = loop._combined_loader
+        if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            return
+        if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
+            return  # every worker computes what its own loaders yield; there is nothing to deal out
+        self._fetcher = loop._data_fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
+
+    def end_each_dataloader(self, loop: Any) -> None:
+        """Let Lightning end each of several dataloaders once on every worker.
+
+        It ends one when a batch of another one comes. A worker that has no sample of one would skip it, and with it the
+        exchange of its values, for which the others wait.
+
+        Args:
+            loop: of a validation or a test, in `fit` or outside of it.
+        """
+        for name in ("_store_dataloader_outputs", "on_run_end"):
+            loop.__dict__.pop(name, None)
+        store, end_run = loop._store_dataloader_outputs, loop.on_run_end
+
+        def end_up_to(number: int) -> None:
+            results = loop._results
+            newest = results.dataloader_idx
+            for each in range(len(loop._logged_outputs), number + 1):
+                results.dataloader_idx = each
+                self._is_between = each < loop.num_dataloaders - 1
+                store()
+            results.dataloader_idx, self._is_between = newest, False
+
+        def store_all() -> None:
+            if not loop._is_sequential or loop.num_dataloaders == 1:
+                store()
+            else:
+                end_up_to(loop._results.dataloader_idx or 0)
+
+        def end_all() -> Any:
+            if loop._is_sequential and loop.num_dataloaders > 1:
+                end_up_to(loop.num_dataloaders - 1)
+            return end_run()
+
+        loop._store_dataloader_outputs, loop.on_run_end = store_all, end_all
+
+    def step(self, loop: _EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
+        """Lightning's work on one validation batch; if its own collectives fail, its samples are dealt out again."""
+        fetcher = self._fetcher
+        if fetcher is None or self._live.size == 1:
+            evaluate(*args)
+            return
+        before = Before(fetcher.metrics.values(), loop._results)
+        progress = loop.batch_progress.state_dict()
+        with fetcher.step():
+            done = self._live.attempt(evaluate, *args)
+        if done is None:
+            fetcher.take_back()
+            before.restore()
+            loop.batch_progress.load_state_dict(progress)
+            self._live.recover()
+
+    def take_plan(self, part: int) -> list[Positions] | None:
+        return self._plans.pop((self._run, part), None)
+
+    # --- after a loss ------------------------------------------------------------------------------------------------
+
+    def report(self, has_missed: bool) -> dict[str, Any]:
+        """What this worker has done.
+
+        Args:
+            has_missed: another worker has the result of the collective that this one stands in.
+        """
+        if not self._is_under_way:
+            return vars(_Report(self._run + 1, 0))
+        if self._fetcher is None:
+            return vars(_Report(self._run, 0))
+        return vars(self._fetcher.report(self._run, has_missed))
+
+    def settle(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
+        """Deal out what is left of the dataloader that the survivors are in.
+
+        Args:
+            all_reports: of all survivors, by rank.
+        """
+        reports = [_Report(**report) for report in all_reports]
+        place = max((report.run, report.part) for report in reports)
+        there = [report if (report.run, report.part) == place else _Report(*place) for report in reports]
+        begun = [report for report in there if report.num_samples]
+        if not begun:
+            if self._is_under_way and place[1] > 0:
+                log.info("a worker was lost after its part of the validation was counted")
+            return
+        length = begun[0].num_samples
+        done = np.zeros(length, dtype=bool)
+        for report in begun:
+            done |= np.unpackbits(np.frombuffer(report.done, dtype=np.uint8), count=length).astype(bool)
+        in_step = any(report.in_step for report in begun)
+        started = [report.started for report in there]
+        batches = deal(np.flatnonzero(~done), started, rank, begun[0].samples_per_batch, in_step)
+        fetcher = self._fetcher
+        if fetcher is not None and (self._run, fetcher.part) == place:
+            fetcher.go_on_with(batches)
+        else:
+            self._plans[place] = batches
+
+
+@functools.cache
+def _fetcher_of(package: str) -> type[_Fetcher]:
+    """`_Fetcher` as a data fetcher of the package that the Trainer comes from."""
+    base = submodule(package, "loops.fetchers")._DataFetcher
+    return type("_Fetcher", (_Fetcher, base), {})
+
+
+class _Fetcher(_DataFetcher):
+    """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
+
+    def __init__(self, live: LiveTraining, loop: _EvaluationLoop, validation: Validation) -> None:
+        super().__init__()
+        combined = loop._combined_loader
+        assert combined is not None
+        assert loop._data_fetcher is not None
+        self.setup(combined)
+        self.fetched = loop._data_fetcher.fetched
+        self.part = 0  # index of the dataloader
+        self._live = live
+        self._loop = loop
+        self._validation = validation
+        self._loaders: list[ElasticLoader] = combined.flattened
+        self._limits = loop.max_batches
+        self._batches: list[Positions] = []
+        self._current: Positions | None = None  # of the batch handed out last
+        self._started = 0
+        self._in_step = False
+        self._step_began_at: int | None = None  # number of collectives then
+        self._is_committing = False
+        self._done: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._update_counts: dict[str, int] = {}
+        modules = loop.trainer.lightning_module.named_modules()
+        self.metrics = {name: module for name, module in modules if isinstance(module, torchmetrics.Metric)}
+        self._begin_part()
+
+    def __iter__(self) -> _Fetcher:
+        return self
+
+    def __next__(self) -> Any:
+        self._start_profiler()
+        try:
+            while self.part < len(self._loaders):
+                self._live.recover_if_broken()
+                loader = self._loaders[self.part]
+                if loader.cursor < len(self._batches):
+                    return self._fetch(loader)
+                self._commit()
+            self.done = True
+            raise StopIteration
+        finally:
+            self._stop_profiler()
+
+    def _begin_part(self) -> None:
+        self._started, self._in_step, self._current, self._batches = 0, False, None, []
+        self._done = np.zeros(0, dtype=bool)
+        # Also a dataloader of which nothing is to be computed has its place in the order of collectives.
+        if self.part == len(self._loaders):
+            return
+        loader = self._loaders[self.part]
+        iter(loader)
+        limit = self._limits[self.part]
+        self._done = np.zeros(loader.num_dealt(limit), dtype=bool)
+        self._update_counts = {name: metric._update_count for name, metric in self._to_exchange.items()}
+        batches = self._validation.take_plan(self.part)
+        if batches is None:
+            positions = np.arange(len(self._done))
+            batches = deal(positions, [0] * self._live.size, self._live.rank, loader.global_batch_size, in_step=False)
+        self.go_on_with(batches)
+
+    def _fetch(self, loader: ElasticLoader) -> Any:
+        number = loader.cursor
+        batch = next(loader)
+        self._current = self._batches[number]
+        self._done[self._current] = True
+        self._started += 1
+        self.fetched += 1
+        self.done = self.part == len(self._loaders) - 1 and loader.cursor == len(self._batches)
+        return batch, self._started - 1, self.part
+
+    def step(self) -> _Step:
+        return _Step(self)
+
+    def step_begins(self) -> None:
+        self._step_began_at = self._live.num_collectives
+
+    def step_ended(self) -> None:
+        self._in_step = self._has_collectives
+        self._step_began_at = None
+
+    @property
+    def _has_collectives(self) -> bool:
+        began_at = self._step_began_at
+        return self._in_step or (began_at is not None and self._live.num_collectives > began_at)
+
+    def take_back(self) -> None:
+        """Let the batch handed out last not have been computed."""
+        assert self._current is not None
+        self._done[self._current] = False
+        self._started -= 1
+        self._in_step = True
+        self._step_began_at = None
+
+    def go_on_with(self, batches: list[Positions]) -> None:
+        """Compute these next, instead of what was planned."""
+        self._batches = batches
+        self._loaders[self.part].deal(batches)
+        self.done = False
+
+    def report(self, run: int, has_missed: bool) -> _Report:
+        if self._is_committing and has_missed:
+            return _Report(run, self.part + 1)
+        if self.part == len(self._loaders):
+            return _Report(run, self.part)
+        return _Report(
+            run,
+            self.part,
+            num_samples=len(self._done),
+            samples_per_batch=self._loaders[self.part].global_batch_size,
+            started=self._started,
+            in_step=self._has_collectives,
+            done=np.packbits(self._done).tobytes(),
+        )
+
+    # --- the commit ----------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """End a dataloader with the others, unless one is lost meanwhile: then there may be more batches to compute."""
+        if self._live.size > 1:
+            self._is_committing = True
+            try:
+                outcome = self._live.collective_once(
+                    lambda: self._live.named("the exchange of validated samples", lambda: transfer.all_gather(self._ballot()))
+                )
+            finally:
+                self._is_committing = False
+            if outcome is None:
+                return
+            self._take_values([parts["logged"] for parts in outcome[0]])
+            self._hold_metrics([parts["metrics"] for parts in outcome[0]])
+        self.part += 1
+        self._begin_part()
+
+    def _ballot(self) -> dict[str, Any]:
+        """What this worker has logged for the current dataloader."""
+        logged = {
+            key: entry_of(metric)
+            for key, metric in self._loop._results.items()
+            if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
+        }
+        metrics = {
+            name: {attr: _tensors_of(metric, attr) for attr in metric._reductions}
+            for name, metric in self._to_exchange.items()
+            if metric._update_count != self._update_counts.get(name, 0)
+        }
+        return {"logged": logged, "metrics": metrics}
+
+    def _is_ours(self, metric: Any) -> bool:
+        number = self.part if self._loop.num_dataloaders > 1 else None
+        sync = metric.meta.sync
+        is_reduced = sync.group is None and not sync.rank_zero_only
+        return metric.meta.on_epoch and is_reduced and metric.meta.dataloader_idx == number
+
+    def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
+        """Take the epoch's values from what all workers have logged; Lightning then has no reason to reduce them."""
+        results = self._loop._results
+        for key in dict.fromkeys(key for logged in by_rank for key in logged):
+            found = [logged[key] for logged in by_rank if key in logged]
+            if key not in results:  # this worker had no sample
+                adopt(self._loop, results, key, found[0])
+            results[key].has_reset = False
+            set_computed(results[key], value_of(results[key].meta, found))
+
+    @property
+    def _to_exchange(self) -> dict[str, torchmetrics.Metric]:
+        """Metrics with states to be reduced, by no function of their own."""
+        return {name: each for name, each in self.metrics.items() if each._reductions and not callable(each.dist_sync_fn)}
+
+    def _hold_metrics(self, by_rank: Sequence[dict[str, dict[str, list[torch.Tensor]]]]) -> None:
+        """Have torchmetrics objects computed from the states that all workers have committed."""
+        metrics = self._to_exchange
+        for name in dict.fromkeys(name for states in by_rank for name in states):
+            if (metric := metrics.get(name)) is not None:
+                metric.dist_sync_fn = _Committed(metric, [states[name] for states in by_rank if name in states])
+
+    def release_metrics(self) -> None:
+        for metric in self.metrics.values():
+            if isinstance(metric.dist_sync_fn, _Committed):
+                metric.dist_sync_fn = None
+
+
+class _Step:
+    """While a validation step runs: notes whether it has collectives."""
+
+    def __init__(self, fetcher: _Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __enter__(self) -> None:
+        self._fetcher.step_begins()
+
+    def __exit__(self, *_: object) -> None:
+        self._fetcher.step_ended()
+
+
+class _Committed:
+    """In place of torchmetrics' exchange: answers with what all workers have committed, until the metric changes."""
+
+    def __init__(self, metric: torchmetrics.Metric, states: Sequence[dict[str, list[torch.Tensor]]]) -> None:
+        self._metric = metric
+        self._update_count = metric._update_count
+        numbers = {attr: max(len(state[attr]) for state in states) for attr in metric._reductions}
+        self._answers = [
+            [state[attr][i] for state in states if i < len(state[attr])]
+            for attr, number in numbers.items()
+            for i in range(number)
+        ]
+        self._next = 0
+
+    def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        if self._metric._update_count != self._update_count or not self._answers:
+            self._metric.dist_sync_fn = None
+            return torchmetrics.metric.gather_all_tensors(tensor, group)  # type: ignore[attr-defined]
+        answer = [part.to(tensor.device) for part in self._answers[self._next]]
+        self._next = (self._next + 1) % len(self._answers)
+        return answer
+
+
+def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
+    """A state in the parts in which torchmetrics exchanges it."""
+    value = getattr(metric, attr)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [dim_zero_cat(value)] if metric._reductions[attr] == dim_zero_cat and len(value) > 1 else list(value)
+
+
+class _Exchange:
+    """In place of torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
+
+    def __init__(self) -> None:
+        self.live: LiveTraining | None = None
+
+    def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        live = self.live
+        if live is None or group is not None:
+            return gather_all_tensors(result, group)
+        return live.collective(lambda: gather_all_tensors(result))
+
+
+_EXCHANGE = _Exchange()
+
+
+def exchange_metrics_through(live: LiveTraining) -> None:
+    """Let torchmetrics objects exchange their states as collectives of this job."""
+    _EXCHANGE.live = live
+    torchmetrics.metric.gather_all_tensors = _EXCHANGE  # type: ignore[attr-defined]

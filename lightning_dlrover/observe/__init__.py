@@ -1,0 +1,1 @@
+"""Measurements of steps, of the model and of what a worker uses."""

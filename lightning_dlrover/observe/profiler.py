@@ -1,0 +1,215 @@
+"""Measure training steps: where their time goes and what they use. Decides nothing and writes nothing.
+
+The training thread only adds a few numbers per step; looking at processes and devices happens when a window is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_dlrover.observe.descriptors import Descriptors
+from lightning_dlrover.observe.resources import (
+    CpuUse,
+    MemoryWatch,
+    available_cores,
+    cpu_use,
+    memory_limit_bytes,
+    own_memory_limit_bytes,
+)
+from lightning_dlrover.perf.samples import StepProfile
+
+if TYPE_CHECKING:
+    from lightning_dlrover.strategy import StepTimes
+
+__all__ = ["Model", "Place", "StepProfiler"]
+
+MAX_SETTLING_STEPS = 20
+"""Steps at the start of a window that hold what was prepared before it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a window of steps has in common; a window ends when any of it changes."""
+
+    round_number: int
+    global_rank: int
+    num_workers: int
+    num_nodes: int
+    global_batch: int
+    local_batch: int
+    loader_workers: int
+    prefetch_factor: int
+    intra_op_threads: int
+    fullest_node: int = 0
+    emptiest_node: int = 0
+    workers_here: int = 1  # on this worker's node
+
+    @property
+    def settling_steps(self) -> int:
+        """How many steps are left out at first: that of the change, and those whose batches lay ready before it."""
+        return 1 + min(MAX_SETTLING_STEPS, self.loader_workers * self.prefetch_factor)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the steps compute."""
+
+    descriptors: Descriptors
+    dense_bytes: int  # gradient bytes reduced per step
+    embedding_bytes: int  # of all tables of the job
+
+
+PARTS = ("data_wait", "forward", "backward", "communication", "run")
+"""Of `StepTimes`, whose names end with the unit."""
+
+
+@dataclass
+class _Window:
+    place: Place
+    first_step: int
+    started: float
+    use: CpuUse
+    to_settle: int = 0  # steps still to be left out
+    step_times_s: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+
+class StepProfiler:
+    """Collects steps into windows.
+
+    Args:
+        worker_id: recorded in every window.
+        device: where the model runs.
+        times: filled by the strategy during each step.
+    """
+
+    def __init__(self, worker_id: str, device: torch.device, times: StepTimes) -> None:
+        self._worker_id = worker_id
+        self._device = device
+        self._times = times
+        self._window: _Window | None = None
+        self._last_end: float | None = None
+        self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._memory = MemoryWatch()
+        self._memory_limit_bytes = memory_limit_bytes(os.environ)
+        self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def pause(self) -> None:
+        """Something that is no step begins: validation, a checkpoint."""
+        if self._paused_at is None:
+            self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._paused_s += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def step_ended(self, place: Place, step: int) -> None:
+        """A step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
+
+        Args:
+            step: batches done by the job.
+        """
+        now = time.perf_counter()
+        self.resume()
+        times = self._times
+        window = self._window
+        if window is None or window.place != place:
+            self._window = _Window(place, step, now, cpu_use(self._memory.children), place.settling_steps - 1)
+        elif window.to_settle:
+            window.to_settle -= 1
+            window.first_step, window.started = step, now
+        elif self._last_end is not None:
+            window.step_times_s.append(max(0.0, now - self._last_end - self._paused_s))
+            for part in PARTS:
+                window.parts[part] += getattr(times, f"{part}_s")
+        times.reset()
+        self._last_end, self._paused_s = now, 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._window.step_times_s) if self._window else 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the window began."""
+        return time.perf_counter() - self._window.started if self._window else 0.0
+
+    def close_window(self, step: int, model: Model) -> StepProfile | None:
+        """The steps since the last call as one profile; None if there were none.
+
+        Args:
+            step: batches done by the job.
+        """
+        window, num_steps = self._window, self.num_steps
+        if window is None or num_steps == 0:
+            return None
+        place = window.place
+        # The mean over steps that were not hit by something rare (a file written, a page cache flushed) on this machine.
+        ordered = sorted(window.step_times_s)
+        kept = ordered[: max(1, round(0.95 * num_steps))]
+        step_time_s = sum(kept) / len(kept)
+        scale = step_time_s / (sum(ordered) / num_steps) if sum(ordered) else 1.0
+        data_wait, forward, backward, communication, run = (window.parts[part] / num_steps * scale for part in PARTS)
+        computed = forward + backward + communication
+        use, memory = cpu_use(self._memory.children), self._memory.take()
+        elapsed = max(1e-9, use.at - window.use.at)
+        gpu_memory, gpu_percent = _gpu_use(self._device)
+        self._window = _Window(place, step, time.perf_counter(), use)
+        return StepProfile(
+            worker_id=self._worker_id,
+            round_number=place.round_number,
+            global_rank=place.global_rank,
+            num_workers=place.num_workers,
+            num_nodes=place.num_nodes,
+            first_step=window.first_step,
+            num_steps=num_steps,
+            global_batch=place.global_batch,
+            local_batch=place.local_batch,
+            loader_workers=place.loader_workers,
+            prefetch_factor=place.prefetch_factor,
+            intra_op_threads=place.intra_op_threads,
+            fullest_node=place.fullest_node,
+            emptiest_node=place.emptiest_node,
+            cores=available_cores(),
+            device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            step_time_s=step_time_s,
+            data_wait_s=data_wait,
+            forward_s=forward,
+            backward_s=backward,
+            communication_s=communication,
+            optimizer_s=max(0.0, run - computed),
+            other_s=max(0.0, step_time_s - data_wait - max(run, computed)),
+            samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
+            memory_bytes=memory.resident_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            memory_limit_bytes=min(self._memory_limit_bytes // max(1, place.workers_here), self._own_memory_limit_bytes),
+            cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
+            dense_bytes=model.dense_bytes,
+            dense_flops=model.descriptors.dense_flops,
+            embedding_bytes=model.embedding_bytes,
+            lookups_per_sample=model.descriptors.lookups_per_sample,
+            gpu_memory_bytes=gpu_memory,
+            gpu_percent=gpu_percent,
+            at=time.time(),
+        )
+
+
+def _gpu_use(device: torch.device) -> tuple[int, float]:
+    """Peak memory in bytes and utilisation in percent of the accelerator; zeros without one."""
+    if device.type != "cuda":
+        return 0, 0.0
+    try:
+        percent = float(torch.cuda.utilization(device))
+    except Exception:
+        percent = 0.0  # NVML is not installed, or, as on a slice of a device, does not know; its errors have no common base
+    return torch.cuda.max_memory_allocated(device), percent

@@ -1,0 +1,231 @@
+"""Measure what each worker needs by itself for its part of a step, and let all workers know it. Decides nothing.
+
+In synchronous training every step takes as long on all workers, whoever is slow: the others wait in collectives. So each worker
+has a clock that stands still while it is blocked in one (`OwnClock`), and says what its steps took by that clock in the vote
+that the workers take between steps anyway (`Pulse`, `World.wishes`): all know the times of all a step later, without a message
+more.
+
+With an accelerator the times are those of the host's thread: a device that is slow is not seen here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.components.targets.machine.control_groups import (
+    CGROUPS,
+    PROC,
+    cgroup_folders,
+)
+from lightning_dlrover.planner.stragglers import OwnTimes
+
+__all__ = ["OwnClock", "OwnTime", "Pulse"]
+
+NUM_KEPT = 100
+
+NUM_SAID = 4
+"""Numbers of each worker in a vote."""
+
+_UNKNOWN = 1 << 62
+
+
+class OwnTime(NamedTuple):
+    """Seconds that were this worker's own: not blocked in a collective."""
+
+    busy_s: float  # until it was done, in all
+    queued_s: float  # of these, in which it was ready to go on but had no core, as others of its host used them
+
+    def since(self, start: OwnTime) -> OwnTime:
+        return OwnTime(self.busy_s - start.busy_s, self.queued_s - start.queued_s)
+
+
+class OwnClock:
+    """Stands still while the thread that made it is blocked in a collective."""
+
+    _running: ClassVar[OwnClock | None] = None  # the one of this process that stands still in `Work.wait`
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._schedstat = -1
+        with suppress(OSError):  # a kernel may be built without it
+            self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = weakref.finalize(self, _close, self._schedstat)
+        self.is_stopped = False
+        self._blocked = OwnTime(0.0, 0.0)
+        self._computed: OwnTime | None = None
+
+    def close(self) -> None:
+        if self._schedstat >= 0:
+            self._descriptor()
+            self._schedstat = -1
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which it has stood still so far."""
+        return self._blocked.busy_s
+
+    def read(self) -> OwnTime:
+        return self._now().since(self._blocked)
+
+    def _now(self) -> OwnTime:
+        queued_s = 0.0
+        if self._schedstat >= 0:
+            with suppress(OSError, ValueError, IndexError):
+                queued_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        return OwnTime(time.perf_counter(), queued_s)
+
+    def _was_blocked_since(self, start: OwnTime) -> None:
+        self.is_stopped = False
+        blocked = self._now().since(start)
+        self._blocked = OwnTime(self._blocked.busy_s + blocked.busy_s, self._blocked.queued_s + blocked.queued_s)
+
+    def stop_in_waits(self) -> None:
+        """Stand still in what waits for a collective from Python, such as torchrec's exchanges, in place of other clocks."""
+        is_installed = OwnClock._running is not None
+        OwnClock._running = self
+        if is_installed:
+            return
+        work: Any = torch._C._distributed_c10d.Work
+        wait = work.wait
+
+        def timed_wait(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            clock = OwnClock._running
+            assert clock is not None
+            if threading.get_ident() != clock._thread or clock.is_stopped:
+                return wait(self_, *args, **kwargs)
+            started = clock._now()
+            clock.is_stopped = True
+            try:
+                return wait(self_, *args, **kwargs)
+            finally:
+                clock._was_blocked_since(started)
+
+        work.wait = timed_wait
+
+    def stop_in_forward(self, model: torch.nn.Module) -> None:
+        """Stand still while DDP's forward pass waits for rank 0's buffers."""
+        if not isinstance(model, DistributedDataParallel):
+            return
+        # Not the bound method: in a cycle with the model it would keep the model, and its hooks on parameters, past its round.
+        its_model = weakref.ref(model)
+
+        def timed_sync() -> None:
+            started = self._now()
+            self.is_stopped = True
+            try:
+                DistributedDataParallel._sync_buffers(its_model())  # type: ignore[arg-type,no-untyped-call]
+            finally:
+                self._was_blocked_since(started)
+
+        model._sync_buffers = timed_sync  # type: ignore[method-assign]
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """Have the end of the backward pass's own work noted; after it DDP waits for the gradients of the others."""
+        self._computed, self.is_stopped = None, False
+        if loss.requires_grad:
+            loss.register_hook(self._queue_note)  # type: ignore[no-untyped-call]
+
+    def backward_ended(self) -> None:
+        if self._computed is not None:
+            self._was_blocked_since(self._computed)
+            self._computed = None
+
+    def _queue_note(self, gradient: torch.Tensor) -> None:
+        # Called before any gradient is ready, so the engine runs it before what DDP queues when the last one is.
+        torch.autograd.Variable._execution_engine.queue_callback(self._note)
+
+    def _note(self) -> None:
+        self._computed = self._now()
+        self.is_stopped = True
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)
+
+
+class Pulse:
+    """This worker's own times, on their way into the votes, and those of all workers that the votes have brought."""
+
+    def __init__(self) -> None:
+        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # of round `_round`
+        self.num_heard = 0  # in all rounds
+        self.threads: tuple[int, ...] = ()  # that each worker computes with, by rank
+        self._round = 0
+        self._num_steps = self._said_steps = 0
+        self._times = [0.0, 0.0, 0.0]
+        self._throttled_s = throttled_s()
+
+    def step_ended(self, compute: OwnTime, data: OwnTime) -> None:
+        """One more step: what it has taken to compute, and before that to get its data."""
+        self._num_steps += 1
+        for i, seconds in enumerate(_parts(compute, data)):
+            self._times[i] += seconds
+
+    def heard(self, round_number: int) -> list[OwnTimes]:
+        """All workers' times in this round, oldest first."""
+        return list(self._heard) if self._round == round_number else []
+
+    def say(self, round_number: int, rank: int, size: int) -> list[int]:
+        """Numbers for the next vote: means over the steps since the last one, but of none that hold a change of the world."""
+        said = [_UNKNOWN] * (NUM_SAID * size)
+        self._said_steps = self._num_steps
+        before, self._throttled_s = self._throttled_s, throttled_s()
+        if round_number != self._round:
+            self._heard.clear()  # first: another thread may ask for what was heard in the new round
+            self._round = round_number
+        elif self._num_steps:
+            # To the kernel, time taken from a worker by its own quota is time in the queue; its host is not to blame.
+            back = min(max(0.0, self._throttled_s - before), self._times[2])
+            self._times[0] += back
+            self._times[2] -= back
+            first = NUM_SAID * rank
+            said[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
+            said[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        self._num_steps = 0
+        self._times = [0.0, 0.0, 0.0]
+        return said
+
+    def hear(self, voted: Sequence[int], step_time_s: float) -> None:
+        """What the vote has brought of each worker."""
+        if not self._said_steps or _UNKNOWN in voted:
+            return
+        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
+        self.threads = tuple(voted[3::NUM_SAID])
+        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
+        self.num_heard += 1
+
+
+def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:
+    """Computing and getting data without time in the queue, and that time."""
+    return (
+        max(0.0, compute.busy_s - compute.queued_s),
+        max(0.0, data.busy_s - data.queued_s),
+        max(0.0, compute.queued_s + data.queued_s),
+    )
+
+
+def throttled_s(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Seconds for which the control group of this process, or one above it, had used up its CPU quota; 0 where nobody says."""
+    stats = [folder / "cpu.stat" for folder in cgroup_folders("cpu", proc, cgroups)]
+    return max((max(_value(s, "throttled_usec") / 1e6, _value(s, "throttled_time") / 1e9) for s in stats), default=0.0)
+
+
+def _value(file: Path, name: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0

@@ -1,0 +1,263 @@
+"""What this worker and its loader workers may use of their machine, and what they use: `/proc` and control groups of Linux."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lightning_dlrover.components.targets.machine.control_groups import (
+    CGROUPS,
+    PROC,
+    cgroup_folders,
+    is_of_one_node,
+)
+from lightning_dlrover.perf.samples import AGENT_BYTES
+
+__all__ = [
+    "CpuUse",
+    "MachineLoad",
+    "MemoryUse",
+    "MemoryWatch",
+    "available_cores",
+    "cpu_use",
+    "memory_limit_bytes",
+    "own_memory_limit_bytes",
+]
+
+SAMPLE_S = 0.5
+
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU time of a worker and its loader workers so far."""
+
+    cpu_s: float
+    at: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a worker and its loader workers; pages that they share count once."""
+
+    resident_bytes: int
+    peak_bytes: int  # since it was asked for last
+
+
+def cpu_use(children: Iterable[int] = ()) -> CpuUse:
+    """CPU time of this process and of others, cheap enough for the training thread: nobody is searched for.
+
+    Args:
+        children: process ids, as of `MemoryWatch.children`.
+    """
+    own = os.times()
+    cpu_s = own.user + own.system
+    for process_id in children:
+        with suppress(OSError, ValueError, IndexError):  # it has ended since it was listed
+            # The name in parentheses may hold anything; the user and system time are the 12th and 13th field after it.
+            fields = (PROC / f"{process_id}/stat").read_text().rpartition(")")[2].split()
+            cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+    return CpuUse(cpu_s, time.perf_counter())
+
+
+class MachineLoad:
+    """Cores kept busy by other programs, of those that this worker may use, since it was asked for last.
+
+    Args:
+        busy_s: CPU time so far of these cores, and of the control group whose quota limits this worker (0.0: no such group).
+        num_cores: cores that this process is bound to.
+        cores: those of them that its control group lets it use.
+        is_bound: whether its machine has more cores.
+        num_local_workers: workers of this worker's agent, which are bound to the same cores.
+    """
+
+    def __init__(
+        self,
+        busy_s: Callable[[], tuple[float, float]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        num_cores: int | None = None,
+        cores: float | None = None,
+        is_bound: bool | None = None,
+        num_local_workers: int | None = None,
+    ) -> None:
+        bound_to = os.sched_getaffinity(0)
+        self._busy_s = busy_s or _BusyTimes(bound_to)
+        self._clock = clock
+        self._num_cores = len(bound_to) if num_cores is None else num_cores
+        self._cores = available_cores() if cores is None else cores
+        self._is_bound = len(bound_to) < (os.cpu_count() or 1) if is_bound is None else is_bound
+        self._num_local_workers = num_local_workers or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._before = clock(), self._busy_s()
+
+    def foreign_cores(self, own_cores: float, num_workers: int = 1) -> float:
+        """Cores that other programs take away from this job.
+
+        Args:
+            own_cores: that one worker has kept busy meanwhile.
+            num_workers: of this job, on this machine.
+        """
+        (then, (busy_then, group_then)), self._before = self._before, (self._clock(), self._busy_s())
+        now, (busy_now, group_now) = self._before
+        elapsed_s = max(1e-3, now - then)
+        # On cores of its own a worker does not meet the job's other workers, and their load is not in the figures.
+        own = own_cores * (self._num_local_workers if self._is_bound else num_workers)
+        # With a quota below its cores, a worker loses none as long as others leave it that many.
+        on_cores = (busy_now - busy_then) / elapsed_s - own - (self._num_cores - self._cores)
+        in_group = (group_now - group_then) / elapsed_s - own
+        return max(0.0, on_cores, in_group)
+
+
+class _BusyTimes:
+    """CPU time in which some cores were not idle, also not waiting for a disk, and that of the group with the least quota."""
+
+    def __init__(self, bound_to: Set[int], proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._bound_to = bound_to
+        quotas = [(quota, folder) for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+        self._group = min(quotas)[1] if quotas else None
+
+    def __call__(self) -> tuple[float, float]:
+        every = psutil.cpu_times(percpu=True)
+        # In some containers fewer cores are shown than there are; then none can be told from the others.
+        mine = [every[core] for core in self._bound_to] if max(self._bound_to) < len(every) else every
+        names = ("user", "nice", "system", "irq", "softirq", "steal")
+        return sum(getattr(core, name, 0.0) for core in mine for name in names), self._of_group_s()
+
+    def _of_group_s(self) -> float:
+        if self._group is not None:
+            with suppress(OSError, ValueError, StopIteration):  # version 1 keeps it elsewhere
+                lines = (self._group / "cpu.stat").read_text().splitlines()
+                return next(int(line.split()[1]) for line in lines if line.startswith("usage_usec ")) / 1e6
+        return 0.0
+
+
+def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Cores that this process may use: those it is bound to, or fewer if its control group has a quota of CPU time."""
+    quotas = [quota for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+    return max(min([float(len(os.sched_getaffinity(0))), *quotas]), 0.01)
+
+
+def _quota(folder: Path) -> float:
+    """Cores' worth of CPU time that a control group may use, at least 0.01; 0 if it has no limit of its own."""
+    with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return max(0.01, int(quota) / int(period))
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota_us, period_us = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return max(0.01, quota_us / period_us) if quota_us > 0 else 0.0
+    return 0.0
+
+
+def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What this process and others must stay below together: the machine's RAM, or the least limit of its control groups.
+
+    Those that are one node's do not count.
+    """
+    folders = [f for f in cgroup_folders("memory", proc, cgroups) if not is_of_one_node(f, environ)]
+    total: int = psutil.virtual_memory().total
+    return min([total, *_limits_bytes(folders)])
+
+
+def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What this worker must stay below on its own; 0 if nothing is known.
+
+    Slurm enforces a limit on each of a job's nodes, and so do we on this machine, in the node's control group. The node's agent
+    takes its part of that.
+    """
+    of_node = _limits_bytes(f for f in cgroup_folders("memory", proc, cgroups) if is_of_one_node(f, environ))
+    for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
+        with suppress(KeyError, ValueError):
+            of_node.append(math.prod(int(environ[n]) for n in names) * 2**20)
+            break
+    return max(0, min(of_node, default=0) - AGENT_BYTES) // max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _limits_bytes(folders: Iterable[Path]) -> list[int]:
+    limits = []
+    for folder in folders:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # another version of control groups, or no limit
+                limits.append(int((folder / name).read_text()))
+    return limits
+
+
+class MemoryWatch:
+    """Background thread that samples the memory of this process and of its children.
+
+    The kernel keeps this process's own peak, so none is missed; of the children only what they do not share with it counts,
+    at the moments of the samples. Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, sample_s: float = SAMPLE_S) -> None:
+        self._sample_s = sample_s
+        self.children: Sequence[int] = ()
+        """Process ids, as they were at the last sample."""
+        self._resident = self._of_children = self._peak_of_children = 0
+        self._closing = threading.Event()
+        self._forget_peak()
+        self._thread = threading.Thread(target=self._run, name="dlrover-memory", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> MemoryWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def take(self) -> MemoryUse:
+        """Memory used now, and its peak since the last call."""
+        own = _status_bytes("VmRSS", "VmHWM")
+        peak = own["VmHWM"] + max(self._peak_of_children, self._of_children)
+        self._peak_of_children = 0
+        self._forget_peak()
+        return MemoryUse(own["VmRSS"] + self._of_children, peak)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            # It walks the page tables of the children, so it is not done where training would wait for it.
+            self.children = _children()
+            self._of_children = sum(map(_private_bytes, self.children))
+            self._peak_of_children = max(self._peak_of_children, self._of_children)
+            self._closing.wait(self._sample_s)
+
+    @staticmethod
+    def _forget_peak() -> None:
+        with suppress(OSError):  # not allowed in some containers: then it is the peak of the process's whole life
+            (PROC / "self/clear_refs").write_text("5")
+
+
+def _status_bytes(*names: str) -> dict[str, int]:
+    found = dict.fromkeys(names, 0)
+    with suppress(OSError):
+        for line in (PROC / "self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = 1024 * int(value.split()[0])
+    return found
+
+
+def _children() -> list[int]:
+    # Only the main thread starts loader workers. Asking psutil means reading the status of all processes of the machine.
+    try:
+        return [int(pid) for pid in (PROC / f"self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:  # a kernel may be built without it
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _private_bytes(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return 0

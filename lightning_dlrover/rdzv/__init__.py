@@ -1,0 +1,52 @@
+"""Who is in the job: the etcd rendezvous of TorchElastic, and live-elastic process groups for any PyTorch loop.
+
+The public names; docs/plain_pytorch.md shows their use. They are loaded on first use: agents and the command line import this
+package too and must not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.group.loop import Step
+    from lightning_dlrover.rdzv.group.world import (
+        World,
+        WorldConfig,
+        is_group_failure,
+    )
+    from lightning_dlrover.rdzv.live.member import (
+        EvictedError,
+        Formation,
+        LeftOutError,
+        MembershipError,
+        WorldError,
+    )
+    from lightning_dlrover.rdzv.live.membership import JobClosedError
+
+__all__ = [
+    "EvictedError",
+    "Formation",
+    "JobClosedError",
+    "LeftOutError",
+    "MembershipError",
+    "Step",
+    "World",
+    "WorldConfig",
+    "WorldError",
+    "is_group_failure",
+]
+
+_HOMES = {
+    **dict.fromkeys(("EvictedError", "Formation", "LeftOutError", "MembershipError", "WorldError"), "live.member"),
+    **dict.fromkeys(("World", "WorldConfig", "is_group_failure"), "group.world"),
+    "JobClosedError": "live.membership",
+    "Step": "group.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,262 @@
+"""Convene the elastic agents: one of them watches all others, forms their rounds and tells them what they must know.
+
+What is to be written is decided in `agent_rounds.py`; this module decides who may write it. The convener is whoever created
+the election key; the key goes with its agent's lease, then another agent takes over. Each write is fenced on the key and on
+what it replaces, so a convener that was taken for dead changes nothing. Everybody else watches three small keys, hence a
+change costs a job of n agents one write and n notifications, and a look at all agents is taken in one place only.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from lightning_dlrover.rdzv.agents.rounds import (
+    AgentView,
+    Limits,
+    SeenAgent,
+    is_urgent,
+    members_of_next_round,
+    next_notice,
+)
+from lightning_dlrover.rdzv.etcd.client import (
+    Compare,
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    Lease,
+    Mirror,
+    Put,
+    absent,
+    created,
+    modified,
+)
+from lightning_dlrover.rdzv.job.records import (
+    AgentNotice,
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+    Keys,
+    RecordError,
+    decode,
+    encode,
+)
+
+__all__ = ["AgentConvener", "RecordReader"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_IDLE_S = 5.0  # changes wake the convener; this only bounds what a missed wake-up costs
+_RETRY_S = 0.2
+# Counts go out at once when they have rested for so long, times the agents to be told: at most 1000 notifications per second.
+_REST_PER_AGENT_S = 0.001
+_CAMPAIGN_PER_AGENT_S = 0.0005  # when a convener has died, so many agents ask for its place in turn, not all at once
+
+
+class RecordReader:
+    """Decodes each version of a record once; for one thread.
+
+    An agent that is still joining stops at garbage; one that has joined ignores it and goes by the last readable version.
+    """
+
+    def __init__(self, run_id: str, is_joining: Callable[[], bool]) -> None:
+        self._run_id = run_id
+        self._is_joining = is_joining
+        self._read: dict[str, tuple[int, Any]] = {}  # revision and record of each key
+
+    def read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
+        """The record of an entry; None where there is none to go by.
+
+        Raises:
+            RecordError: garbage, and this agent is still joining.
+        """
+        if entry is None:
+            return None
+        revision, last = self._read.get(entry.key, (0, None))
+        record: T | None = last
+        if revision == entry.mod_revision:
+            return record
+        try:
+            record = decode(record_type, entry.value, entry.key)
+        except RecordError as error:
+            if self._is_joining():
+                raise
+            logger.error("run %r: ignored a record: %s", self._run_id, error)
+        self._read[entry.key] = (entry.mod_revision, record)
+        return record
+
+    def forget_all_but(self, keys: Collection[str]) -> None:
+        """Drop what was kept for keys that are gone, once it is most of what is kept."""
+        if len(self._read) > 2 * len(keys) + 16:
+            self._read = {key: kept for key, kept in self._read.items() if key in keys}
+
+
+class AgentConvener:
+    """An agent's candidacy for the office, and its term in it; a thread of its own runs only meanwhile."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        agent_id: str,
+        limits: Limits,
+        last_call_s: float,
+        reader: RecordReader,
+        on_error: Callable[[RecordError], None],
+    ) -> None:
+        """
+        Args:
+            last_call_s: how long a round with enough agents waits for more.
+            reader: raises for a record that must not be ignored; that ends the term, and `on_error` is told.
+        """
+        self._client = client
+        self._keys = keys
+        self._agent_id = agent_id
+        self._limits = limits
+        self._last_call_s = last_call_s
+        self._reader = reader
+        self._on_error = on_error
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._enough_since: float | None = None
+        self._told_at = 0.0
+
+    def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
+        """Become the convener unless somebody is; returns at once.
+
+        Args:
+            watched: shows the election key.
+            num_agents: about how many agents ask at the same time.
+        """
+        with self._lock:
+            if self._stopped.is_set() or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(
+                target=self._run, args=(watched, lease, num_agents), name="agent-convener", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        self._stopped.set()
+        self._wake.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
+        pause_s = random.uniform(0, num_agents * _CAMPAIGN_PER_AGENT_S)
+        while not self._stopped.wait(pause_s) and not lease.lost.is_set():
+            pause_s = _RETRY_S
+            try:
+                term = self._win(watched, lease)
+                if term:
+                    self._convene(term)
+                return
+            except EtcdError as error:
+                logger.debug("agent %s does not convene: %s", self._agent_id, error)
+            except RecordError as error:
+                self._on_error(error)
+                return
+
+    def _win(self, watched: Mirror, lease: Lease) -> int:
+        """The term that is ours, or 0."""
+        key, value = self._keys.agent_convener, self._agent_id.encode()
+        entry = watched.get(key)
+        if entry is None:
+            self._client.txn([absent(key)], [Put(key, value, lease.id)])
+            entry = self._client.get(key)
+        is_ours = entry is not None and (entry.value, entry.lease_id) == (value, lease.id)
+        return entry.create_revision if entry is not None and is_ours else 0
+
+    def _convene(self, term: int) -> None:
+        """Do what is to be done, for as long as the election key is ours."""
+        logger.debug("agent %s convenes", self._agent_id)
+        self._enough_since = None
+        with Mirror(self._client, self._keys.live, self._wake.set) as mirror:
+            while not self._stopped.is_set():
+                self._wake.clear()
+                began = time.monotonic()
+                entries = mirror.snapshot()
+                holder = entries.get(self._keys.agent_convener)
+                if holder is None or holder.create_revision != term:
+                    if mirror.revision >= term:
+                        return
+                    pause_s = _RETRY_S
+                else:
+                    try:
+                        pause_s = self._act(entries, term)
+                    except EtcdError as error:
+                        logger.warning("agents' convener %s must wait: %s", self._agent_id, error)
+                        pause_s = _RETRY_S
+                # Half of a core at most: what happens during a look is looked at together.
+                self._stopped.wait(min(0.2, time.monotonic() - began))
+                self._wake.wait(pause_s)
+
+    def _act(self, entries: dict[str, KeyValue], term: int) -> float:
+        """Write what is due; returns after how many seconds to look again although nothing has changed."""
+        view = self._view(entries)
+        now = time.monotonic()
+        pause_s = _IDLE_S
+        if members_of_next_round(view, self._limits, last_call_is_over=True):
+            self._enough_since = now if self._enough_since is None else self._enough_since
+            remaining_s = self._enough_since + self._last_call_s - now
+            members = members_of_next_round(view, self._limits, last_call_is_over=remaining_s <= 0)
+            if members:
+                self._form(view, members, entries, term)
+                return _RETRY_S
+            pause_s = max(0.001, remaining_s)
+        else:
+            self._enough_since = None
+        notice = next_notice(view, term)
+        if notice != view.notice:
+            rest_s = 0.0 if is_urgent(notice, view.notice) else self._told_at + _REST_PER_AGENT_S * len(view.agents) - now
+            if rest_s > 0:
+                return min(pause_s, rest_s)
+            self._told_at = now
+            self._write(self._keys.agent_notice, encode(notice), entries, term)
+            return min(pause_s, _RETRY_S)
+        return pause_s
+
+    def _form(self, view: AgentView, members: list[str], entries: dict[str, KeyValue], term: int) -> None:
+        round_ = AgentRound(
+            number=view.round_number + 1,
+            agents=members,
+            state="complete",
+            written_by=self._agent_id,
+            reason=f"{len(members)} nodes were waiting",
+            created_at=time.time(),
+        )
+        if self._write(self._keys.agent_round, encode(round_), entries, term):
+            logger.info("round %d of %d nodes", round_.number, len(members))
+
+    def _write(self, key: str, value: bytes, entries: dict[str, KeyValue], term: int) -> bool:
+        keys = self._keys
+        # A round and its confirmation depend on each other: neither may change behind the other's back.
+        seen: list[Compare] = [
+            modified(name) == (entries[name].mod_revision if name in entries else 0)
+            for name in (keys.agent_round, keys.agent_notice)
+        ]
+        return self._client.txn([created(keys.agent_convener) == term, *seen], [Put(key, value)]).succeeded
+
+    def _view(self, entries: dict[str, KeyValue]) -> AgentView:
+        keys, read = self._keys, self._reader.read
+        self._reader.forget_all_but(entries)
+        agents = {}
+        for key, entry in entries.items():
+            if key.startswith(keys.agents) and (record := read(AgentRecord, entry)) is not None:
+                agents[record.agent_id] = SeenAgent(record, entry.create_revision)
+        return AgentView(
+            agents=agents,
+            round=read(AgentRound, entries.get(keys.agent_round)),
+            notice=read(AgentNotice, entries.get(keys.agent_notice)),
+            job=read(JobRecord, entries.get(keys.job)),
+            signed_off={key.removeprefix(keys.agents_left) for key in entries if key.startswith(keys.agents_left)},
+        )

@@ -1,0 +1,815 @@
+"""The TorchElastic rendezvous backend `etcd-v3`: what `torchrun --rdzv-backend=etcd-v3` talks to.
+
+Scripts that know nothing of us get TorchElastic's contract: a change of membership restarts all workers. Once
+workers that can be re-formed in process have registered (`JobRecord.live`), joins and leaves are theirs:
+agents start and end workers, and never restart those of others. Which agents form a round is decided in
+`agent_rounds.py`, by the agent that convenes (`agent_convener.py`); an agent itself watches three keys and writes
+its own record.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from lightning_dlrover.rdzv.agents.barrier_store import (
+    LiveAgentStore,
+    RoundStore,
+)
+from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
+from lightning_dlrover.rdzv.agents.convener import (
+    AgentConvener,
+    RecordReader,
+)
+from lightning_dlrover.rdzv.agents.rounds import (
+    Limits,
+    why_over,
+)
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    EtcdClient,
+    EtcdConfig,
+    EtcdError,
+    EtcdUnavailableError,
+    Get,
+    KeyValue,
+    Lease,
+    LeaseLostError,
+    Mirror,
+    Op,
+    Put,
+    absent,
+    modified,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
+from lightning_dlrover.rdzv.group import left_state
+from lightning_dlrover.rdzv.job.records import (
+    DEFAULT_PREFIX,
+    HISTORY_TTL_S,
+    AgentNotice,
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+    Keys,
+    RecordError,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
+
+__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "RunIsOverError", "create_backend"]
+
+BACKEND = "etcd-v3"
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
+_WORD_TTL_S = 5.0  # how long at least an agent that has signed off is remembered; a dead convener may have to be replaced first
+_CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
+
+
+_NODES_FINISHED = "its nodes have finished"  # why a run of plain scripts is closed
+_FINISHED = JobRecord("finished", live=True, min_workers=1, max_workers=1, version="")
+
+
+class RunIsOverError(RendezvousClosedError, SystemExit):
+    """Nobody can join the run any more.
+
+    A `SystemExit`, too, so that torchrun ends with its code; else it would print thirty lines of traceback under the one that
+    matters, which is logged before.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.code = exit_code
+
+
+def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The creator that torch looks for under the entry point group `torchrun.handlers`."""
+    return _create_handler
+
+
+def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    return EtcdRendezvousHandler(HandlerConfig.from_parameters(params))
+
+
+@dataclass(frozen=True)
+class HandlerConfig:
+    """Everything the handler was told: --rdzv-endpoint, --rdzv-id, --nnodes and --rdzv-conf."""
+
+    etcd: EtcdConfig
+    run_id: str
+    limits: Limits
+    key_prefix: str = DEFAULT_PREFIX
+    local_address: str | None = None
+    join_timeout_s: float = 600.0  # until a round has room; not counted while a controller is there
+    last_call_timeout_s: float = 3.0  # how long a round with enough nodes waits for more
+    close_timeout_s: float = 30.0
+    timeouts: Timeouts = field(default_factory=Timeouts)  # of this agent and its workers
+    live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
+    num_workers: int = 1  # of this node, until the agent tells
+    history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
+
+    @staticmethod
+    def from_parameters(params: RendezvousParameters) -> HandlerConfig:
+        """Read `--rdzv-conf`.
+
+        Raises:
+            ValueError: an unknown key or a malformed value, named.
+        """
+        conf = dict(params.config)
+        # LaunchConfig adds these for other backends; they say nothing to this one.
+        for foreign in ("timeout", "rank"):
+            conf.pop(foreign, None)
+
+        known = {"user", "password_file", "ca_cert", "cert", "cert_key"}
+
+        def take(key: str, parse: Callable[[str], T], default: T) -> T:
+            known.add(key)
+            if key not in conf:
+                return default
+            text = str(conf.pop(key))
+            try:
+                return parse(text)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"--rdzv-conf {key}={text!r} cannot be used: {error}") from error
+
+        def take_seconds(key: str, default_s: float) -> float:
+            return take(key, functools.partial(seconds, key), default_s)
+
+        defaults = Timeouts()
+        timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
+        user = take("user", str, None)
+        files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
+        config = HandlerConfig(
+            etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
+            run_id=params.run_id,
+            limits=Limits(params.min_nodes, params.max_nodes),
+            key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
+            local_address=params.local_addr,
+            join_timeout_s=take_seconds("join_timeout", 600.0),
+            last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
+            close_timeout_s=take_seconds("close_timeout", 30.0),
+            timeouts=timeouts,
+            live=take("live", _flag, False),
+            history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
+            num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
+        if conf:
+            raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
+        Keys(config.run_id, config.key_prefix)
+        return config
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What an agent knows of all others: the same few records however many they are."""
+
+    round: AgentRound | None
+    notice: AgentNotice | None
+    term: int  # of the convener in office; 0: there is none
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number if self.round is not None else 0
+
+    @property
+    def members(self) -> list[str]:
+        return self.round.agents if self.round is not None else []
+
+    @property
+    def counts(self) -> AgentNotice | None:
+        """The notice if its counts hold: if who wrote it is in office."""
+        return self.notice if self.notice is not None and self.notice.term == self.term else None
+
+    @property
+    def over(self) -> str:
+        return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
+
+
+class _Patience:
+    """How long an agent still waits for a round: `timeout_s` from when a controller was last there.
+
+    A controller starts the nodes that are missing as soon as its scheduler has room, which may take hours.
+    """
+
+    def __init__(self, client: EtcdClient, controller_key: str, timeout_s: float) -> None:
+        self._client = client
+        self._controller_key = controller_key
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+        self._next_look = 0.0  # a request per look: rare, as there may be many agents
+
+    def remaining_s(self) -> float:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._timeout_s / 10
+            with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts nothing
+                if self._client.get(self._controller_key) is not None:
+                    self._ends_at = now + self._timeout_s
+        return self._ends_at - now
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """One elastic agent's part in the rendezvous. Used by the agent's main thread only."""
+
+    def __init__(self, config: HandlerConfig) -> None:
+        """
+        Raises:
+            RendezvousConnectionError: no etcd answers at the endpoint.
+        """
+        self._config = config
+        self._keys = Keys(config.run_id, config.key_prefix)
+        self._client = EtcdClient(config.etcd)
+        self._client.share_lifetime(self._keys.root, config.history_ttl_s)
+        try:
+            self._client.check()
+        except EtcdError as error:
+            self._client.close()
+            raise RendezvousConnectionError(f"run {config.run_id!r} cannot start: {error}") from error
+        host = socket.gethostname()
+        self._agent_id = f"{re.sub(r'[^A-Za-z0-9.-]', '-', host)}-{uuid.uuid4().hex[:8]}"
+        self._address = config.local_address or _address_towards(config.etcd.endpoints)
+        self._record = AgentRecord(
+            agent_id=self._agent_id,
+            host=host,
+            pid=os.getpid(),
+            num_workers=config.num_workers,
+            state="waiting",
+            labels={"node": node} if (node := os.environ.get("DLROVER_NODE")) else {},
+            address=self._address,
+            min_nodes=config.limits.min_nodes,
+            join_timeout_s=config.join_timeout_s,
+        )
+        self._record_revision = 0  # at which our record was last written; 0: it is not there
+        self._wake = threading.Event()
+        self._mirror: Mirror | None = None
+        self._lease: Lease | None = None
+        self._store: RoundStore | None = None
+        # What runs in threads holds this handler weakly: one that is dropped without a shutdown must not run on.
+        is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
+        self._reader = RecordReader(config.run_id, lambda: bool(is_joining()))
+        self._convener = AgentConvener(
+            self._client,
+            self._keys,
+            self._agent_id,
+            config.limits,
+            0.0 if config.live else config.last_call_timeout_s,
+            RecordReader(config.run_id, lambda: bool(is_joining())),
+            on_error,
+        )
+        self._shutdown_at_exit = _weakly(self.shutdown)
+        weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
+        self._convener_error: RecordError | None = None
+        self._left_state: OwnedFolder | None = None  # of workers that this agent ends together
+        self._num_members = 0  # of the round that this agent takes part in
+        self._num_agents = 0  # about, alive
+        self._is_live = False
+        self._must_restart = False
+        self._has_finished = False
+        self._is_shut_down = False
+
+    # -- torch's interface
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        # Rounds that share one store see each other's keys: torch's own restarts hang on that.
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; in a live job, return at once.
+
+        Raises:
+            RunIsOverError: the job has finished or failed, or was closed.
+            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`, and no controller that starts more.
+            RendezvousConnectionError: etcd cannot be reached.
+            RendezvousStateError: a record of this run cannot be read.
+        """
+        with self._rendezvous_errors():
+            return self._next_rendezvous()
+
+    def is_closed(self) -> bool:
+        """Whether nobody can join any more.
+
+        Raises:
+            RendezvousConnectionError: etcd cannot be reached, and this agent has not joined, so it knows of nothing yet.
+        """
+        with self._rendezvous_errors():
+            try:
+                return bool(self._why_over())
+            except EtcdUnavailableError:
+                if self._mirror is None:
+                    raise
+                return bool(self._known().over)
+
+    def set_closed(self) -> None:
+        """Let nobody join any more; those inside go on.
+
+        Raises:
+            RendezvousConnectionError: etcd could not be reached within `close_timeout`.
+        """
+        with self._rendezvous_errors():
+            self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
+
+    def num_nodes_waiting(self) -> int:
+        """Agents for which this one should restart its workers: those that wait while there is room, and those that were lost
+        while there are enough without them. Always 0 in a live job. Asks etcd nothing."""
+        if self._mirror is None:
+            return 0
+        self._stay_registered()
+        known = self._known()
+        if self._config.live or self._is_live:
+            return 0
+        if self._must_restart or known.round_number > self._record.round_number:
+            return 1  # its ranks were made up, or the others took us for dead and went on without us: join them again
+        counts = known.counts
+        if counts is None or counts.round_number != self._record.round_number:
+            return 0
+        limits = self._config.limits
+        waiting = counts.num_waiting if counts.num_inside < limits.max_nodes else 0
+        # Workers may wait in a collective for a host that nothing is heard of any more.
+        return waiting + (counts.num_lost if counts.num_inside >= limits.min_nodes else 0)
+
+    def shutdown(self) -> bool:
+        """Leave; the others go on. Closes the run only when all of its workers have succeeded."""
+        if self._is_shut_down:
+            return True
+        self._is_shut_down = True
+        atexit.unregister(self._shutdown_at_exit)
+        if self._left_state is not None:
+            self._left_state.cleanup()
+        self._convener.stop()
+        # Without etcd our leases tell the others; waiting for it here would only delay the exit.
+        if self._mirror is not None and self._mirror.healthy:
+            try:
+                self._leave()
+            except (EtcdError, RendezvousStateError) as error:
+                logger.warning("run %r: could not sign off: %s", self._config.run_id, error)
+        self._client.close()
+        return True
+
+    @contextlib.contextmanager
+    def _rendezvous_errors(self) -> Iterator[None]:
+        """Turns what etcd's client raises into what callers of a rendezvous handler expect."""
+        try:
+            yield
+        except (EtcdError, TimeoutError) as error:
+            raise RendezvousConnectionError(f"run {self._config.run_id!r}: {error}") from error
+
+    def _why_over(self) -> str:
+        """Why nobody can join any more, as etcd has it at this moment."""
+        keys = self._keys
+        entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
+        return why_over(self._read(AgentRound, entries.get(keys.agent_round)), self._read(JobRecord, entries.get(keys.job)))
+
+    def _raise_if_over(self, why: str, has_waited: bool) -> None:
+        if not why:
+            return
+        text = f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
+        was_spare = has_waited and (why == why_over(None, _FINISHED) or _NODES_FINISHED in why)
+        if was_spare:
+            logger.warning("run %r was finished by other nodes before this one was needed", self._config.run_id)
+        else:
+            logger.error("%s", text)
+        raise RunIsOverError(text, exit_code=0 if was_spare else 1)
+
+    # -- a round
+
+    def _next_rendezvous(self) -> RendezvousInfo:
+        has_worked = self._mirror is not None  # its workers have failed, or were ended for another round
+        patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
+        if self._mirror is None:
+            self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
+            # torchrun does not call shutdown() when it ends by a signal.
+            atexit.register(self._shutdown_at_exit)
+        else:
+            # The agent has ended all its workers before it came here; nobody need wait for their leases.
+            self._delete_own_workers()
+        self._drop_store()
+        self._has_finished = self._must_restart = False
+        self._convener_error = None
+        # From now on the convener's notices tell what becomes of the job.
+        job = self._read(JobRecord, self._client.get(self._keys.job))
+        self._is_live = job is not None and job.live
+        last_round = self._known().round_number
+        self._raise_if_over(why_over(self._known().round, job), has_waited=False)
+        self._register(state="waiting", round_number=last_round, port=0)
+        while True:
+            self._wake.clear()
+            self._stay_registered()
+            known = self._known()
+            self._raise_if_over(known.over, has_waited=not has_worked)
+            if self._convener_error is not None:
+                raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
+            is_admitted = known.round_number > last_round and self._agent_id in known.members
+            if self._may_join_at_once(known, is_admitted):
+                return self._join_live(known.round_number)
+            if is_admitted:
+                if known.notice is not None and known.notice.confirmed_round == known.round_number:
+                    return self._start(known.members, known.notice)
+                if self._record.round_number != known.round_number or self._record.state == "waiting":
+                    is_first = known.members[0] == self._agent_id
+                    port = _free_port(self._address) if is_first else 0
+                    self._register(state="running", round_number=known.round_number, port=port)
+            elif self._record.state != "waiting":
+                logger.warning("run %r: a round broke up before it began", self._config.run_id)
+                last_round = known.round_number
+                self._register(state="waiting", round_number=last_round, port=0)
+            remaining_s = patience.remaining_s()
+            if remaining_s <= 0:
+                self._give_up(known)
+            self._wake.wait(min(_POLL_S, remaining_s))
+
+    def _may_join_at_once(self, known: _Known, is_admitted: bool) -> bool:
+        others_run = known.counts is not None and known.counts.num_inside > 0
+        return self._is_live or (self._config.live and others_run and not is_admitted)
+
+    def _start(self, members: list[str], notice: AgentNotice) -> RendezvousInfo:
+        """Our part in a round that all its members have entered."""
+        number, node_rank = notice.confirmed_round, members.index(self._agent_id)
+        if node_rank == 0:
+            # Nobody can still be in the round before the last one.
+            self._client.delete_prefix(self._store_prefix(number - 2))
+        self._num_members = len(members)
+        self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), weakref.proxy(self))
+        self._export_environment()
+        bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
+        return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
+
+    def _join_live(self, round_number: int) -> RendezvousInfo:
+        """Ranks that are true now; the workers give themselves those that count."""
+        _, entries = self._client.get_prefix(self._keys.agents)
+        records = [self._read(AgentRecord, entry) for entry in entries]
+        others = [record for record in records if record is not None and record.agent_id != self._agent_id]
+        self._is_live = True
+        self._register(state="running", round_number=round_number, port=0)
+        self._export_environment()
+        logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
+        return RendezvousInfo(
+            LiveAgentStore(sum(record.num_workers for record in others), self.starts),
+            len(others),
+            len(others) + 1,
+            RendezvousStoreInfo(self._address, _free_port(self._address)),
+        )
+
+    def _give_up(self, known: _Known) -> None:
+        limits, run_id = self._config.limits, self._config.run_id
+        num_running = known.counts.num_inside if known.counts is not None else 0
+        num_waiting = max(1, known.counts.num_waiting) if known.counts is not None else 1
+        if self._mirror is not None and not self._mirror.healthy:
+            why = f"etcd at {self._config.etcd.endpoints} cannot be reached"
+        elif num_running >= limits.max_nodes:
+            why = f"the job has its maximum of {limits.max_nodes} nodes: raise --nnodes, or do not start more"
+        elif num_running:
+            why = f"{num_running} nodes still run the round before and did not make room"
+        else:
+            why = f"only {num_waiting} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
+        self._client.delete(self._keys.agents + self._agent_id)
+        raise RendezvousTimeoutError(
+            f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}. "
+            "To wait longer, set --rdzv-conf join_timeout=SECONDS"
+        )
+
+    # -- what the store of our round tells and asks (RoundAgent)
+
+    def starts(self, num_workers: int) -> None:
+        if num_workers > 1 and self._left_state is None and left_state.ROOT.is_dir():
+            try:
+                self._left_state = OwnedFolder(left_state.PREFIX, left_state.ROOT)
+            except OSError as error:
+                logger.warning(
+                    "run %r: the job's state will not survive a restart of this node's workers: %s", self._config.run_id, error
+                )
+            self._export_environment()
+        if num_workers != self._record.num_workers:
+            self._register(num_workers=num_workers)
+
+    def round_has_broken_up(self) -> bool:
+        self._stay_registered()
+        known = self._known()
+        if known.round_number > self._record.round_number or known.over:
+            return True
+        counts = known.counts
+        return counts is not None and counts.round_number == known.round_number and counts.num_inside < self._num_members
+
+    def must_restart(self) -> None:
+        logger.warning("run %r: a node was lost while ranks were assigned; the workers will restart", self._config.run_id)
+        self._must_restart = True
+
+    def has_finished(self) -> None:
+        self._register(state="finished")
+
+    def wait_for_others(self, timeout_s: float) -> None:
+        """TorchElastic's exit barrier, for those that are still there to come; a live job has none."""
+        deadline = time.monotonic() + timeout_s
+        heard_at = time.monotonic()
+        while True:
+            self._wake.clear()
+            self._stay_registered()
+            known = self._known()
+            if self._is_live or known.round_number > self._record.round_number:
+                return
+            counts = known.counts
+            if counts is not None and counts.round_number == self._record.round_number and not counts.num_unfinished:
+                # A member that waits for another round has not finished its part.
+                self._has_finished = not counts.num_members_waiting
+                return
+            now = time.monotonic()
+            heard_at = now if self._mirror is None or self._mirror.healthy else heard_at
+            if now - heard_at > self._config.etcd.timeout_s:
+                raise DistNetworkError(f"run {self._config.run_id!r}: etcd cannot tell whether other nodes have finished")
+            remaining_s = deadline - now
+            if remaining_s <= 0:
+                raise DistStoreError(f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s")
+            self._wake.wait(min(_POLL_S, remaining_s))
+
+    # -- the end
+
+    def _leave(self) -> None:
+        self._delete_own_workers()
+        if self._has_finished and not self._is_live:
+            # A spare or late node must not run the whole script again.
+            self._close_job(_NODES_FINISHED, time.monotonic() + 2.0)
+        words: list[Op] = []
+        if not self._is_live:
+            # Under a lease of its own, which ends when the convener has read it.
+            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
+            words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
+        self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
+        if self._lease is not None:
+            self._lease.revoke()
+        if not self._client.count(self._keys.agents):
+            # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
+            self._client.delete_prefix(self._keys.store)
+            self._client.delete_prefix(self._keys.agents_left)
+            self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
+            if self._is_live and self._why_over():
+                self._client.delete(self._keys.agent_round)
+
+    def _close_job(self, reason: str, deadline: float) -> None:
+        while True:
+            try:
+                if self._try_to_close(reason):
+                    return
+            except EtcdUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)  # a full etcd refuses at once
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"run {self._config.run_id!r} could not be closed in time")
+
+    def _try_to_close(self, reason: str) -> bool:
+        """Whether the run is closed; False when another agent has written in between."""
+        entry = self._client.get(self._keys.agent_round)
+        round_ = self._read(AgentRound, entry) or AgentRound(0, [], "complete")
+        if round_.state == "closed":
+            return True
+        closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+        unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
+        return self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded
+
+    def _delete_own_workers(self) -> None:
+        _, found = self._client.get_prefix(self._keys.workers)
+        for kv in found:
+            with contextlib.suppress(RecordError):  # not ours, whatever it is
+                if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
+                    self._client.txn([], [Delete(kv.key)])
+
+    def _drop_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # -- our record
+
+    def _register(self, **changes: Any) -> None:
+        """Write our record, under a new lease when the old one is lost, and wait until our mirror shows
+        it."""
+        if "state" in changes:
+            changes = {"since": time.time(), **changes}
+        self._record = dataclasses.replace(self._record, **changes)
+        self._write_record()
+
+    def _write_record(self) -> None:
+        """Guarded by what we last wrote: a write that etcd receives late must not bring back an older state of ours."""
+        key = self._keys.agents + self._agent_id
+        while True:
+            if self._lease is None or self._lease.lost.is_set():
+                self._lease = self._client.lease(self._config.timeouts.lease_ttl_s).keep_alive()
+            unchanged = modified(key) == self._record_revision
+            try:
+                written = self._client.txn([unchanged], [Put(key, encode(self._record), self._lease.id)], [Get(key)])
+            except LeaseLostError:
+                self._lease.close()
+                self._lease = None
+                continue
+            if written.succeeded:
+                self._record_revision = written.revision
+                break
+            # It went with an earlier lease, or holds what we wrote when no answer came; nobody else writes it.
+            self._record_revision = written.values[0].mod_revision if written.values else 0
+        self._campaign()
+
+    def _stay_registered(self) -> None:
+        """Come back after our lease was lost, as after a long break in the network."""
+        if self._lease is not None and self._lease.lost.is_set():
+            try:
+                self._write_record()
+            except (EtcdError, TimeoutError) as error:
+                logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
+
+    # -- what etcd says
+
+    def _on_change(self) -> None:
+        self._campaign()
+        self._wake.set()
+
+    def _campaign(self) -> None:
+        """See to it that somebody convenes."""
+        mirror, lease = self._mirror, self._lease
+        if mirror is None or lease is None or lease.lost.is_set() or self._convener_error is not None:
+            return
+        if (entry := mirror.get(self._keys.agent_convener)) is None or entry.lease_id == lease.id:
+            self._convener.campaign(mirror, lease, self._num_agents)
+
+    def _on_convener_error(self, error: RecordError) -> None:
+        self._convener_error = error
+        self._wake.set()
+
+    def _known(self) -> _Known:
+        """What this agent must know of the others."""
+        keys, entries = self._keys, self._mirror.snapshot() if self._mirror is not None else {}
+        convener = entries.get(keys.agent_convener)
+        known = _Known(
+            round=self._read(AgentRound, entries.get(keys.agent_round)),
+            notice=self._read(AgentNotice, entries.get(keys.agent_notice)),
+            term=convener.create_revision if convener is not None else 0,
+        )
+        if known.counts is not None:
+            self._num_agents = known.counts.num_agents
+            self._is_live |= known.counts.live
+        return known
+
+    def _read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
+        """The record; once this agent has joined, the last readable one, or None, in place of garbage.
+
+        Raises:
+            RendezvousStateError: garbage, and this agent is still joining.
+        """
+        try:
+            return self._reader.read(record_type, entry)
+        except RecordError as error:
+            raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
+
+    def _is_joining(self) -> bool:
+        return self._record.state == "waiting"
+
+    def _store_prefix(self, round_number: int) -> str:
+        return f"{self._keys.store}{round_number}/"
+
+    def _export_environment(self) -> None:
+        """Tell the workers, which inherit the agent's environment, where the job's state is."""
+        etcd, limits = self._config.etcd, self._config.limits
+        values = {
+            "DLROVER_ENDPOINT": etcd.endpoints,
+            "DLROVER_PREFIX": self._config.key_prefix,
+            "DLROVER_RUN_ID": self._config.run_id,
+            "DLROVER_AGENT_ID": self._agent_id,
+            "DLROVER_AGENT_PID": str(os.getpid()),
+            "DLROVER_MIN_NODES": str(limits.min_nodes),
+            "DLROVER_MAX_NODES": str(limits.max_nodes),
+            "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
+            left_state.VARIABLE: self._left_state.name if self._left_state is not None else None,
+            **self._config.timeouts.to_environment(),
+            **etcd.to_environment(),
+        }
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
+            else:
+                os.environ[name] = value
+
+
+def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """`method`, without keeping its object alive; None when that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T | None:
+        bound = reference()
+        return bound(*args) if bound is not None else None
+
+    return call
+
+
+def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
+    """End what a handler ran that was collected. Its agent's lease ends by itself, so the others take it for lost."""
+
+    def end() -> None:
+        convener.stop()
+        if is_in_use(client):  # by the store of a round, which may be that of a process group
+            client.end_children()
+        else:
+            client.close()
+
+    if os.getpid() != pid:
+        return  # a forked copy of the process: they run in the original
+    # Not here: whoever triggered the collection may hold any lock.
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
+        threading.Thread(target=end, name="dlrover-end", daemon=True).start()
+
+
+def _address_towards(endpoints: str) -> str:
+    """The address of this host on the way to etcd: the other nodes come the same way."""
+    for host, port in parse_endpoints(endpoints):
+        try:
+            family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing, only chooses the route
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return socket.getfqdn()
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- values of --rdzv-conf
+
+
+def _lifetime(text: str) -> float:
+    if not 60 <= (value := float(text)) <= 9e9:
+        # Should all of a running job be cut off from etcd for so long, it would be forgotten.
+        raise ValueError("it must be at least 60 seconds")
+    return value
+
+
+def _seconds_or_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return seconds("last_call_timeout", text)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("it must be at least 1")
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes"):
+        return True
+    if text.lower() in ("0", "false", "no"):
+        return False
+    raise ValueError("it must be 1 or 0")
+
+
+def _key_prefix(text: str) -> str:
+    if not text.startswith("/") or "//" in text or text == "/":
+        raise ValueError("it must start with '/' and name a folder of keys, such as /dlrover")
+    return text.rstrip("/")
+
+
+def _readable_file(path: str) -> str | None:
+    with open(path, "rb"):
+        return os.path.abspath(path)

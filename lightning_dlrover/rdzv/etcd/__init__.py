@@ -1,0 +1,1 @@
+"""Connections to etcd, and the embedded server."""

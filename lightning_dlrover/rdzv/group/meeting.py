@@ -1,0 +1,696 @@
+"""Detect workers that meet in different collectives, and end them with an error that names both places.
+
+gloo and NCCL match collectives by their order alone. Workers that run different ones wait for each other until the timeout of
+collectives, or mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
+
+1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, where all messages
+   have one size. Votes travel in the same group, so a vote and a collective can be compared, too.
+2. What DDP does is not compared: that would cost each step. Instead each worker's numbers of begun collectives, `Counts`, are
+   compared while it makes no progress. In a correct program all workers begin the same collectives in the same order, so a
+   worker that is ahead of another in one group is not behind it in the other. If it is, they wait for each other for good.
+   This holds at whatever time the numbers are read: a slow worker is never taken for one that runs another program.
+   The same holds for two that are level, and wait for different things in the round's group.
+3. Each comparison holds the number of collectives begun in the round's group, so one that was left out by a worker is noticed
+   in the next vote. Votes hold the number of the step.
+
+The error is agreed on through the store of the round before the group is severed: nobody takes the others' end for a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.live.member import (
+    RoundEndedError,
+    WorldError,
+)
+
+__all__ = [
+    "Counts",
+    "Meeting",
+    "MismatchError",
+    "Place",
+    "Purpose",
+    "Sighting",
+    "can_go_on",
+    "compare_with",
+    "difference",
+    "place_of",
+    "shown",
+]
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Seconds between two readings of a worker's counts."""
+
+QUIET_S = 0.5
+"""Seconds without a new collective after which a worker publishes its counts and reads those of others."""
+
+ANSWER_S = 1.5
+"""Seconds to wait for the other workers' places once a mismatch is certain."""
+
+POLL_S = 0.005
+"""Seconds between two looks for a worker that is awaited at a place."""
+
+NUM_COMPARED = 16
+"""Workers whose counts are read in one look; the next look goes on with the next ones."""
+
+NUM_HEADER = 4
+"""Numbers in front of a vote's: key and number of begun collectives, each once more with the opposite sign."""
+
+NUM_RECENT = 8
+"""Compared collectives whose texts are kept for an error message."""
+
+LIBRARIES = frozenset(
+    (
+        *("lightning", "lightning_dlrover", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+        *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
+    )
+)
+"""Top-level packages whose frames are passed over in the search for the user's line."""
+
+
+class MismatchError(WorldError):
+    """Workers have met in different collectives. The program is wrong: no round can be formed that would mend it."""
+
+
+# --- what a collective is for -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a collective was called."""
+
+    user: str  # file, line and function of the innermost frame outside of libraries
+    caller: str  # function of Lightning's or another library that called it on the user's behalf; empty: the user did
+    line: str  # the user's file name and line, without the folder, which may differ between hosts
+
+    def __str__(self) -> str:
+        return self.user + (f" (through {self.caller})" if self.caller else "")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What one worker is about to do with all others."""
+
+    kind: str  # such as "strategy.reduce"
+    details: str = ""  # name, size, type, root: must be equal on all workers
+    place: Place | None = None
+    same_line: bool = False  # whether it must be called at the same line on all workers
+    any_place: bool = False  # whether `place` is for the error's text alone
+
+    @property
+    def key(self) -> int:
+        """Equal for workers that may meet; 62 bits."""
+        compared = [self.kind, self.details]
+        if self.place is not None and not self.any_place:
+            compared += [self.place.caller, self.place.line if self.same_line else ""]
+        return int.from_bytes(hashlib.blake2b("\n".join(compared).encode(), digest_size=8).digest(), "big") >> 2
+
+    def __str__(self) -> str:
+        return self.kind + (f" of {self.details}" if self.details else "") + (f" at {self.place}" if self.place else "")
+
+
+def shown(frame: FrameType | None) -> Place:
+    """The place of a call that is named in errors, and not compared."""
+    return Place(place_of(frame).user, "", "")
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """The place of a call whose innermost frame is `frame`."""
+    caller, outermost = "", ""
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        code = frame.f_code
+        outermost = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        if package not in LIBRARIES:
+            return Place(outermost, caller, f"{Path(code.co_filename).name}:{frame.f_lineno}")
+        if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
+            caller = f"{name}.{code.co_qualname}"
+        frame = frame.f_back
+    return Place(outermost, caller, "")
+
+
+# --- who is ahead -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Collectives that a worker has begun in a round."""
+
+    compared: int  # votes and comparisons, in the group of their own
+    begun: int  # in the round's group
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a worker that makes no progress was seen to do."""
+
+    counts: Counts
+    text: str
+    waits_for: str = ""  # the collective that it has begun last in the round's group, if that is known and what it waits for
+
+
+def can_go_on(one: Sighting, other: Sighting) -> bool:
+    """Whether two workers may belong to one program; if not, none of the two ever ends.
+
+    Workers of one program begin the same collectives in the same order, so their counts, whenever they are read, are those of
+    one sequence. Two entries of a sequence that only grows cannot be ahead of each other, and equal entries have one meaning.
+    """
+    ahead = one.counts.compared - other.counts.compared, one.counts.begun - other.counts.begun
+    if ahead == (0, 0):
+        return not one.waits_for or not other.waits_for or one.waits_for == other.waits_for
+    return ahead[0] * ahead[1] >= 0
+
+
+def difference(texts: Sequence[tuple[int, str]], counts: Sequence[Counts] = ()) -> str:
+    """The text of a `MismatchError`: which ranks are where.
+
+    Args:
+        texts: rank and what it does, of as many workers as are known.
+        counts: of the same workers, where these differ.
+    """
+    by_text: dict[str, list[int]] = {}
+    for i, (rank, text) in enumerate(texts):
+        extra = f" [{counts[i].begun} collectives begun in this round]" if counts else ""
+        by_text.setdefault(text + extra, []).append(rank)
+    lines = [f"  {'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}: {text}" for text, ranks in by_text.items()]
+    return "\n".join(
+        [
+            "workers have met in different collectives, so none of them can go on:",
+            *lines,
+            "All workers must run the same collectives in the same order. Look for one of these calls, or for a step, a log "
+            "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data",
+        ]
+    )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: 0, 2-5."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+# --- one round's meetings -----------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Compare what the workers of one round are about to do. Used by the thread that made it, and watched by one of its own.
+
+    Args:
+        group: of this round's members, for nothing else.
+        capacity: of a vote, in numbers; equal on all workers.
+        begun: returns the number of collectives and messages that this worker has begun in the round's group.
+        connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
+        activity: describes what this worker is doing.
+        is_in_step: returns whether this worker is inside a training step.
+        sever: ends what this worker waits in; called after all workers have agreed on `mismatch`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroupGloo,
+        rank: int,
+        size: int,
+        capacity: int,
+        begun: Callable[[], int],
+        connect: Callable[[], Store | None],
+        activity: Callable[[], str],
+        is_in_step: Callable[[], bool],
+        sever: Callable[[], None],
+    ) -> None:
+        self.mismatch: MismatchError | None = None
+        self._group: Any = group  # None once the round is over
+        self._rank, self._size = rank, size
+        self._length = NUM_HEADER + capacity
+        self._all_begun = begun
+        self._num_messages = 0  # of these: between two workers, so their numbers differ
+        self._begun_before: int | None = None  # count at the start of an operation that consists of messages
+        self._messages_lock = threading.Lock()
+        self._connect = connect
+        self._activity = activity
+        self._is_in_step = is_in_step
+        self._sever = sever
+        self._num_compared = 0
+        self._recent: dict[int, str] = {}  # texts of the last collectives that were compared, by number
+        self._depth = 0  # above 0 the collectives that are begun are part of one that was compared
+        self._store: Store | None = None
+        self._store_lock = threading.Lock()
+        self._published: Sighting | None = None
+        self._answered = 0
+        self._thread = threading.get_ident()
+        self._closed = threading.Event()
+        self._is_agreed = threading.Event()  # the others have acknowledged the mismatch, or had the time to
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self._watcher = threading.Thread(target=self._watch, name="dlrover-meeting", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """The round is over; the group belongs to its maker."""
+        self._closed.set()
+        # This thread and the watcher must not be the last ones to have a group, see `waits`.
+        self._group = None
+        self._all_begun = lambda: 0
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread: one that comes back from the store while the process ends aborts it."""
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(timeout_s)
+
+    def await_mismatch(self) -> MismatchError | None:
+        """What has ended this round, once the others have it, too: who ends earlier would be taken for lost."""
+        if self.mismatch is not None:
+            self._is_agreed.wait(2 * ANSWER_S)
+        return self.mismatch
+
+    @contextlib.contextmanager
+    def compared(self, purpose: Purpose) -> Iterator[None]:
+        """Compare `purpose` with the others' now; what is begun within is taken to be part of it.
+
+        Raises:
+            MismatchError: other workers are about to do something else.
+        """
+        self.compare(purpose)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def compare(self, purpose: Purpose) -> None:
+        """See `compared`."""
+        if self._depth or _is_in_backward() or threading.get_ident() != self._thread:
+            return
+        number, work, numbers = self._reduce(purpose, ())
+        waits.wait_for(work)
+        self._check(number, numbers)
+
+    def vote(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
+        """Begin to learn the smallest of all workers' numbers; hand the result to `counted`."""
+        return self._reduce(purpose, ballot)
+
+    def counted(self, vote: tuple[int, dist.Work, torch.Tensor], size: int) -> list[int]:
+        """The result of a vote of `size` numbers.
+
+        Raises:
+            MismatchError: other workers did something else instead of voting, or have begun other collectives until then.
+        """
+        number, work, numbers = vote
+        waits.wait_for(work)
+        self._check(number, numbers)
+        result: list[int] = numbers[NUM_HEADER : NUM_HEADER + size].tolist()
+        return result
+
+    def before(self, group: object, name: str, args: Sequence[Any]) -> None:
+        """Compare a collective that is begun on `torch.distributed` itself, if it is one of all workers."""
+        if self._depth or group is not dist.group.WORLD or threading.get_ident() != self._thread or _is_in_backward():
+            return
+        options = args[-1] if args else None
+        if getattr(options, "asyncOp", False):
+            return  # overlaps with computing
+        if self._is_in_step() and any(t.device.type != "cpu" for t in _tensors(args)):
+            return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
+        self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
+
+    def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until all workers have come to `place`; False once one of them has gone on without.
+
+        The answer is the same on all workers that get one.
+
+        Raises:
+            RoundEndedError: the round is over; other workers may have had the answer True before.
+            WorldError: other workers neither came nor went on in time.
+        """
+        now = Counts(self._num_compared, self._begun())
+        missing = set(range(self._size)) - {self._rank}
+        has_come = False
+        deadline = time.monotonic() + timeout_s
+        while not is_over():
+            try:
+                if (store := self._reach_store()) is not None:
+                    if not has_come:
+                        store.set(f"{place}/{self._rank}", "1")
+                        has_come = True
+                    for rank in tuple(missing):
+                        seen = self._sightings(store, [rank], 0.0)
+                        if store.check([f"{place}/{rank}"]):
+                            missing.discard(rank)
+                        elif rank in seen and (
+                            seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun
+                        ):
+                            return False
+                    if not missing:
+                        return True
+            except RuntimeError as error:  # rank 0 has gone: the round is about to break
+                log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
+                self._forget_store()
+            if time.monotonic() > deadline:
+                who = f"{'rank' if len(missing) == 1 else 'ranks'} {_ranges(sorted(missing))}"
+                cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
+                raise WorldError(
+                    f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
+                    f"collective; {cause}"
+                )
+            self._closed.wait(POLL_S)
+        raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
+
+    @contextlib.contextmanager
+    def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:
+        """Begin one message to or from another worker within, and leave it out of this worker's counts."""
+        if group is not dist.group.WORLD or any(tensor.device.type != "cpu" for tensor in tensors):  # NCCL counts them apart
+            yield
+            return
+        with self._messages_lock:  # a count that is read in between would be one too high or too low
+            yield
+            self._num_messages += 1
+
+    @contextlib.contextmanager
+    def only_messages(self, group: object) -> Iterator[None]:
+        """Leave whatever is begun within out of this worker's counts."""
+        if group is not dist.group.WORLD or threading.get_ident() != self._thread:
+            yield
+            return
+        with self._messages_lock:
+            self._begun_before = self._all_begun() - self._num_messages
+        try:
+            yield
+        finally:
+            with self._messages_lock:
+                self._num_messages = self._all_begun() - self._begun_before
+                self._begun_before = None
+
+    def _begun(self) -> int:
+        with self._messages_lock:
+            return self._all_begun() - self._num_messages if self._begun_before is None else self._begun_before
+
+    # --- comparing ---------------------------------------------------------------------------------------------------
+
+    def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
+        if (mismatch := self.await_mismatch()) is not None:
+            raise mismatch
+        group = self._group
+        if group is None:
+            raise WorldError("the round has ended")
+        if NUM_HEADER + len(ballot) > self._length:
+            raise ValueError(f"a vote of {len(ballot)} numbers; this round has room for {self._length - NUM_HEADER}")
+        key, begun = purpose.key, self._begun()
+        padding = [0] * (self._length - NUM_HEADER - len(ballot))
+        numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
+        number = self._num_compared + 1
+        self._recent[number] = f"{purpose}, {self._activity()}"
+        self._recent.pop(number - NUM_RECENT, None)
+        self._num_compared = number
+        return number, group.allreduce([numbers], self._options), numbers
+
+    def _check(self, number: int, numbers: torch.Tensor) -> None:
+        least_key, most_key, fewest, most = (int(n) for n in numbers[:NUM_HEADER])
+        if least_key == -most_key and fewest == -most:
+            return
+        mine = json.dumps([self._recent.get(number, ""), self._begun()])
+        texts = {self._rank: mine}
+        store = self._reach_store()
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"op/{number}/{self._rank}", mine)
+                store.set("asked", str(number))
+                texts |= self._read_all(store, f"op/{number}", range(self._size))
+        known = sorted((rank, *json.loads(text)) for rank, text in texts.items())
+        pairs = [(rank, text) for rank, text, _ in known] + [
+            (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
+        ]
+        counts = [Counts(number, begun) for *_, begun in known]
+        self._adopt(difference(pairs, counts if least_key == -most_key and len(counts) == len(pairs) else ()))
+        assert self.mismatch is not None
+        raise self.mismatch
+
+    def _read_all(self, store: Store, folder: str, ranks: Sequence[int], timeout_s: float = ANSWER_S) -> dict[int, str]:
+        """Texts of ranks below a folder of the store, as far as they come in time."""
+        texts: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(texts) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                if rank not in texts and store.check([f"{folder}/{rank}"]):
+                    texts[rank] = store.get(f"{folder}/{rank}").decode()
+            self._closed.wait(POLL_S)
+        return texts
+
+    def _adopt(self, text: str) -> None:
+        """Agree with the others on one text, then end what this worker waits in. Any thread."""
+        store = self._reach_store()
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                text = store.compare_set("verdict", "", text).decode() or text
+        # Before it is acknowledged: from then on the others may end, and this worker must not take them for lost.
+        self.mismatch = self.mismatch or MismatchError(text)
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"ack/{self._rank}", "1")
+                self._read_all(store, "ack", range(self._size))
+        self._is_agreed.set()
+        self._sever()
+
+    # --- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen, since = Counts(0, 0), time.monotonic()
+        num_looks = 0
+        while not self._closed.wait(TICK_S) and self.mismatch is None:
+            now = Counts(self._num_compared, self._begun())
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > QUIET_S:
+                try:
+                    self._look(now, num_looks * NUM_COMPARED)
+                    num_looks += 1
+                except (RuntimeError, ValueError) as error:  # rank 0 has gone; the round breaks by other means
+                    log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
+                    self._forget_store()
+        self._forget_store()
+
+    def _look(self, now: Counts, first: int) -> None:
+        store = self._reach_store()
+        if store is None:
+            return
+        if store.check(["verdict"]):
+            self._adopt(store.get("verdict").decode())
+            return
+        if store.check(["asked"]) and (number := int(store.get("asked"))) > self._answered:
+            self._answered = number
+            text = self._recent.get(number) or self._whereabouts(now).text
+            store.set(f"op/{number}/{self._rank}", json.dumps([text, now.begun]))
+        mine = self._whereabouts(now)
+        if Counts(self._num_compared, self._begun()) != now:
+            return  # it goes on
+        if mine != self._published:
+            store.set(f"at/{self._rank}", json.dumps([now.compared, now.begun, mine.text, mine.waits_for]))
+            self._published = mine
+        num_others = self._size - 1
+        others = [1 + (first + i) % num_others for i in range(min(NUM_COMPARED, num_others))]
+        ranks = [(self._rank + other) % self._size for other in others]
+        if all(can_go_on(mine, sighting) for sighting in self._sightings(store, ranks, 0.0).values()):
+            return
+        seen = {**self._sightings(store, ranks, QUIET_S + TICK_S), self._rank: mine}
+        self._adopt(difference([(rank, seen[rank].text) for rank in sorted(seen)]))
+
+    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, Sighting]:
+        """What other workers have published; of one that makes progress this may be old."""
+        texts: dict[int, str] = {}
+        if timeout_s:
+            texts = self._read_all(store, "at", ranks, timeout_s)
+        else:
+            texts = {rank: store.get(f"at/{rank}").decode() for rank in ranks if store.check([f"at/{rank}"])}
+        found = {}
+        for rank, text in texts.items():
+            compared, begun, activity, waits_for = json.loads(text)
+            found[rank] = Sighting(Counts(compared, begun), activity, waits_for)
+        return found
+
+    def _whereabouts(self, now: Counts) -> Sighting:
+        """What this worker's thread waits in, as far as anyone can see."""
+        frame = sys._current_frames().get(self._thread)
+        waits_in, waits_for = _waits_in(frame)
+        if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
+            return Sighting(now, latest)
+        return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._activity()}", waits_for)
+
+    def _reach_store(self) -> Store | None:
+        with self._store_lock:
+            if self._store is None and not self._closed.is_set():
+                self._store = self._connect()
+            return self._store
+
+    def _forget_store(self) -> None:
+        with self._store_lock:
+            self._store = None
+
+
+_COMPARES = "a comparison with the other workers"
+
+
+def _waits_in(frame: FrameType | None) -> tuple[str, str]:
+    """The collective that a thread is in, and what it waits for there if that is the last one begun in the round's group."""
+    is_waiting = False
+    while frame is not None:
+        code, name, module = frame.f_code, frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        if code is Meeting.compare.__code__:
+            return _COMPARES, ""
+        if code is Meeting.counted.__code__:
+            return "the vote between two steps", ""
+        if module == waits.__name__:
+            is_waiting = is_waiting or code is waits.wait_in.__code__
+            if is_waiting and name == "await_all":
+                return "the reduction of gradients", "gradients"
+            if is_waiting and code is waits.broadcast_buffers.__code__:
+                return "the broadcast of buffers before a forward pass", "buffers"
+        elif module.startswith("torch.autograd"):
+            return "the backward pass", ""
+        elif module == "torch.nn.parallel.distributed":
+            return "the forward pass of DistributedDataParallel", ""
+        elif module == "torch.distributed.distributed_c10d":
+            return f"torch.distributed.{name}", ""
+        frame = frame.f_back
+    return "outside of collectives", ""
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in the arguments of a process group's method."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs in this thread: collectives there overlap with those of DDP."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+# --- collectives begun on torch.distributed itself ----------------------------------------------------------------------------
+
+_OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",  # newer versions of torch call this one, and the other two "_single"
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+
+_MESSAGES = ("send", "recv", "recv_anysource")
+
+_find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None  # noqa: E731
+
+
+def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> None:
+    """From here on compare collectives that are begun on the default group by whoever calls them.
+
+    Args:
+        meeting: returns that of the round, or None while there is none.
+    """
+    global _find_meeting
+    _find_meeting = meeting
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    kind: Any = dist.ProcessGroup
+    for method, name in _OPERATIONS.items():
+        if (original := getattr(kind, method, None)) is not None:
+            setattr(kind, method, _compared_first(original, name))
+    for method in _MESSAGES:
+        setattr(kind, method, _as_message(getattr(kind, method)))
+    kind.monitored_barrier = _as_messages(kind.monitored_barrier)
+
+
+def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        if meeting is not None:
+            meeting.before(self, name, args)
+        return original(self, *args, **kwargs)
+
+    return begin
+
+
+def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
+            return original(self, tensors, *args, **kwargs)
+
+    return begin
+
+
+def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A monitored barrier: rank 0 exchanges messages with each of the others. Not compared, as its user sets the timeout."""
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        with meeting.only_messages(self) if meeting is not None else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return run
+
+
+_SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
+"""Position of the argument whose size is equal on all workers. Other operations may take another one on each worker."""
+
+_ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
+
+def _details(name: str, args: Sequence[Any]) -> str:
+    """Sizes and types that have to be equal on all workers, and the root."""
+    root = f"{_ROOTS[name]} rank {args[-1].rootRank}" if name in _ROOTS and args and hasattr(args[-1], "rootRank") else ""
+    sized: Any = args[_SIZED[name]] if name in _SIZED and args else None
+    if name == "all_gather" and args:
+        sized = args[0][0] if args[0] else None  # NCCL takes inputs of different sizes, but the outputs are alike everywhere
+    tensors = list(_tensors([sized]))
+    if not tensors:
+        return root
+    sizes = [str(tensor.numel()) for tensor in tensors]
+    size = sizes[0] if len({*sizes}) == 1 else ", ".join(sizes)
+    return f"{size} x {str(tensors[0].dtype).removeprefix('torch.')} {root}".rstrip()

@@ -1,0 +1,305 @@
+"""Send Python objects with large tensors between workers without copying the tensors, and take nothing but data from them.
+
+What arrives is read by `torch.load(weights_only=True)`: tensors, plain Python values, a few harmless classes of the standard
+library and of numpy, enums and dataclasses of modules that this process has imported, and what the script itself has allowed
+with `torch.serialization.add_safe_globals`. All workers run one script, so a receiver also accepts the classes and functions
+that its own state consists of (`names_in`). Whoever gets hold of a connection between two workers can make a worker fail or
+hand it wrong data, but cannot make it run code that its own state does not name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import enum
+import fractions
+import io
+import pathlib
+import re
+import sys
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group import waits
+
+__all__ = [
+    "Packed",
+    "TransferError",
+    "all_gather",
+    "dumps",
+    "loads",
+    "names_in",
+    "outline",
+    "pack",
+    "read",
+    "receive",
+    "resolved",
+    "send",
+    "write",
+]
+
+INLINE_BYTES = 4096
+"""Smaller tensors travel inside the message: one of their own would cost more than the copy."""
+
+# Whatever arguments these are made with, they only hold them.
+_HARMLESS: list[Any] = [
+    *(argparse.Namespace, complex, frozenset, range, slice, fractions.Fraction, uuid.UUID),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+    *(bool, bytes, dict, float, int, list, set, str, tuple),
+    *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]),
+    *(type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"),
+]
+
+
+class TransferError(RuntimeError):
+    """Another worker has sent something that is not taken from others."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An object ready to be sent: a message with empty places for its large tensors, and these tensors."""
+
+    body: bytes
+    tensors: list[torch.Tensor]
+
+
+def pack(obj: Any) -> Packed:
+    """Prepare an object for `send`, to find out whether it can be sent before anybody waits for it.
+
+    Raises:
+        TransferError: a part of it cannot be written down, such as a lambda, a lock or an open file.
+    """
+    return Packed(*_packed(obj))
+
+
+def send(obj: Any, to_rank: int) -> None:
+    """Send an object, or what `pack` has made of one, to one worker of the default group, which must call `receive` meanwhile.
+
+    Tensors arrive on the CPU. The caller must not change them until this returns.
+    """
+    packed = obj if isinstance(obj, Packed) else pack(obj)
+    tensors = [t.cpu().contiguous() for t in packed.tensors]
+    waits.wait_for(dist.isend(torch.tensor([len(packed.body)], dtype=torch.int64), to_rank))
+    waits.wait_for(dist.isend(torch.frombuffer(bytearray(packed.body), dtype=torch.uint8), to_rank))
+    pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
+    for work in pending:
+        waits.wait_for(work)
+
+
+def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """The object that `from_rank` passes to `send`.
+
+    Args:
+        classes: accepted beside plain data.
+        names: classes and functions accepted by name, see `names_in`.
+
+    Raises:
+        TransferError: it holds a class that is not allowed.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    waits.wait_for(dist.irecv(size, from_rank))
+    body = torch.empty(int(size.item()), dtype=torch.uint8)
+    waits.wait_for(dist.irecv(body, from_rank))
+    outline = _unpacked(body.numpy().tobytes(), classes, names)
+    tensors: list[torch.Tensor] = []
+
+    def fill(place: torch.Tensor) -> torch.Tensor:
+        if not place.is_meta:
+            return place
+        # Touched first: new pages cost far more while they are filled from a socket.
+        tensors.append(torch.empty(place.shape, dtype=place.dtype).zero_())
+        return tensors[-1]
+
+    obj = _replaced(outline, fill, {})
+    pending = [dist.irecv(t.flatten().view(torch.uint8), from_rank) for t in tensors]
+    for work in pending:
+        waits.wait_for(work)
+    return obj
+
+
+def all_gather(obj: Any) -> list[Any]:
+    """Small objects of all workers of the default group, by rank; to be called by all of them.
+
+    Raises:
+        TransferError: one of them holds a class that is not allowed.
+    """
+    body, large = _packed(obj, inline_bytes=None)
+    assert not large
+    size = torch.tensor([len(body)], dtype=torch.int64)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    _all_gather(sizes, size)
+    padded = torch.zeros(max(int(s.item()) for s in sizes), dtype=torch.uint8)
+    padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    bodies = [torch.empty_like(padded) for _ in sizes]
+    _all_gather(bodies, padded)
+    return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+
+
+def _all_gather(gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
+    """Gather tensors on the CPU, in a wait that ends with its round beside NCCL, too."""
+    if waits.guards_all():
+        dist.all_gather(gathered, mine)
+    elif (work := dist.all_gather(gathered, mine, async_op=True)) is not None:
+        waits.wait_for(work)
+
+
+def dumps(obj: Any) -> bytes:
+    """Anything that could be sent, as bytes to be kept."""
+    return _packed(obj, inline_bytes=None)[0]
+
+
+def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """What `dumps` was given.
+
+    Args:
+        classes: accepted beside plain data.
+        names: classes and functions accepted by name, see `names_in`.
+
+    Raises:
+        TransferError: it holds a class that is not allowed.
+    """
+    return _unpacked(data, classes, names)
+
+
+def write(packed: Packed, file: BinaryIO) -> None:
+    """Write what `pack` has made, one tensor after the other, so that little memory is needed beside the file."""
+    file.write(len(packed.body).to_bytes(8, "little"))
+    file.write(packed.body)
+    for tensor in packed.tensors:
+        file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """The object that `write` was given; `classes` and `names` as in `loads`.
+
+    Raises:
+        TransferError: the file ends too early, or holds a class that is not allowed.
+    """
+
+    def fill(place: torch.Tensor) -> torch.Tensor:
+        if not place.is_meta:
+            return place
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        num_read = file.readinto(tensor.flatten().view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        if num_read != tensor.nbytes:
+            raise TransferError(f"the file ends {tensor.nbytes - num_read} bytes too early")
+        return tensor
+
+    body = file.read(int.from_bytes(file.read(8), "little"))
+    return _replaced(_unpacked(body, classes, names), fill, {})
+
+
+def names_in(packed: Packed) -> frozenset[str]:
+    """Names of the classes and functions that a message refers to and that are not accepted from everybody."""
+    with torch.serialization.safe_globals(_HARMLESS):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body))
+    # A class inside of another one is written as an attribute of it. Whoever may look up attributes can reach anything.
+    return frozenset(names) - {"builtins.getattr"}
+
+
+def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+    """What a receiver makes of a message before the large tensors arrive, whose places are empty.
+
+    Raises:
+        TransferError: a receiver would refuse it.
+    """
+    return _unpacked(packed.body, classes, names)
+
+
+def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """The objects of these names, as `torch.serialization.safe_globals` takes them; names not loaded here are left out."""
+    found = ((_loaded(name), name) for name in names)
+    return [(obj, name) for obj, name in found if obj is not None]
+
+
+def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+    """The object with empty places for its large tensors, and these in the order in which `_replaced` meets them."""
+    large: list[torch.Tensor] = []
+
+    def outline(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise TransferError("a tensor on the meta device has no values to send; materialise the model first")
+        if tensor.layout != torch.strided or inline_bytes is None or tensor.nbytes <= inline_bytes:
+            return tensor.detach().cpu().clone()  # or the whole memory that it is a view of would be written
+        large.append(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    file = io.BytesIO()
+    body = _replaced(obj, outline, {})
+    try:
+        torch.save(body, file)
+    except Exception as error:  # pickle raises whatever an object's own methods raise
+        raise TransferError(
+            f"the state holds an object that cannot be written down: {error}; "
+            "keep it as tensors, numbers, strings, lists and dicts, or leave it out of state_dict and on_save_checkpoint"
+        ) from error
+    return file.getvalue(), large
+
+
+def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
+    try:
+        with torch.serialization.safe_globals([*_HARMLESS, *classes]):
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
+            accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
+            with torch.serialization.safe_globals(resolved(accepted)):
+                return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever garbage leads to
+        if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+            name = refused[1]
+            advice = f"if it is harmless, allow it in the script: torch.serialization.add_safe_globals([{name.split('.')[-1]}])"
+        else:
+            found = re.search(r"but got <class '([^']+)'", str(error))
+            name = found[1] if found is not None else "what is not data"
+            advice = "keep it as dicts, lists and tensors"
+        if name in ("getattr", "builtins.getattr"):
+            advice += ", or move its class, which is inside another one, to the top level of its module"
+        raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
+
+
+def _loaded(name: str) -> Any:
+    """The class or function of that name, if its module was imported; nothing is imported for another worker."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is not None:
+            for part in parts[length:]:
+                found = getattr(found, part, None)
+            return found
+    return None
+
+
+def _is_plain_class(found: object) -> bool:
+    """Whether making an instance runs no code of the class's own: an enum, or a dataclass without `__post_init__`."""
+    if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
+    if issubclass(found, enum.Enum):
+        return found._missing_.__func__ is enum.Enum._missing_.__func__  # type: ignore[attr-defined]
+    init = found.__init__ if dataclasses.is_dataclass(found) else None
+    is_generated = getattr(getattr(init, "__code__", None), "co_filename", "") == "<string>"
+    hooks = ("__post_init__", "__setstate__", "__del__", "__new__")
+    return is_generated and all(getattr(found, hook, None) is getattr(object, hook, None) for hook in hooks)
+
+
+def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known: dict[int, torch.Tensor]) -> Any:
+    """A copy of nested dicts, lists and tuples with other tensors; a tensor that is there twice stays one tensor."""
+    if isinstance(part, torch.Tensor):
+        if id(part) not in known:
+            known[id(part)] = replace(part)
+        return known[id(part)]
+    if isinstance(part, dict):
+        clone = copy.copy(part)  # keeps what a module's state dict knows about versions
+        for key, value in part.items():
+            clone[key] = _replaced(value, replace, known)
+        return clone
+    if type(part) in (list, tuple):
+        return type(part)(_replaced(value, replace, known) for value in part)
+    return part

@@ -1,0 +1,1 @@
+"""Who trains: rounds of workers, agreed through etcd."""

@@ -1,0 +1,142 @@
+"""What a worker writes for all: elections, rounds and burials, each as one transaction, without clock, thread or connection.
+
+`Convener.next_write` looks at one copy of the job's records and says what this worker should write, if anything. The caller
+runs it and looks again. A copy must be what etcd held at one revision: the number of the next round and the revision that
+guards it have to come from the same moment, or an old decision could be written over a new round.
+
+Three things keep rounds unique whatever gets lost, late or repeated on the way:
+  - the fence: a round is written only while the election key is the one under which it was decided;
+  - the guard: a round is written only over the very revision of the round that it follows;
+  - a worker decides only on a copy that shows its own election, hence every round of those who convened before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_dlrover.rdzv.etcd.client import (
+    Compare,
+    Delete,
+    KeyValue,
+    Op,
+    Put,
+    absent,
+    created,
+    modified,
+)
+from lightning_dlrover.rdzv.job.records import (
+    Keys,
+    RoundRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+    awaited,
+    next_round,
+)
+
+__all__ = ["Convener", "Write", "burial"]
+
+Entries = Mapping[str, KeyValue]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One transaction and what it is for."""
+
+    purpose: Literal["elect", "unseat", "round", "bury"]
+    compare: tuple[Compare, ...]
+    ops: tuple[Op, ...]
+    round: RoundRecord | None = None  # purpose `round`: what is written
+
+    def may_succeed(self, entries: Entries) -> bool:
+        """Whether its conditions hold in this copy of the records."""
+        for compare in self.compare:
+            entry = entries.get(compare.key)
+            revision = (entry.create_revision if compare.target == "create" else entry.mod_revision) if entry else 0
+            if not (revision > compare.revision if compare.result == "greater" else revision == compare.revision):
+                return False
+        return True
+
+
+class Convener:
+    """One worker's part in the election, and its decisions while it holds office."""
+
+    def __init__(self, keys: Keys, worker_id: str, lease_id: int, patience: Patience) -> None:
+        self._keys = keys
+        self._worker_id = worker_id
+        self._lease_id = lease_id
+        self._patience = patience
+        self._situation: tuple[object, float] | None = None  # whom the job waits for, and since when
+        self._cut_off_s: float | None = None  # when etcd was last out of reach
+
+    def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
+        """What this worker should write now.
+
+        Args:
+            entries: all records of the job as etcd held them at one revision.
+            view: what `entries` say.
+            now_s: on a clock that never jumps; only differences count.
+            created_at: for the round record; seconds since the epoch, read by people alone.
+        """
+        election = entries.get(self._keys.convener)
+        if election is None or election.value != self._worker_id.encode():
+            self.interrupt()
+            return self._stand() if election is None else self._unseat(election, entries)
+        situation = (view.round.number if view.round else 0, tuple(awaited(view)))
+        if self._situation is None or situation != self._situation[0]:
+            self._situation = (situation, now_s)
+        if view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s:
+            return None  # what kept us from etcd may have kept them, too
+        proposal = next_round(view, now_s - self._situation[1], self._patience)
+        if proposal is None:
+            return None
+        proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
+        current = entries.get(self._keys.round)
+        guard = modified(self._keys.round) == current.mod_revision if current else absent(self._keys.round)
+        fence = created(self._keys.convener) == election.create_revision
+        return Write("round", (fence, guard), (Put(self._keys.round, encode(proposal)),), proposal)
+
+    def interrupt(self) -> None:
+        """Count patience from the beginning: for a while nobody could have been heard."""
+        self._situation = None
+
+    def was_cut_off(self, now_s: float) -> None:
+        """Etcd is, or was until now, out of this worker's reach: leases may have ended of workers that are well."""
+        self.interrupt()
+        self._cut_off_s = now_s
+
+    def came_back(self, lease_id: int, now_s: float) -> None:
+        """This worker has registered again, under another lease."""
+        self._lease_id = lease_id
+        self.was_cut_off(now_s)
+
+    def _stand(self) -> Write:
+        key = self._keys.convener
+        return Write("elect", (absent(key),), (Put(key, self._worker_id.encode(), self._lease_id),))
+
+    def _unseat(self, election: KeyValue, entries: Entries) -> Write | None:
+        # Of a worker that is gone while its lease still lasts, or not of a worker at all: nobody would convene.
+        if self._keys.workers + election.value.decode(errors="replace") in entries:
+            return None
+        return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
+
+
+def burial(entries: Entries, keys: Keys, worker_id: str) -> list[Write]:
+    """Remove the records of a worker that is certainly dead, as its lease would do later; its office last.
+
+    Only the life that `entries` show is ended: not that of a worker that has come back under the same name meanwhile.
+    """
+    record = entries.get(keys.workers + worker_id)
+    if record is None:
+        return []
+    ops = (Delete(record.key), Delete(keys.drains + worker_id))
+    writes = [Write("bury", (created(record.key) == record.create_revision,), ops)]
+    election = entries.get(keys.convener)
+    if election is not None and election.value == worker_id.encode():
+        writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
+    return writes

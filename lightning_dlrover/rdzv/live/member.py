@@ -1,0 +1,330 @@
+"""What one worker does as rounds come and go: the worker's side of the membership protocol.
+
+`Member` decides when its worker enters a round, gives one up, meets the others again, waits, leaves, or has to stop because the
+others went on without it. How a process group is formed or cut off, and how records travel, are `Means` that it is given. Its
+methods are coroutines so that one and the same code runs in a process, where each await blocks until it is done
+(`run_blocking`), and in the simulation of tests/rdzv/simulation, where an await lets time pass for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from lightning_dlrover.rdzv.job.records import (
+    RoundRecord,
+    WorkerState,
+)
+from lightning_dlrover.rdzv.live.rounds import (
+    View,
+    lacks_workers,
+)
+
+__all__ = [
+    "CannotMeetError",
+    "EvictedError",
+    "Formation",
+    "LeftOutError",
+    "Means",
+    "Member",
+    "MembershipError",
+    "TooLateError",
+    "UnreachableError",
+    "VoidRoundError",
+    "WorldError",
+    "run_blocking",
+]
+
+T = TypeVar("T")
+
+EXIT_ALL_DRAINED = 143
+"""As a process ended by SIGTERM: the job stopped before it was done."""
+
+REACH_AGAIN_S = 5.0
+"""How often a joiner that is cut off from a member tries to reach it."""
+
+
+class MembershipError(RuntimeError):
+    """The worker cannot take part in the job."""
+
+
+class EvictedError(MembershipError):
+    """The job went on without this worker: its record is gone, or a round left it out."""
+
+
+class WorldError(RuntimeError):
+    """The job's workers could not be brought together."""
+
+
+class LeftOutError(WorldError):
+    """The round goes on without this worker: it was asked to leave, or was not needed."""
+
+    def __init__(self, round_: RoundRecord) -> None:
+        super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
+        self.round = round_
+
+    @property
+    def exit_code(self) -> int:
+        """What the worker's process should end with: 0, unless the whole job was stopped before it was done."""
+        return EXIT_ALL_DRAINED if self.round.kind == "stop" and self.round.number else 0
+
+
+class UnreachableError(WorldError):
+    """A round did not form because this worker could not reach other members, though nothing says that they are gone."""
+
+    def __init__(self, text: str, workers: Sequence[str]) -> None:
+        super().__init__(text)
+        self.workers = list(workers)
+
+
+class RoundEndedError(WorldError):
+    """The round ended while more than its own group was being connected; to recover from."""
+
+
+class TooLateError(WorldError):
+    """What was awaited did not come in time."""
+
+
+class VoidRoundError(Exception):
+    """A newer round exists, or a member has given up on this one: it will never be complete."""
+
+
+class CannotMeetError(Exception):
+    """The members of a round stand at places from which they cannot go on together."""
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A round whose process group is up."""
+
+    round: RoundRecord
+    hellos: Mapping[str, bytes]  # what every member said on entering, by worker id
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.round.members)
+
+    def rank_of(self, worker_id: str) -> int:
+        return self.round.members.index(worker_id)
+
+
+class Means(Protocol):
+    """What a member needs of its process."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def view(self) -> View:
+        """The job's records as this worker knows them."""
+
+    async def until(
+        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> T:
+        """What `found` says of the view as soon as it is not None; meanwhile the dead among `probe` are buried.
+
+        Raises:
+            TooLateError: `what` did not come in time.
+            EvictedError: this worker's record is gone.
+        """
+
+    async def write(
+        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        """Write this worker's record, however long etcd is away; raises `EvictedError` when the record is gone."""
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+        """Remove the records of those whose process is certainly gone."""
+
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        """Those to whose port no connection can be made from here, though it is not refused."""
+
+    async def form(self, target: RoundRecord, hello: bytes) -> Formation:
+        """The process group of a round that this worker is a member of.
+
+        Raises:
+            VoidRoundError, CannotMeetError, UnreachableError, RuntimeError: it did not form.
+            EvictedError: this worker's record is gone.
+        """
+
+    async def destroy(self) -> None:
+        """Leave the process group, if any."""
+
+
+class Member:
+    """One worker's course through the rounds.
+
+    Two threads use it: the worker's own runs the coroutines, the membership thread calls `must_cut_off` and `note`. The fields
+    `number` and `forming` are changed by the worker's thread alone.
+    """
+
+    def __init__(self, means: Means) -> None:
+        self.formation: Formation | None = None
+        self.number = 0  # round that is formed or being formed
+        self.forming = False
+        self.admitting = False  # standing at the training loop's entrance, without the job's state
+        self.dismissed = False  # a planned round goes on without this worker
+        self._means = means
+        self._fingerprint = ""
+
+    @property
+    def worker_id(self) -> str:
+        return self._means.worker_id
+
+    # --- entering and leaving ----------------------------------------------------------------------------------------
+
+    async def start(self, state: WorkerState) -> Formation | None:
+        """Enter the job, registered as `state`: the first round, or None when this worker joins those who train later."""
+        if state != "starting":
+            return None
+
+        def look(view: View) -> RoundRecord | str | None:
+            if view.round is not None and self.worker_id in view.round.members:
+                return view.round
+            if self.worker_id in view.drains:
+                raise LeftOutError(RoundRecord(0, [], "asked to leave before the first round", "stop", planned=True))
+            others = [w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id]
+            return "standby" if others else None
+
+        found = await self._means.until(look, "the first round")
+        if isinstance(found, RoundRecord):
+            return await self._enter(found, b"")
+        await self._means.write("standby", 0)
+        return None
+
+    async def admit(self, hello: bytes, fingerprint: str) -> Formation:
+        """Stand ready until a round takes this worker in; raises `LeftOutError` when none will."""
+        await self._means.destroy()
+        self.admitting = True
+        self.formation = None
+        self._fingerprint = fingerprint
+        return await self._enter(await self._await_admission(), hello)
+
+    async def switch(self, number: int, hello: bytes) -> Formation:
+        """Form round `number`, which all members of the current one have agreed on, or a newer one that replaced it."""
+        target = await self._means.until(
+            lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}"
+        )
+        await self._means.destroy()
+        return await self._enter(target, hello)
+
+    async def recover(self, hello: bytes) -> Formation:
+        """Form the next round with those that are left; an empty `hello` says that this worker lacks the job's state."""
+        assert self.formation is not None
+        broken = self.formation.round
+        self.admitting = not hello
+        await self._means.destroy()
+        return await self._enter(await self._next_after(broken), hello)
+
+    async def _await_admission(self) -> RoundRecord:
+        def look(view: View) -> RoundRecord | None:
+            if view.round is not None and self.worker_id in view.round.members and view.round.number > self.number:
+                return view.round
+            if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
+                raise LeftOutError(view.round or RoundRecord(0, [], "the job ended", "stop", planned=True))
+            return None
+
+        while True:
+            round_ = self._means.view.round
+            cut_off = await self._means.out_of_reach(round_.members if round_ else [])
+            await self._means.write("ready", self.number, self._fingerprint, cut_off)
+            # A spare may wait as long as the job runs.
+            patience_s = REACH_AGAIN_S if cut_off else float("inf")
+            with contextlib.suppress(TooLateError):
+                return await self._means.until(look, "a round that needs this worker", patience_s)
+
+    async def _enter(self, target: RoundRecord, hello: bytes) -> Formation:
+        while True:
+            if self.worker_id not in target.members and self.admitting:
+                target = await self._await_admission()
+            if self.worker_id not in target.members:
+                if target.planned or self.dismissed or self.worker_id in self._means.view.drains:
+                    # The round that was planned without this worker may have been followed by one after a loss.
+                    raise LeftOutError(target)
+                raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
+            unreachable: list[str] = []
+            try:
+                formation = await self._means.form(target, hello)
+            except EvictedError:
+                raise
+            except (VoidRoundError, CannotMeetError, RuntimeError) as error:
+                if isinstance(error, UnreachableError):
+                    unreachable = error.workers
+            else:
+                self.formation = formation
+                self.admitting = False
+                await self._means.write("active", target.number)
+                return formation
+            await self._means.destroy()
+            target = await self._next_after(target, unreachable)
+
+    async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
+        await self._means.bury_the_dead(broken.members)
+        if self.worker_id in broken.members:
+            await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
+
+        def look(view: View) -> RoundRecord | None:
+            if view.job is not None and view.job.is_over:
+                if self.admitting or view.job.phase == "finished":
+                    # The others ended before they came by the switch that was to take this worker in, or made the last step
+                    # while this one lost somebody in it: nothing is left to do.
+                    raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
+                raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
+            if view.round and view.round.number > broken.number:
+                return view.round
+            # Not those that have not answered: they may be as dead as the one that was lost.
+            others = [w for w in view.failed if w in view.holders and w not in view.drains]
+            if self.worker_id in view.drains and others and lacks_workers(view):
+                # Workers may come only after this one has ended, as those that its agent starts; the others keep the state.
+                reason = f"this worker leaves, while {', '.join(others)} wait for more workers"
+                raise LeftOutError(RoundRecord(broken.number, others, reason, "shrink", planned=True))
+            return None
+
+        # A peer may die, or close its port, a moment after the collective failed.
+        return await self._means.until(look, f"the round after round {broken.number}", probe=broken.members)
+
+    # --- while a round is formed or lasts ------------------------------------------------------------------------------
+
+    def is_void(self, view: View, number: int) -> bool:
+        """Whether a newer round than `number` exists, or another member has given `number` up."""
+        newest = view.round
+        if newest is None or newest.number < number:
+            return False
+        return newest.number > number or any(w != self.worker_id for w in view.failed)
+
+    def will_never_form(self, view: View, number: int) -> bool:
+        """Whether who forms round `number` waits in vain: it is void, or members have ended with the job."""
+        is_over = view.job is not None and view.job.is_over
+        return self.is_void(view, number) or (is_over and bool(view.lost))
+
+    def note(self, view: View) -> None:
+        """Remember what a later view may not show any more."""
+        newest = view.round
+        if newest is not None and 0 < self.number < newest.number:
+            self.dismissed = self.worker_id not in newest.members and (newest.planned or self.dismissed)
+
+    def must_cut_off(self, view: View, number: int, forming: bool, evicted: bool) -> bool:
+        """Whether the group of round `number` will complete no more collectives, so that nobody may wait for one.
+
+        Its round has ended without an agreement, another member has given it up, or the others go on without this worker.
+        """
+        newest = view.round
+        if newest is None or number == 0:
+            return False
+        # A group that is up stays until its members agree on a planned round.
+        is_over = self.is_void(view, number) and (forming or newest.number == number or not newest.planned)
+        return is_over or evicted
+
+
+def run_blocking(course: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine whose awaits all block until they are done."""
+    try:
+        course.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    course.close()
+    raise AssertionError("a step of a member's course was left waiting for an event loop")

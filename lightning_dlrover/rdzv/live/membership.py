@@ -1,0 +1,861 @@
+"""Run the membership protocol of `rounds.py` and `convener.py` against etcd, as one worker of a job.
+
+Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It knows
+nothing of process groups: `world.py` forms them for the rounds that appear here.
+
+One thread per worker (`_run`) does all background work: it decodes what the mirror brings, tells the listener, convenes when it
+holds the election key, and writes queued events. The calling thread writes only the worker's own record, and burials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lightning_dlrover.rdzv.etcd.client import (
+    Compare,
+    Delete,
+    EtcdClient,
+    EtcdError,
+    EtcdUnavailableError,
+    KeyValue,
+    Lease,
+    LeaseLostError,
+    Mirror,
+    Put,
+    Txn,
+    absent,
+    exists,
+    modified,
+)
+from lightning_dlrover.rdzv.job.records import (
+    HISTORY_TTL_S,
+    MAX_UNREACHABLE,
+    AgentRecord,
+    CheckpointRecord,
+    CheckpointRequest,
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    NodesRecord,
+    PlanRecord,
+    RecordError,
+    RoundRecord,
+    SearchRecord,
+    StacksRecord,
+    StacksRequest,
+    WorkerRecord,
+    WorkerState,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.convener import (
+    Convener,
+    burial,
+)
+from lightning_dlrover.rdzv.live.member import (
+    EvictedError,
+    MembershipError,
+)
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+    awaited,
+    cause,
+    lacks_workers,
+    losses,
+)
+
+__all__ = [
+    "EvictedError",
+    "JobClosedError",
+    "Membership",
+    "MembershipConfig",
+    "MembershipError",
+    "ask_for_stacks",
+    "dead_workers",
+    "read_stacks",
+    "read_view",
+    "silent_workers",
+]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_EVENTS = 4000
+"""Events kept per job; the oldest go first."""
+
+TRIM_EVERY = 50
+"""A worker removes the oldest events with the first one that it writes, and then after so many: also where each writes few."""
+
+
+class JobClosedError(MembershipError):
+    """The job has finished or failed; there is nothing to join."""
+
+
+@dataclass(frozen=True)
+class MembershipConfig:
+    run_id: str
+    prefix: str
+    agent_id: str
+    local_rank: int
+    min_workers: int
+    max_workers: int
+    version: str
+    address: str  # where other workers reach this one
+    port: int  # its TCPStore
+    lease_ttl_s: float = 5.0
+    history_ttl_s: float = HISTORY_TTL_S
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass
+class _Decoded:
+    """Cache of decoded records: a record is decoded once per revision."""
+
+    mod_revision: int
+    record: Any
+
+
+def read_view(
+    entries: dict[str, KeyValue],
+    keys: Keys,
+    cache: dict[str, _Decoded],
+    bad: Callable[[str, RecordError], None],
+) -> View:
+    """The view that a snapshot of `keys.live` shows.
+
+    A record that cannot be read is reported to `bad` and its last readable version stays in force, so that garbage under
+    the prefix cannot stop a running job.
+    """
+
+    def load(key: str, record_type: type[R]) -> R | None:
+        entry = entries.get(key)
+        if entry is None:
+            cache.pop(key, None)
+            return None
+        known = cache.get(key)
+        if known is None or known.mod_revision != entry.mod_revision:
+            try:
+                known = _Decoded(entry.mod_revision, decode(record_type, entry.value, key))
+            except RecordError as error:
+                known = _Decoded(entry.mod_revision, known.record if known else None)
+                bad(key, error)
+            cache[key] = known
+        record: R | None = known.record
+        return record
+
+    def folder(prefix: str, record_type: type[R]) -> dict[str, R]:
+        found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
+        loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
+        return {name: record for name, record in loaded.items() if record is not None}
+
+    workers = folder(keys.workers, WorkerRecord)
+    drains = folder(keys.drains, DrainRecord)
+    return View(
+        job=load(keys.job, JobRecord),
+        round=load(keys.round, RoundRecord),
+        plan=load(keys.plan, PlanRecord),
+        workers=workers,
+        agents=folder(keys.agents, AgentRecord),
+        drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
+        # What others have written outlasts a worker whose lease has ended; its place is free already.
+        replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
+    )
+
+
+def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
+    """Ids of the workers whose process is certainly gone: their host refuses connections to their port.
+
+    A worker that does not answer at all (host gone, process stopped) is not in the list: its lease decides.
+    """
+    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code == errno.ECONNREFUSED]
+
+
+def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
+    """Ids of the workers to whose port no connection can be made though nobody refuses it: cut off, or their host is gone."""
+    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code not in (0, errno.ECONNREFUSED)]
+
+
+def _knock(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, int]:
+    """What trying to connect to each worker's port gives: 0, or an error number."""
+    answers: dict[str, int] = {}
+    with selectors.DefaultSelector() as selector:
+        for record in records:
+            try:
+                family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+            except OSError:
+                answers[record.worker_id] = errno.EHOSTUNREACH
+                continue
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            code = sock.connect_ex(target)
+            if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                answers[record.worker_id] = errno.ETIMEDOUT
+                selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
+            else:
+                answers[record.worker_id] = code
+                sock.close()
+        deadline = time.monotonic() + timeout_s
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj  # type: ignore[assignment]
+                answers[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                selector.unregister(sock)
+                sock.close()
+        for key in list((selector.get_map() or {}).values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return answers
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def ask_for_replacement(client: EtcdClient, keys: Keys, worker_id: str, reason: str, *guard: Compare) -> bool:
+    """Ask for another worker in the place of one; False if that is gone already, or was asked to leave, or a guard fails."""
+    request = DrainRecord(worker_id, reason, once_replaced=True)
+    drain = keys.drains + worker_id
+    # Who has to go at once, as its host is taken away, cannot wait for another one.
+    guard = (*guard, exists(keys.workers + worker_id), absent(drain))
+    return client.txn(guard, [Put(drain, encode(request))]).succeeded
+
+
+def ask_for_stacks(
+    client: EtcdClient, keys: Keys, asked_by: str, reason: str, after: int | None = None
+) -> StacksRequest | None:
+    """Ask every worker of a job where it stands; None if somebody else has just done so.
+
+    Args:
+        after: number of the newest request that the caller knows, 0 if there is none; None: ask whatever there is.
+    """
+    entry = client.get(keys.stacks_request)
+    newest = 0
+    if entry is not None:
+        with contextlib.suppress(RecordError):
+            newest = decode(StacksRequest, entry.value, entry.key).number
+    if after is not None and newest > after:
+        return None
+    request = StacksRequest(newest + 1, asked_by, reason, time.time())
+    unchanged = modified(keys.stacks_request) == entry.mod_revision if entry is not None else absent(keys.stacks_request)
+    written = client.txn([unchanged], [Put(keys.stacks_request, encode(request))])
+    return request if written.succeeded else None
+
+
+def read_stacks(client: EtcdClient, keys: Keys) -> dict[str, StacksRecord]:
+    """Where each worker stood when it was last asked; what cannot be read is left out."""
+    answers = {}
+    for entry in client.get_prefix(keys.stacks)[1]:
+        with contextlib.suppress(RecordError):
+            answers[entry.key.removeprefix(keys.stacks)] = decode(StacksRecord, entry.value, entry.key)
+    return answers
+
+
+class Membership:
+    """One worker's record, its view of the job, and its turn as convener.
+
+    Args:
+        client: a connected client; closed by its owner, not here.
+        config: who this worker is.
+        on_view: called from the background thread after every change, with the new view. Must return quickly.
+        on_tick: called from the background thread about every 100 ms, whatever happens.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        config: MembershipConfig,
+        on_view: Callable[[View], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> None:
+        self.keys = Keys(config.run_id, config.prefix)
+        self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.reached: set[str] = set()  # workers that this one has formed a round with
+        self._config = config
+        self._client = client
+        client.share_lifetime(self.keys.root, config.history_ttl_s)
+        self._on_view = on_view
+        self._on_tick = on_tick
+        self._record: WorkerRecord | None = None
+        self._created = self._modified = 0  # revisions of our record: when it was made, and of our last write
+        self._write_lock = threading.Lock()
+        self._cache: dict[str, _Decoded] = {}
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._view = View()
+        self._view_since = time.monotonic()
+        self._buried: set[str] = set()  # by this worker
+        self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
+        self._events: deque[EventRecord] = deque()
+        self._events_lock = threading.Lock()
+        self._results: deque[tuple[str, bytes]] = deque()  # of searches, until etcd holds them
+        self._num_events_written = 0
+        self._closing = False
+        self._evicted = False
+        self._drain_reason = ""  # not empty: this worker has asked to leave
+        self._lease = client.lease(config.lease_ttl_s)
+        self._lease.keep_alive()
+        self._convener = Convener(self.keys, self.worker_id, self._lease.id, config.patience)
+        self._mirror = Mirror(client, self.keys.live, self._on_mirror)
+        self._refresh()
+        self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
+
+    # --- the worker's own record -------------------------------------------------------------------------------------
+
+    def register(self) -> WorkerState:
+        """Enter the job, as `starting` if nobody is past the start yet, else as `standby`.
+
+        Raises:
+            JobClosedError: the job has ended.
+            MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
+        """
+        entry = self._client.get(self.keys.job)
+        if entry is None:
+            job = JobRecord(
+                phase="starting",
+                live=True,
+                min_workers=self._config.min_workers,
+                max_workers=self._config.max_workers,
+                version=self._config.version,
+                created_at=time.time(),
+            )
+            self._client.txn([absent(self.keys.job)], [Put(self.keys.job, encode(job))])
+            entry = self._client.get(self.keys.job)
+        if entry is None:
+            raise MembershipError(
+                f"run {self._config.run_id!r}: {self.keys.job!r} vanished while joining; start the worker again"
+            )
+        try:
+            job = decode(JobRecord, entry.value, self.keys.job)
+            if (round_entry := self._client.get(self.keys.round)) is not None:
+                decode(RoundRecord, round_entry.value, self.keys.round)
+        except RecordError as error:
+            raise MembershipError(f"run {self._config.run_id!r} cannot be joined: {error}") from error
+        if job.unfinished_fit and not self._client.get_prefix(self.keys.workers)[1]:
+            raise MembershipError(
+                f"run {self._config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
+                "only the first can be resumed; start a new run with another --rdzv-id"
+            )
+        if job.phase in ("finished", "failed"):
+            raise JobClosedError(
+                f"run {self._config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
+                "start a new run with another --rdzv-id"
+            )
+        if job.version != self._config.version:
+            raise MembershipError(
+                f"run {self._config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
+                f"{self._config.version}: install the same release on every node"
+            )
+        self._refresh()
+        self._refuse_loopback()
+        state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
+        self._record = WorkerRecord(
+            worker_id=self.worker_id,
+            agent_id=self._config.agent_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            local_rank=self._config.local_rank,
+            address=self._config.address,
+            port=self._config.port,
+            state=state,
+            version=self._config.version,
+            since=time.time(),
+        )
+        # Guarded like every write of it: a repetition that arrives late, when we have moved on, must not bring this one back.
+        made = self._client.txn([absent(self._own_key)], [Put(self._own_key, encode(self._record), self._lease.id)])
+        self._created = self._modified = made.revision
+        try:
+            self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
+        except TimeoutError as error:
+            raise EvictedError(self._evicted_text()) from error  # its lease may have ended, as when it was stopped meanwhile
+        self._thread.start()
+        return state
+
+    def _refuse_loopback(self) -> None:
+        """
+        Raises:
+            MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
+        """
+        own = self._config.address
+        for worker in self._view.workers.values():
+            if worker.host == socket.gethostname():
+                continue
+            for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
+                if _is_loopback(address):
+                    raise MembershipError(
+                        f"run {self._config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
+                        "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
+                        "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                    )
+
+    def update(
+        self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        """Write this worker's state.
+
+        Args:
+            unreachable: workers that it could not reach, see `WorkerRecord.unreachable`.
+
+        Raises:
+            EvictedError: the record is gone, the job went on without this worker.
+        """
+        with self._write_lock:
+            if self._record is None or self._evicted:
+                raise EvictedError(self._evicted_text())
+            apart = list(unreachable)[:MAX_UNREACHABLE]
+            record = dataclasses.replace(self._record, state=state, round_number=round_number, unreachable=apart)
+            if fingerprint is not None:
+                record = dataclasses.replace(record, fingerprint=fingerprint)
+            if (state, round_number) != (self._record.state, self._record.round_number):
+                record = dataclasses.replace(record, since=time.time())
+            put = Put(self._own_key, encode(record), self._lease.id)
+            while not (written := self._try_write(put)).succeeded:
+                entry = self._client.get(self._own_key)
+                if entry is not None and entry.create_revision == self._created:
+                    self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+                elif not self._come_back():
+                    self._evicted = True
+                    raise EvictedError(self._evicted_text())
+                put = dataclasses.replace(put, lease_id=self._lease.id)
+            self._record, self._modified = record, written.revision
+
+    def _try_write(self, put: Put) -> Txn:
+        try:
+            return self._client.txn([modified(self._own_key) == self._modified], [put])
+        except LeaseLostError:
+            return Txn(False, 0, [])
+
+    def _come_back(self) -> bool:
+        """Register again after the lease has ended, provided that nobody went on without this worker meanwhile.
+
+        So it is when etcd was out of everybody's reach for longer than a lease. Whoever decides on a round guards it by the
+        revision of the one before, and so is this: either the job's newest round still is one with this worker, or it fails.
+        A worker that was buried is not meant; `_write_lock` is held.
+        """
+        assert self._record is not None
+        if not self._lease.has_ended():
+            return False
+        entry = self._client.get(self.keys.round)
+        if entry is not None:
+            try:
+                is_member = self.worker_id in decode(RoundRecord, entry.value, entry.key).members
+            except RecordError:
+                return False
+            # One that waits to be taken in misses nothing by being away.
+            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+                return False
+        nobody_went_on = modified(self.keys.round) == entry.mod_revision if entry else absent(self.keys.round)
+        lease = self._client.lease(self._config.lease_ttl_s)
+        ops = [Put(self._own_key, encode(self._record), lease.id)]
+        if self._drain_reason:
+            ops.append(self._drain_request(lease))
+        made = self._client.txn([absent(self._own_key), nobody_went_on], ops)
+        if not made.succeeded:
+            lease.revoke()
+            return False
+        log.warning("run %s: worker %s has registered again after its lease had ended", self._config.run_id, self.worker_id)
+        self._lease.close()
+        self._lease = lease.keep_alive()
+        self._created = self._modified = made.revision
+        self._convener.came_back(lease.id, time.monotonic())
+        return True
+
+    def leave(self) -> None:
+        """Remove this worker's records; it is no longer alive for the others."""
+        with self._write_lock:
+            if self._record is not None:
+                self._record = None
+                self._client.txn([], [Delete(self._own_key), Delete(self.keys.drains + self.worker_id)])
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Leave if still registered and end the background thread."""
+        self._closing = True
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        try:
+            self._write_events()
+            self.leave()
+            self._tidy_up()
+            self._lease.revoke()
+        except EtcdError as error:
+            # The lease ends by itself; failing the worker's exit for it would turn a finished job into a failed one.
+            log.warning("run %s: could not sign off: %s", self._config.run_id, error)
+        self._mirror.close()
+
+    def _tidy_up(self) -> None:
+        """Leave of a job that has ended only what tells about it; whoever closes does so, all at once if need be.
+
+        What nobody comes to remove, since all were killed, ends with the records' common lifetime.
+        """
+        entry = self._client.get(self.keys.job)
+        with contextlib.suppress(RecordError):
+            if entry is not None and decode(JobRecord, entry.value, entry.key).phase in ("finished", "failed"):
+                self._client.delete(self.keys.plan)
+                self._client.delete_prefix(self.keys.drains)
+
+    # --- views and waiting ---------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    def wait_for(
+        self,
+        found: Callable[[View], T | None],
+        timeout_s: float,
+        what: str,
+        tick: Callable[[], None] | None = None,
+        is_excused: Callable[[], bool] | None = None,
+    ) -> T:
+        """What `found` returns as soon as it is not None.
+
+        Args:
+            tick: called between looks, at least every 50 ms.
+            is_excused: called between looks; when true the timeout begins anew.
+
+        Raises:
+            TimeoutError: naming `what` was awaited and from whom.
+            EvictedError: the job went on without this worker meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if self._evicted:
+                    raise EvictedError(self._evicted_text())
+                result = found(self._view)
+                if result is not None:
+                    return result
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = awaited(self._view)
+                    raise TimeoutError(
+                        f"run {self._config.run_id!r}, worker {self.worker_id}: waited {timeout_s:.0f} s for {what}"
+                        + (f"; missing: {', '.join(missing)}" if missing else "")
+                        + ("" if self._mirror.healthy else "; etcd does not answer")
+                    )
+                self._changed.wait(min(left, 0.05))
+            if is_excused is not None and is_excused():
+                deadline = time.monotonic() + timeout_s
+            if tick is not None:
+                tick()
+
+    def bury(self, worker_ids: Sequence[str]) -> None:
+        """Remove the records of workers that are certainly dead, as their leases would do later.
+
+        Safe also when wrong: a living worker that was buried notices that its record is gone and stops taking part.
+        """
+        entries = self._mirror.snapshot()
+        for worker_id in worker_ids:
+            writes = burial(entries, self.keys, worker_id)
+            if writes:
+                self._buried.add(worker_id)
+                log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
+            for write in writes:
+                self._client.txn(write.compare, write.ops)
+
+    def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
+        """Probe workers and bury those whose process is certainly gone."""
+        records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
+        # From another host a refusal proves nothing until that address was reached: it may be a firewall's.
+        records = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
+        if dead := dead_workers(records):
+            try:
+                self.bury(dead)
+            except EtcdUnavailableError as error:
+                # Who is dead stays dead: the next probe, or the lease, will do.
+                log.debug("run %s: could not bury %s: %s", self._config.run_id, dead, error)
+
+    # --- what workers write for others ----------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave the job: the next planned round is formed without this worker.
+
+        Raises:
+            LeaseLostError: this worker's lease has ended; should it register again, it asks then.
+        """
+        self._drain_reason = reason
+        request = self._drain_request(self._lease)
+        self._client.put(request.key, request.value, self._lease)
+
+    def _drain_request(self, lease: Lease) -> Put:
+        record = DrainRecord(self.worker_id, self._drain_reason)
+        return Put(self.keys.drains + self.worker_id, encode(record), lease.id)
+
+    def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+        """Queue one line for the job's history; never blocks."""
+        if len(self._events) >= MAX_EVENTS:
+            return  # etcd has been away for so long that older lines matter more
+        self._events.append(EventRecord(kind=kind, at=time.time(), text=text, data=data or {}))
+
+    def flush(self) -> None:
+        """Write queued events now."""
+        self._write_events()
+
+    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
+        """Compare-and-swap the job record until `change` of its newest version is stored."""
+        return self._swap(self.keys.job, JobRecord, lambda job: change(job) if job else None)
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
+        """Compare-and-swap the plan; `change` may return None to leave it as it is."""
+        return self._swap(self.keys.plan, PlanRecord, change)
+
+    def put_checkpoint(self, record: CheckpointRecord) -> None:
+        self._swap(self.keys.checkpoint, CheckpointRecord, lambda _: record)
+
+    def checkpoint_request(self) -> int:
+        """Number of the newest request that all save a checkpoint; 0 if there is none."""
+        entry = self._mirror.snapshot().get(self.keys.checkpoint_request)
+        with contextlib.suppress(RecordError):
+            return decode(CheckpointRequest, entry.value, entry.key).number if entry is not None else 0
+        return 0
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        """Ask all workers to save a checkpoint between two steps."""
+        self._swap(
+            self.keys.checkpoint_request,
+            CheckpointRequest,
+            lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
+        )
+
+    def newest_job(self) -> JobRecord | None:
+        """Read the job's record from etcd, however old the view is."""
+        entry = self._client.get(self.keys.job)
+        return decode(JobRecord, entry.value, entry.key) if entry else None
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        entry = self._client.get(self.keys.checkpoint)
+        return decode(CheckpointRecord, entry.value, entry.key) if entry else None
+
+    def put_search(self, number: int, record: SearchRecord) -> None:
+        """Write a search's result, later if etcd is away now: who joins waits for it, who has found it trains on."""
+        self._results.append((f"{self.keys.searches}{number}", encode(record)))
+        with self._changed:
+            self._changed.notify_all()
+
+    def search(self, number: int) -> SearchRecord | None:
+        """Result of the script's search of that number; None before there is one."""
+        entry = self._mirror.snapshot().get(f"{self.keys.searches}{number}")
+        return decode(SearchRecord, entry.value, entry.key) if entry is not None else None
+
+    def has_controller(self) -> bool:
+        return self._mirror.get(self.keys.controller) is not None
+
+    def is_being_staffed(self) -> bool:
+        """Whether the job has too few workers, and a controller that is there to start more.
+
+        However long that takes, as in a full cluster, what the living hold in memory is worth waiting for.
+        """
+        return self.has_controller() and lacks_workers(self._view)
+
+    @property
+    def nodes(self) -> NodesRecord | None:
+        """What a controller has written about the job's nodes; None if there is none, or it cannot be read."""
+        entry = self._mirror.snapshot().get(self.keys.nodes)
+        with contextlib.suppress(RecordError):
+            return decode(NodesRecord, entry.value, entry.key) if entry is not None else None
+        return None
+
+    def past_events(self) -> list[EventRecord]:
+        """The job's history so far, oldest first; lines that cannot be read are left out."""
+        events = []
+        for entry in sorted(self._client.get_prefix(self.keys.events)[1], key=lambda e: e.key):
+            with contextlib.suppress(RecordError):
+                events.append(decode(EventRecord, entry.value, entry.key))
+        return events
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        """Ask for another worker in the place of one; False if that is gone already, or was asked to leave."""
+        return ask_for_replacement(self._client, self.keys, worker_id, reason)
+
+    def stacks_request(self) -> StacksRequest | None:
+        """The newest request that every worker says where it stands."""
+        entry = self._mirror.snapshot().get(self.keys.stacks_request)
+        with contextlib.suppress(RecordError):
+            return decode(StacksRequest, entry.value, entry.key) if entry is not None else None
+        return None
+
+    def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
+        """Ask every worker where it stands; see `ask_for_stacks`."""
+        return ask_for_stacks(self._client, self.keys, self.worker_id, reason, after)
+
+    def put_stacks(self, record: StacksRecord) -> None:
+        """Say where this worker stands; that goes with the worker."""
+        self._client.put(self.keys.stacks + self.worker_id, encode(record), self._lease)
+
+    def stacks(self, request: int) -> dict[str, StacksRecord]:
+        """The answers to a request so far, by worker."""
+        answers = read_stacks(self._client, self.keys)
+        return {worker: answer for worker, answer in answers.items() if answer.request == request}
+
+    def put_profile(self, payload: bytes) -> None:
+        """Publish this worker's newest step profile; it goes with the worker."""
+        self._client.put(self.keys.profiles + self.worker_id, payload, self._lease)
+
+    # --- background ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _own_key(self) -> str:
+        return self.keys.workers + self.worker_id
+
+    def _round_number(self) -> int:
+        return self._view.round.number if self._view.round else 0
+
+    def _evicted_text(self) -> str:
+        return (
+            f"run {self._config.run_id!r}: worker {self.worker_id} is no longer part of the job; its lease ended or it did not "
+            "answer in time (stopped, cut off, or overloaded for longer than the lease?). It has to start again as a new worker"
+        )
+
+    def _someone_is_past_the_start(self) -> bool:
+        view = self._view
+        return bool(view.survivors or view.in_state("standby", "ready"))
+
+    def _on_mirror(self) -> None:
+        with self._changed:
+            self._dirty = True
+            self._changed.notify_all()
+
+    def _refresh(self) -> None:
+        def bad(key: str, error: RecordError) -> None:
+            log.error("run %s: ignored a record: %s", self._config.run_id, error)
+            self.event("error", f"ignored a record: {error}", {"key": key})
+
+        self._dirty = False
+        entries = self._mirror.snapshot()
+        view = read_view(entries, self.keys, self._cache, bad)
+        with self._changed:
+            if view != self._view:
+                self._view_since = time.monotonic()
+            self._view = view
+            self._seen = (entries, view)
+        if self._own_key not in entries or self._lease.lost.is_set():
+            # The mirror may be a moment behind our own registration, never behind the loss of our lease.
+            with self._write_lock:
+                if self._record is not None and not self._evicted and self._client.get(self._own_key) is None:
+                    self._evicted = not self._come_back()
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_view is not None:
+            self._on_view(view)
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._changed:
+                if not self._dirty:
+                    self._changed.wait(0.1)
+            try:
+                # Looked at even when nothing changed: patience runs out without an event.
+                self._refresh()
+                if self._on_tick is not None:
+                    self._on_tick()
+                self._convene()
+                self._write_events()
+            except EtcdError as error:
+                log.debug("run %s: etcd is away: %s", self._config.run_id, error)
+            except Exception:
+                # A worker whose membership thread is gone would never notice another round.
+                log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
+
+    @property
+    def evicted(self) -> bool:
+        return self._evicted
+
+    def _convene(self) -> None:
+        # Read together: the view must be that of the revision that guards the next round.
+        entries, view = self._seen
+        if self._record is None or self._evicted:
+            return
+        if not self._mirror.healthy:
+            self._convener.was_cut_off(time.monotonic())
+        write = self._convener.next_write(entries, view, time.monotonic(), time.time())
+        if write is None:
+            return
+        done = self._client.txn(write.compare, write.ops)
+        if done.succeeded:
+            if write.round is not None:
+                self._announce(view, write.round)
+            # The next decision must see this one, or it would be made twice, in vain.
+            with contextlib.suppress(TimeoutError):
+                self._mirror.wait_for(lambda now: None if write.may_succeed(now) else True, 5.0)
+
+    def _announce(self, view: View, round_: RoundRecord) -> None:
+        log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
+        decided_s = round(time.monotonic() - self._view_since, 3)
+        for worker_id in losses(view, round_):
+            how = self._evidence(view, worker_id)
+            self.event(
+                "loss",
+                f"worker {worker_id} is gone: {how}",
+                {"worker_id": worker_id, "round": round_.number - 1, "evidence": how, "decided_s": decided_s},
+            )
+        self.event(
+            "round",
+            f"round {round_.number}: {len(round_.members)} workers, {round_.reason}",
+            {
+                "number": round_.number,
+                "members": round_.members,
+                "kind": round_.kind,
+                "planned": round_.planned,
+                "reason": round_.reason,
+                "cause": cause(view, round_),
+                "decided_s": decided_s,  # from the last change of the records to this round being written
+            },
+        )
+
+    def _evidence(self, view: View, worker_id: str) -> str:
+        """How it is known that a worker is lost, as far as the convener can tell."""
+        if worker_id in view.workers:
+            return "it did not answer, or cannot be reached"
+        if worker_id in self._buried:
+            return "its port refuses connections"
+        return "its lease ended, or its agent or another worker found its process gone"
+
+    def _write_events(self) -> None:
+        """Write what waits to be written; what fails stays until the next attempt."""
+        # Two threads write: the background one, and the one that flushes before its process ends.
+        with self._events_lock:
+            while self._results:
+                self._client.put(*self._results[0])
+                self._results.popleft()
+            while self._events:
+                self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
+                self._events.popleft()
+                self._num_events_written += 1
+                if self._num_events_written % TRIM_EVERY == 1:
+                    self._client.trim_prefix(self.keys.events, MAX_EVENTS)
+
+    def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
+        for _ in range(100):
+            entry = self._client.get(key)
+            current = decode(record_type, entry.value, key) if entry else None
+            updated = change(current)
+            if updated is None or updated == current:
+                if current is None:
+                    raise MembershipError(f"run {self._config.run_id!r}: {key!r} does not exist")
+                return current
+            compare = modified(key) == entry.mod_revision if entry else absent(key)
+            if self._client.txn([compare], [Put(key, encode(updated))]).succeeded:
+                return updated
+        raise MembershipError(f"run {self._config.run_id!r}: {key!r} was changed by others 100 times in a row while writing it")

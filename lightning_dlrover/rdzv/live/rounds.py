@@ -1,0 +1,421 @@
+"""Decide the next round of a job: the membership protocol as a pure function.
+
+`next_round` looks at everything etcd holds about a job and returns the round that should be written, or None. It is level
+triggered: the same view always gives the same answer, so it does not matter which events led there or who asks. The fence that
+lets only one worker's answer count is in `convener.py`, what a worker does about a round in `member.py`.
+
+    job      starting -> training -> finished | failed      moved on by rank 0 (failed: by the controller)
+    worker   starting ----------------> active              each worker writes only its own record
+             standby -> ready --------> active
+             active -> reforming -> active
+    round    n -> n + 1                                      written by the convener alone, fenced on its election key
+
+A worker is alive while its record exists; the record goes with the worker's lease, with its agent's word that the process has
+ended, or with the proof that its port refuses connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    JobRecord,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+)
+
+__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "next_round", "waits"]
+
+
+MORE = "waits for more workers"
+
+
+@dataclass(frozen=True)
+class View:
+    """What etcd holds about a job at one revision."""
+
+    job: JobRecord | None = None
+    round: RoundRecord | None = None
+    plan: PlanRecord | None = None
+    workers: Mapping[str, WorkerRecord] = field(default_factory=dict)  # the living, oldest first
+    agents: Mapping[str, AgentRecord] = field(default_factory=dict)
+    drains: Set[str] = frozenset()  # worker ids asked to leave
+    replacements: Set[str] = frozenset()  # worker ids asked to leave once another worker can take their place
+
+    @property
+    def survivors(self) -> list[str]:
+        """Members of the current round that are alive, in rank order."""
+        return [w for w in self.round.members if w in self.workers] if self.round else []
+
+    @property
+    def lost(self) -> list[str]:
+        """Members of the current round that are gone."""
+        return [w for w in self.round.members if w not in self.workers] if self.round else []
+
+    def in_state(self, *states: str) -> list[str]:
+        """Workers outside the current round that are in one of `states`, oldest first."""
+        members = set(self.round.members) if self.round else set()
+        return [w for w, record in self.workers.items() if record.state in states and w not in members]
+
+    @property
+    def failed(self) -> list[str]:
+        """Survivors that report that the current round did not form for them, or broke."""
+        if self.round is None:
+            return []
+        number = self.round.number
+        records = {w: self.workers[w] for w in self.survivors}
+        return [w for w, r in records.items() if r.state in ("reforming", "ready") and r.round_number == number]
+
+    @property
+    def holders(self) -> list[str]:
+        """Survivors that may hold the job's state: all but joiners that have not entered the round yet."""
+        joiners = {*self.arriving, *self.stepped_back}
+        return [w for w in self.survivors if w not in joiners]
+
+    @property
+    def arriving(self) -> list[str]:
+        """Joiners among the survivors that are on their way into the current round."""
+        return [w for w in self._joining if w not in self.failed]
+
+    @property
+    def stepped_back(self) -> list[str]:
+        """Joiners among the survivors that could not be given the state in the current round."""
+        return [w for w in self._joining if w in self.failed]
+
+    @property
+    def apart(self) -> set[frozenset[str]]:
+        """Pairs of survivors of which one says that it could not reach the other, which is why the round did not form."""
+        survivors = set(self.survivors)
+        return {frozenset((w, v)) for w in self.failed for v in self.workers[w].unreachable if v in survivors and v != w}
+
+    @property
+    def _joining(self) -> list[str]:
+        if self.round is None or self.round.kind == "start":
+            return []  # nobody joins there: all of them start together
+        return [w for w in self.survivors if self.workers[w].state == "ready"]
+
+    @property
+    def cap(self) -> int:
+        """The most workers that a round may have now."""
+        limit = self.job.max_workers if self.job else 1
+        if self.plan is not None and self.plan.binding:
+            limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
+        return limit
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long, in seconds, a situation may last before those who are missing are left out."""
+
+    start_s: float = 60.0  # all announced workers have registered or are ready
+    regroup_s: float = 120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
+    return_s: float = 10.0  # workers whose leases ended while etcd was out of reach have registered again
+    apart_attempts: int = 2  # rounds in a row that may fail because members do not reach each other, before some are left out
+
+
+def awaited(view: View) -> list[str]:
+    """Whom the next round waits for, as ids of workers or agents; empty when nothing is awaited."""
+    if not view.survivors:
+        pending = view.in_state("standby")
+        if pending or view.in_state("ready"):
+            return pending
+        starting = view.in_state("starting")
+        registered = {view.workers[w].agent_id for w in starting}
+        return [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
+    if view.failed and not view.lost:
+        return [w for w in view.holders if w not in view.failed]
+    return []
+
+
+def lacks_workers(view: View) -> bool:
+    """Whether no further round can be formed of the workers that are there, however long they wait."""
+    if view.job is None or view.job.phase in ("finished", "failed"):
+        return False
+    needs_another = bool(not view.survivors or view.lost or view.failed)
+    return needs_another and next_round(view, float("inf")) is None
+
+
+def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
+    """Who made `successor` follow the round of `view`, by what they did: each change of the members under one name."""
+    before = view.round.members if view.round is not None else []
+    gone = losses(view, successor)
+    left = [w for w in before if w not in successor.members and w not in gone]
+    return {
+        "joined": [w for w in successor.members if w not in before],
+        "lost": [w for w in gone if w not in view.workers],
+        "left_out": [w for w in gone if w in view.workers],  # they live, but did not answer or cannot be reached
+        "drained": [w for w in left if w in view.drains or w in view.replacements],
+        "not_in_plan": [w for w in left if w not in view.drains and w not in view.replacements],
+    }
+
+
+def waits(view: View) -> dict[str, str]:
+    """What each worker waits for, and from whom, as half a sentence for people; empty for one that trains."""
+    is_about_to = next_round(view, 0.0) is not None
+    return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
+
+
+def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
+    record, round_, limits = view.workers[worker], view.round, view.job
+    state, is_member = record.state, round_ is not None and worker in round_.members
+    missing = awaited(view)
+    if limits is None:
+        return "waits for the job's record"
+    if limits.is_over:
+        return f"the job has {limits.phase}: about to end"
+    if state == "standby":
+        return "builds its model and data" + (", asked to leave" if worker in view.drains else "")
+    if not view.survivors:
+        # In `starting` at the very start, `ready` when all who held the state are gone.
+        here = len(view.in_state("ready", "starting"))
+        few = _too_few(here, limits)
+        return few or (f"waits for {', '.join(missing)} to come" if missing else "about to start" if is_about_to else MORE)
+    assert round_ is not None
+    forming = [w for w in view.survivors if view.workers[w].state != "active" or view.workers[w].round_number != round_.number]
+    if state == "starting":
+        return "about to join those who train"
+    if view.lost or view.failed:
+        broken = f"round {round_.number} lost {', '.join(view.lost)}" if view.lost else f"round {round_.number} broke"
+        if worker in missing:
+            return f"{broken}: has not answered"
+        here = len(view.survivors) + len(view.in_state("ready"))
+        few = "" if is_about_to else _too_few(here, limits)
+        if not few and missing:
+            few = f"waits for {', '.join(missing)} to answer"
+        return f"{broken}: {few or ('about to form the next one' if is_about_to else MORE)}"
+    if is_member and worker in forming:
+        return f"enters round {round_.number}" + _with(w for w in forming if w != worker)
+    if is_member and forming:
+        return f"waits for {', '.join(forming)} to enter round {round_.number}"
+    if is_member:
+        if worker in view.drains:
+            return "asked to leave: goes at one of the next steps"
+        return "to be replaced: goes when another worker is ready" if worker in view.replacements else ""
+    if worker in view.drains:
+        return "asked to leave"
+    if forming:
+        return f"waits for {', '.join(forming)} to enter round {round_.number}"
+    if _is_cut_off(view, worker):
+        return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
+    if len([w for w in round_.members if w not in view.drains]) >= view.cap:
+        wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
+        return f"spare: waits for a plan that admits it, {wanted}"
+    return "about to be taken in" if is_about_to else MORE
+
+
+def _too_few(here: int, job: JobRecord) -> str:
+    missing = job.min_workers - here
+    return f"waits for {missing} more worker{'s' * (missing > 1)} of at least {job.min_workers}" if missing > 0 else ""
+
+
+def _with(workers: Iterable[str]) -> str:
+    others = ", ".join(workers)
+    return f", as do {others}" if others else ""
+
+
+def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:
+    """The round that should follow the current one, or None while it should stay or others are awaited.
+
+    Args:
+        view: the job's records.
+        waited_s: seconds for which `awaited(view)` has not changed.
+        patience: limits on `waited_s`.
+    """
+    if view.job is None or view.job.is_over:
+        return None
+    if view.job.unfinished_fit:  # nobody joins any more: those who would stand in the script's first `fit`
+        # Nor can the job get back to its least number of workers, so those that are left go on.
+        job = replace(view.job, min_workers=1)
+        view = replace(view, job=job, workers={w: view.workers[w] for w in view.survivors})
+        if not view.survivors:
+            return None
+    if not view.survivors:
+        return _first(view, waited_s, patience)
+    if view.lost or view.failed:
+        return _after_failure(view, waited_s, patience)
+    return _planned(view)
+
+
+def losses(view: View, successor: RoundRecord) -> list[str]:
+    """Members of the current round that `successor` goes on without though nobody had asked them to leave."""
+    if view.round is None or (successor.planned and view.survivors):
+        return []
+    return [w for w in view.round.members if w not in successor.members and w not in view.stepped_back]
+
+
+def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+    """Nobody holds state: start (again) with those at the training loop's entrance, else with those starting up."""
+    assert view.job is not None
+    # The two groups stand at different places in the user's script and cannot form one round. Workers in `starting`
+    # become `standby` as soon as they see anyone past them, so the group that is further on is the one to wait for.
+    further_on = view.in_state("standby", "ready")
+    group = [w for w in (view.in_state("ready") if further_on else view.in_state("starting")) if w not in view.drains]
+    if awaited(view) and waited_s < patience.start_s:
+        return None
+    if len(group) < view.job.min_workers or not group:
+        return None
+    return _round(
+        view,
+        group[: view.cap],
+        "start",
+        planned=True,
+        reason=f"start with {min(len(group), view.cap)} workers",
+    )
+
+
+def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+    """The step in flight cannot complete: go on with everyone who is left.
+
+    Spares are not admitted here: they can only be given the state between two steps, in the planned round that follows.
+    """
+    assert view.job is not None
+    if not view.holders:
+        stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
+    elif view.lost:
+        # Those arriving may have been given the state since they said so; if not, they step back.
+        stay = [w for w in view.survivors if w not in view.stepped_back]
+        kind, reason = "loss", f"lost {', '.join(view.lost)}"
+    else:
+        if awaited(view) and waited_s < patience.regroup_s:
+            return None
+        left_out = [w for w in view.holders if w not in view.failed]
+        stay = [w for w in view.survivors if w not in left_out and w not in view.stepped_back]
+        kind = "loss" if left_out else "retry"
+        reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
+        together = _reaching_each_other(stay, view.apart)
+        if view.round and view.round.apart_attempts >= patience.apart_attempts and _are_enough(view, together):
+            cut_off = [w for w in stay if w not in together]
+            if cut_off:
+                stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
+        if not any(w in view.holders for w in stay):
+            stay = view.holders  # only joiners say that it failed; those who hold the state are content with it
+    if not _are_enough(view, stay):
+        return None
+    attempts = view.round.apart_attempts + 1 if view.round and view.apart else 0
+    return replace(_round(view, stay, kind, planned=False, reason=reason), apart_attempts=attempts)
+
+
+def _are_enough(view: View, stay: list[str]) -> bool:
+    """Whether the job can go on with `stay` and the spares that the planned round after that will take in.
+
+    The minimum does not bind those who leave: they finish the step in flight, so that the state can be kept for their
+    successors.
+    """
+    assert view.job is not None
+    if view.holders and stay and view.drains >= {*stay, *view.holders}:
+        return True
+    spares = {*view.in_state("ready"), *view.stepped_back} - view.drains - set(stay)
+    return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
+
+
+def _reaching_each_other(workers: list[str], apart: Set[frozenset[str]]) -> list[str]:
+    """The largest group of `workers` without a pair that is apart that taking them in rank order finds from any start.
+
+    That is the larger side of a network that fell into two, the side with rank 0 if both are alike; and all others if there is
+    one worker whom nobody reaches.
+    """
+    groups: list[list[str]] = []
+    for first in workers:
+        if groups and not any(first in pair for pair in apart):
+            continue  # it is in every group anyway
+        group = [first]
+        for worker in workers:
+            if worker != first and not any(frozenset((worker, other)) in apart for other in group):
+                group.append(worker)
+        groups.append([w for w in workers if w in group])
+    return max(groups, key=len, default=[])
+
+
+def _planned(view: View) -> RoundRecord | None:
+    assert view.job is not None
+    assert view.round is not None
+    number = view.round.number
+    if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
+        return None  # the current round is still being formed
+    if view.round.planned and any(view.workers[w].round_number == number - 1 for w in view.in_state("active")):
+        return None  # who was left out is still handing over to the members of this round, and must not see another one
+    members = view.round.members
+    joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
+    leaving = _leaving(view, len(joiners))
+    staying = [w for w in members if w not in leaving]
+    if not staying and not joiners:
+        if any(w not in view.drains for w in view.in_state("standby")):
+            return None  # a replacement is starting; those who leave train until they can hand over
+        return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
+    # Where the state is with those who leave: one round together with the joiners first, the next one without them.
+    chosen = _arranged(members, staying, joiners, view.cap) if staying else [*members, *joiners[: view.cap]]
+    if chosen == members or len(chosen) < view.job.min_workers:
+        return None
+    added, gone = [w for w in chosen if w not in members], [w for w in members if w not in chosen]
+    kind = "replace" if added and gone else "grow" if added else "shrink"
+    return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
+
+
+def _why(view: View, added: list[str], gone: list[str]) -> str:
+    """Why a planned round follows, for people; the plan's own reason stands with what the plan has brought about only."""
+    asked = [w for w in gone if w in view.drains or (added and w in view.replacements)]
+    others = [w for w in gone if w not in asked]
+    texts = [f"{', '.join(added)} joined" if added else "", f"{', '.join(others)} left" if others else ""]
+    by_plan = "; ".join(text for text in texts if text)
+    if by_plan and view.plan and view.plan.binding:
+        by_plan += f" ({view.plan.source}: {view.plan.reason})"
+    by_request = f"{', '.join(asked)} left when asked to" if asked else ""
+    return "; ".join(text for text in (by_plan, by_request) if text)
+
+
+def _leaving(view: View, num_joiners: int) -> set[str]:
+    """Members that go now: those asked to, and of those to be replaced as many as others can take the place of."""
+    assert view.round is not None
+    assert view.job is not None
+    others = [w for w in view.round.members if w not in view.drains]
+    too_many = len(others) - view.cap  # such as the replacement of the only worker, which had to be given the state
+    can_go = len(others) + num_joiners - view.job.min_workers
+    replaced = [w for w in others if w in view.replacements]
+    return {*view.drains, *replaced[: max(0, min(can_go, max(num_joiners, too_many)))]}
+
+
+def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: int) -> list[str]:
+    """The next round's members in rank order, so that the fewest rows move where ranks hold blocks of rows in their order.
+
+    A joiner takes the place of one that leaves, further ones come into the middle, and who is too many goes from there. The
+    first is never a joiner: the others take from it what they have to agree on.
+    """
+    too_many = max(0, len(staying) - cap)
+    first_out = (len(staying) - too_many + 1) // 2
+    staying = staying[:first_out] + staying[first_out + too_many :]
+    spare = joiners[: cap - len(staying)]
+    chosen: list[str] = []
+    stays = set(staying)
+    places = 0  # to be taken by joiners, next
+    for worker in members:
+        if worker in stays:
+            chosen.append(worker)
+        else:
+            places += 1
+        if chosen:
+            chosen += spare[:places]
+            spare, places = spare[places:], 0
+    middle = (len(chosen) + 1) // 2
+    return chosen[:middle] + spare + chosen[middle:]
+
+
+def _is_cut_off(view: View, joiner: str) -> bool:
+    """Whether a joiner says that it cannot reach a member: taking it in would only interrupt the others."""
+    return bool(view.round and set(view.workers[joiner].unreachable) & set(view.round.members))
+
+
+def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
+    number = view.round.number + 1 if view.round else 1
+    first = view.workers[members[0]] if members else None
+    return RoundRecord(
+        number=number,
+        members=members,
+        reason=reason,
+        kind=kind,  # type: ignore[arg-type]
+        planned=planned,
+        store_address=first.address if first else "",
+        store_port=first.port if first else 0,
+    )

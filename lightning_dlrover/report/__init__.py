@@ -1,0 +1,1 @@
+"""Shows what happened in a job."""

@@ -1,0 +1,130 @@
+"""Say in words what a job's planner saw, considered, chose and got."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
+from lightning_dlrover.report.story import (
+    JobStory,
+    outcome_of,
+)
+
+__all__ = ["cost_text", "explain_text"]
+
+MAX_COLUMNS = 110
+MAX_STAYS = 3  # decisions not to change anything, in a row
+
+
+def explain_text(story: JobStory, plan: int | None = None) -> str:
+    """Every plan with what came of it; the candidates of the changes.
+
+    Args:
+        plan: only this one, with all its candidates.
+    Raises:
+        ValueError: the job has made no such plan.
+    """
+    decisions = story.decisions
+    if plan is not None:
+        decisions = tuple(d for d in decisions if d.decision_id == plan)
+        if not decisions:
+            known = ", ".join(str(d.decision_id) for d in story.decisions) or "none"
+            raise ValueError(f"job {story.run_id} has made no plan {plan}; its plans are {known}")
+    if not decisions:
+        return f"job {story.run_id}: the planner recorded no decision."
+    changes = sum(d.is_change for d in decisions)
+    judged = [o for d in decisions if (o := outcome_of(story, d)) is not None]
+    as_expected = sum(o.expected for o in judged)
+    lines = [
+        f"job {story.run_id}: {len(decisions)} plans, {changes} of them changes; "
+        f"{as_expected} of {len(judged)} that were measured came out as predicted",
+        f"objective: {decisions[-1].objective or 'unknown'}; settings are written workers x threads + loader workers each",
+        cost_text(story),
+    ]
+    for number, decision in enumerate(decisions):
+        before, after = decisions[max(0, number - MAX_STAYS) : number], decisions[number + 1 : number + 2]
+        in_a_row = plan is None and not decision.is_change and len(before) == MAX_STAYS
+        if in_a_row and after and not any(d.is_change for d in (*before, *after)):
+            continue  # of a long row of stays, the first few and the last are shown
+        lines += ["", *_told(story, decision, in_full=plan is not None)]
+    return "\n".join(lines)
+
+
+def cost_text(story: JobStory) -> str:
+    """Cost so far, and to the end with what runs and with each alternative of the last decision."""
+    if not story.decisions:
+        return "cost: unknown, as the planner recorded no decision"
+    last = story.decisions[-1]
+    now = next((c for c in last.candidates if c.settings == last.current), None)
+    if last.spent is None or now is None or now.cost_per_hour is None:
+        return "cost: unknown, as no prices were given"
+    when = time.strftime("%H:%M:%S", time.localtime(last.at))
+    text = f"cost: {last.spent:.4g} until {when}, {now.cost_per_hour:.4g} an hour"
+    if now.cost_to_end is None:
+        return f"{text}; to the end unknown, as nobody knows when the job ends"
+    planned = last.choice.cost_to_end or 0.0
+    return f"{text}; to the end {now.cost_to_end:.4g} with {last.current.short}, {planned:.4g} with {last.chosen.short}"
+
+
+def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
+    kind = "trial" if decision.explored else "change" if decision.is_change else "no change"
+    passed_s = decision.at - story.started_at
+    head = f"plan {decision.decision_id}, {passed_s:.0f} s after the start: {kind}"
+    if decision.is_change:
+        head += f", {decision.current.short} -> {decision.chosen.short}"
+    left = f"{decision.left_s:.0f} s of work left" if decision.left_s is not None else "nobody knows how much work is left"
+    seen = (
+        f"saw {_settings(decision.current)}: {step_text(decision.observed_step_time_s)} a step; {left}; "
+        f"{decision.num_windows} windows measured; {decision.num_considered} settings considered"
+    )
+    lines = [head, *_wrapped(seen), *_wrapped(decision.reason)]
+    found = outcome_of(story, decision)
+    if found is not None:
+        lines += _wrapped(f"came out: {found.text}")
+    elif decision.is_change:
+        lines += _wrapped("came out: never measured; the settings were not reached, or left too soon")
+    if in_full or decision.is_change:
+        lines += _table(decision, decision.candidates if in_full else _telling(decision))
+    return lines
+
+
+def _telling(decision: Decision) -> list[Candidate]:
+    """What ran, what was chosen, and the Pareto front."""
+    return [c for c in decision.candidates if c.on_front or c.settings in (decision.current, decision.chosen)]
+
+
+def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
+    rows = [f"    {'settings':>10} {'step':>9} {'90 % interval':>19} {'samples/s':>10} {'cores':>6} {'to the end':>10}  "]
+    for c in candidates:
+        marks = [
+            *(["chosen"] if c.settings == decision.chosen else []),
+            "measured" if c.measured else "predicted",
+            *(["on the front"] if c.on_front else []),
+            *([c.note] if c.note else []),
+        ]
+        interval = f"{step_text(c.low_s)}-{step_text(c.high_s)}"
+        money = f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown"
+        step = step_text(c.step_time_s)
+        row = f"    {c.settings.short:>10} {step:>9} {interval:>19} {c.samples_per_s:>10,.0f} {c.cores:>6.3g} {money:>10}"
+        rows.append(f"{row}  {', '.join(marks)}")
+    return rows
+
+
+def _settings(settings: Settings) -> str:
+    ahead = f" ({settings.prefetch_factor} batches ahead)" if settings.loader_workers else ""
+    workers, threads, loaders = (
+        f"{number} {word}{'' if number == 1 else 's'}"
+        for number, word in (
+            (settings.num_workers, "worker"),
+            (settings.intra_op_threads, "thread"),
+            (settings.loader_workers, "loader worker"),
+        )
+    )
+    return f"{workers} with {threads} and {loaders}{ahead} each"
+
+
+def _wrapped(text: str) -> list[str]:
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return textwrap.wrap(printable, MAX_COLUMNS, initial_indent="  ", subsequent_indent="    ")

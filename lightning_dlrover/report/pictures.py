@@ -1,0 +1,463 @@
+"""Draw a job's story with matplotlib, as SVG text that can stand inside an HTML page.
+
+Axes and letters are drawn in a placeholder colour that becomes `currentColor`, so a picture follows the
+page's light or dark colours; the data's colours (Okabe and Ito, 2008) are legible on both and to
+colour-blind readers.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.perf.samples import STEP_PARTS
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.report.story import (
+    JobStory,
+    Profile,
+    outcome_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["KIND_COLOURS", "plans_picture", "prediction_picture", "step_parts_picture", "throughput_picture", "to_svg"]
+
+KIND_COLOURS = {
+    "start": "#8a8a8a",
+    "grow": "#009e73",
+    "shrink": "#8566d0",
+    "replace": "#cc79a7",
+    "loss": "#d55e00",
+    "retry": "#e69f00",
+    "stop": "#8a8a8a",
+}
+PART_COLOURS = {
+    "data_wait": "#e69f00",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "communication": "#d55e00",
+    "optimizer": "#009e73",
+    "other": "#9a9a9a",
+}
+MEASURED = "#3d8fd1"
+PREDICTED = "#d55e00"
+WRONG = "#c2185b"
+MAX_SETTINGS = 12  # side by side
+MAX_PLANS = 40
+INK = "#123457"  # stands for the page's own text colour
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "grid.color": "#8a8a8a",
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+}
+WIDTH_INCHES = 10.0
+MAX_POINTS = 600
+
+
+def _styled(draw: Callable[[JobStory], Figure]) -> Callable[[JobStory], Figure]:
+    """`draw` under our style; matplotlib reads most of it when an artist is made, not when it is drawn."""
+
+    @functools.wraps(draw)
+    def drawn(story: JobStory) -> Figure:
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            return draw(story)
+
+    return drawn
+
+
+@_styled
+def throughput_picture(story: JobStory) -> Figure:
+    """Samples per second over time with every round marked, above the number of workers."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (rate, workers) = _figure(4.0, rows=2, sharex=True, height_ratios=[3.2, 1])
+    _scale_time(story, rate, workers)
+    unit = _time_unit(story)
+    profiles = _thin(story.profiles)
+    for first, run in _runs(story, profiles):
+        ends = [_x(story, p.at) for p in run]
+        label = "samples per second" if first else None
+        rate.plot(
+            ends,
+            [p.samples_per_s for p in run],
+            "o-",
+            color=MEASURED,
+            markersize=3,
+            linewidth=1.4,
+            label=label,
+        )
+    rate.set_ylim(0, 1.25 * max((p.samples_per_s for p in profiles), default=1.0))
+    if not profiles:
+        rate.set_yticks([])
+    rate.set_ylabel("throughput (samples/s)")
+    rate.yaxis.set_major_formatter(_thousands())
+    drawn = set()
+    for number, round_ in enumerate(story.rounds):
+        x = _x(story, round_.at)
+        colour = KIND_COLOURS.get(round_.kind, "#8a8a8a")
+        kind = round_.kind if round_.kind in KIND_COLOURS else "other"
+        label = None if kind in drawn else kind
+        drawn.add(kind)
+        for axes in (rate, workers):
+            axes.axvline(x, color=colour, linewidth=1.5, linestyle=(0, (4, 2)), label=label if axes is rate else None)
+        if round_.stall_s:
+            rate.axvspan(x, x + round_.stall_s / unit[0], color=colour, alpha=0.18, linewidth=0)
+        if len(story.rounds) <= 40:
+            # Rounds close together: their numbers alternate in height instead of overprinting.
+            height = 0.995 if number % 2 == 0 else 0.93
+            rate.annotate(
+                str(round_.number),
+                (x, height),
+                xytext=(3, 0),
+                va="top",
+                color=colour,
+                fontsize=9,
+                weight="bold",
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+            )
+    if story.rounds:
+        times = [_x(story, r.at) for r in story.rounds] + [_x(story, story.ended_at)]
+        counts = [r.num_workers for r in story.rounds]
+        workers.step(times, [*counts, counts[-1]], where="post", color=INK, linewidth=1.8)
+        workers.fill_between(times, [*counts, counts[-1]], step="post", color="#8a8a8a", alpha=0.25, linewidth=0)
+        workers.set_ylim(0, max(counts) + 0.6)
+    workers.set_ylabel("workers")
+    workers.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_above(rate)
+    return figure
+
+
+@_styled
+def step_parts_picture(story: JobStory) -> Figure:
+    """Milliseconds of a step by part: over time, and the mean for each number of workers."""
+    figure, (over_time, by_size) = _figure(3.4, columns=2, width_ratios=[2.4, 1], sharey=True)
+    _scale_time(story, over_time)
+    profiles = _thin(story.profiles)
+    for first, run in _runs(story, profiles):
+        # Bars from window to window, as edges: one path a part, however many windows there are.
+        begin = max(story.started_at, run[0].at - run[0].num_steps * run[0].step_time_s)
+        edges = [_x(story, at) for at in (begin, *(p.at for p in run))]
+        below = [0.0] * len(run)
+        for part in STEP_PARTS:
+            top = [b + 1000 * p.part_s[part] for b, p in zip(below, run, strict=True)]
+            over_time.stairs(
+                top,
+                edges,
+                baseline=below,
+                fill=True,
+                color=PART_COLOURS[part],
+                label=_words(part) if first else None,
+                linewidth=0,
+            )
+            below = top
+    sizes = sorted({p.num_workers for p in story.profiles})
+    for place, size in enumerate(sizes):
+        chosen = [p for p in story.profiles if p.num_workers == size]
+        num_steps = max(sum(p.num_steps for p in chosen), 1)
+        base = 0.0
+        for part in STEP_PARTS:
+            mean_ms = 1000 * sum(p.part_s[part] * p.num_steps for p in chosen) / num_steps
+            by_size.bar(place, mean_ms, bottom=base, width=0.62, color=PART_COLOURS[part], linewidth=0)
+            base += mean_ms
+        by_size.annotate(
+            f"{base:.0f} ms",
+            (place, base),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    by_size.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    by_size.set_xlim(-0.6, max(len(sizes), 1) - 0.4)
+    by_size.set_xlabel("workers")
+    by_size.set_title("mean by number of workers")
+    over_time.set_title("over time")
+    over_time.set_ylabel("step time (ms)")
+    _limit_to_typical(over_time, [1000 * sum(p.part_s.values()) for p in story.profiles])
+    figure.legend(*over_time.get_legend_handles_labels(), loc="outside upper center", ncols=len(STEP_PARTS))
+    return figure
+
+
+@_styled
+def prediction_picture(story: JobStory) -> Figure:
+    """Measured step times against what the planner predicted: over time, and for each settings of the last decision."""
+    figure, (over_time, by_settings) = _figure(3.6, columns=2, width_ratios=[1.5, 1], sharey=True)
+    _scale_time(story, over_time)
+    profiles = _thin(story.profiles)
+    over_time.plot(
+        [_x(story, p.at) for p in profiles],
+        [1000 * p.step_time_s for p in profiles],
+        "o",
+        color=MEASURED,
+        markersize=3.5,
+        label="measured",
+    )
+    labelled = False
+    for decision, until in zip(story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False):
+        predicted = {c.settings: c for c in decision.candidates}
+        # A decision holds until the next one; within it the settings follow when they are carried out.
+        for begin, end, settings in _stretches(story, decision, until):
+            if (candidate := predicted.get(settings)) is None:
+                continue
+            span = [_x(story, begin), _x(story, end)]
+            label = None if labelled else "predicted for what ran"
+            over_time.plot(span, [1000 * candidate.step_time_s] * 2, color=PREDICTED, linewidth=1.8, label=label)
+            low, high = 1000 * candidate.low_s, 1000 * candidate.high_s
+            over_time.fill_between(span, low, high, color=PREDICTED, alpha=0.16, linewidth=0)
+            labelled = True
+    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    considered = _shown_candidates(shown) if shown is not None else []
+    ran = [p.settings for p in profiles]
+    places = {each: i for i, each in enumerate(sorted({*(c.settings for c in considered), *ran[-MAX_SETTINGS:]}))}
+    drawn = [p for p in profiles if p.settings in places]
+    by_settings.plot(
+        [places[p.settings] - 0.12 for p in drawn],
+        [1000 * p.step_time_s for p in drawn],
+        "o",
+        color=MEASURED,
+        markersize=3.5,
+        alpha=0.5,
+    )
+    _draw_predictions(by_settings, [(places[c.settings] + 0.12, c) for c in considered], PREDICTED)
+    by_settings.set_xticks(range(len(places)), [each.short for each in places], rotation=60 if len(places) > 4 else 0)
+    by_settings.set_xlim(-0.6, max(len(places), 1) - 0.4)
+    by_settings.set_xlabel("workers x threads + loader workers each")
+    by_settings.set_title("by settings (last decision)" if shown else "by settings")
+    over_time.set_title("over time")
+    over_time.set_ylabel("step time (ms)")
+    _limit_to_typical(
+        over_time,
+        [1000 * p.step_time_s for p in story.profiles] + [1000 * c.high_s for c in considered],
+    )
+    handles, labels = over_time.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    return figure
+
+
+@_styled
+def plans_picture(story: JobStory) -> Figure:
+    """Every plan's prediction beside what was measured after it, and what the last one chose from."""
+    figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
+    decisions = [d for d in story.decisions if d.is_change or outcome_of(story, d) is not None][-MAX_PLANS:]
+    _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")
+    for expected, colour, label in ((True, MEASURED, "measured, as predicted"), (False, WRONG, "measured, not as predicted")):
+        found = [(i, o) for i, d in enumerate(decisions) if (o := outcome_of(story, d)) is not None and o.expected == expected]
+        if found:
+            times = [1000 * o.observed_step_time_s for _, o in found]
+            plans.plot([i for i, _ in found], times, "o", color=colour, markersize=7, label=label)
+    pending = [(i, d) for i, d in enumerate(decisions) if outcome_of(story, d) is None]
+    if pending:
+        times = [1000 * d.predicted_step_time_s for _, d in pending]
+        plans.plot([i for i, _ in pending], times, "x", color=INK, markersize=8, label="never measured")
+    names = [f"{d.decision_id}\n{d.chosen.short}" for d in decisions]
+    plans.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 8 else 7, rotation=0 if len(names) <= 12 else 90)
+    plans.set_xlim(-0.6, max(len(names), 1) - 0.4)
+    plans.set_ylim(0)
+    plans.set_ylabel("step time (ms)")
+    plans.set_xlabel("plan, and its workers x threads + loader workers each")
+    plans.set_title("predicted and measured, for every plan")
+    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    if shown is not None:
+        _draw_choice(choice, shown)
+    choice.set_ylabel("throughput (samples/s)")
+    choice.yaxis.set_major_formatter(_thousands())
+    handles, labels = plans.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    return figure
+
+
+def _draw_choice(axes: Axes, decision: Decision) -> None:
+    """What a decision chose from: throughput against cost, with the Pareto front."""
+    able = [c for c in decision.candidates if c.feasible]
+    priced = bool(able) and all(c.cost_per_hour is not None for c in able)
+
+    def cost(candidate: Candidate) -> float:
+        return candidate.cost_per_hour or 0.0 if priced else float(candidate.gpus or candidate.cores)
+
+    axes.plot([cost(c) for c in able], [c.samples_per_s for c in able], "o", color="#8a8a8a", markersize=4, alpha=0.7)
+    front = sorted((c for c in able if c.on_front), key=cost)
+    axes.plot([cost(c) for c in front], [c.samples_per_s for c in front], "-", color=PREDICTED, linewidth=1.4, label="front")
+    now = [c for c in decision.candidates if c.settings == decision.current]
+    axes.plot([cost(c) for c in now], [c.samples_per_s for c in now], "s", color=MEASURED, markersize=7, label="ran")
+    chosen = decision.choice
+    axes.plot([cost(chosen)], [chosen.samples_per_s], "*", color=WRONG, markersize=12, label="chosen")
+    for place, candidate in enumerate(front):
+        axes.annotate(
+            candidate.settings.short,
+            (cost(candidate), candidate.samples_per_s),
+            xytext=(6, -11 if place % 2 else 5),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_xlabel("cost per hour" if priced else "GPUs" if any(c.gpus for c in able) else "cores")
+    axes.margins(x=0.18, y=0.15)
+    axes.set_ylim(0)
+    axes.set_title(f"what plan {decision.decision_id} chose from")
+    axes.legend(loc="best")
+
+
+def _draw_predictions(axes: Axes, placed: Sequence[tuple[float, Candidate]], colour: str, label: str | None = None) -> None:
+    if not placed:
+        return
+    axes.errorbar(
+        [place for place, _ in placed],
+        [1000 * c.step_time_s for _, c in placed],
+        yerr=[
+            [max(0.0, 1000 * (c.step_time_s - c.low_s)) for _, c in placed],
+            [max(0.0, 1000 * (c.high_s - c.step_time_s)) for _, c in placed],
+        ],
+        fmt="D",
+        color=colour,
+        markersize=5,
+        capsize=4,
+        linewidth=1.4,
+        label=label,
+    )
+
+
+def _shown_candidates(decision: Decision) -> list[Candidate]:
+    """What ran, what was chosen and the fastest of the others."""
+    ordered = sorted(
+        decision.candidates,
+        key=lambda c: (c.settings not in (decision.current, decision.chosen), not c.feasible, c.step_time_s),
+    )
+    return sorted(ordered[:MAX_SETTINGS], key=lambda c: c.settings)
+
+
+def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[float, float, Settings]]:
+    """From when to when which settings ran under a decision, as its windows say."""
+    found: list[tuple[float, float, Settings]] = []
+    begin, settings = decision.at, decision.current
+    for profile in story.profiles:
+        if not decision.at < profile.at <= until:
+            continue
+        if profile.settings != settings:
+            started = max(begin, profile.at - profile.num_steps * profile.step_time_s)
+            if started > begin:
+                found.append((begin, started, settings))
+            begin, settings = started, profile.settings
+    if until > begin:
+        found.append((begin, until, settings))
+    return found
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an `<svg>` element whose ids begin with `name`, as a page may hold several."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # its rules would hold for the whole page
+    # The page's width decides; the viewBox keeps the shape.
+    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
+
+
+def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, Sequence[Axes]]:
+    from matplotlib.figure import Figure as NewFigure
+
+    # A Figure without pyplot uses the Agg canvas and leaves the user's backend alone.
+    figure = NewFigure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    axes = figure.subplots(rows, columns, **grid)
+    for one in axes:
+        one.grid(axis="y")
+    return figure, list(axes)
+
+
+def _time_unit(story: JobStory) -> tuple[float, str]:
+    if story.duration_s <= 600:
+        return 1.0, "s"
+    return (60.0, "min") if story.duration_s <= 4 * 3600 else (3600.0, "h")
+
+
+def _scale_time(story: JobStory, *axes: Axes) -> None:
+    seconds, name = _time_unit(story)
+    span = max(story.duration_s, 1.0) / seconds
+    for one in axes:
+        one.set_xlim(-0.01 * span, 1.01 * span)
+    axes[-1].set_xlabel(f"time since the job's first event ({name})")
+
+
+def _x(story: JobStory, at: float) -> float:
+    return (at - story.started_at) / _time_unit(story)[0]
+
+
+def _thin(profiles: Sequence[Profile]) -> Sequence[Profile]:
+    """Every n-th window: a picture of 10 inches shows no more."""
+    return profiles[:: 1 + len(profiles) // MAX_POINTS]
+
+
+def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list[Profile]]]:
+    """Windows of one round each, with whether it is the first run."""
+    rounds: dict[int, list[Profile]] = {}
+    for profile in sorted(profiles, key=lambda p: p.at):
+        rounds.setdefault(profile.round_number, []).append(profile)
+    return [(i == 0, run) for i, run in enumerate(rounds.values())]
+
+
+def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
+    """One slow window (the first step of a round) must not flatten all the others."""
+    if not values:
+        axes.set_ylim(0, 1)
+        return
+    typical = sorted(values)[int(0.95 * (len(values) - 1))]
+    top = max(values) if max(values) < 2 * typical else 1.6 * typical
+    axes.set_ylim(0, 1.15 * top or 1.0)
+
+
+def _legend_above(axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles,
+            labels,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=len(handles),
+            columnspacing=1.4,
+        )
+
+
+def _thousands() -> Any:
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")

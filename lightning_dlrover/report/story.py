@@ -1,0 +1,257 @@
+"""Turn a job's events into what happened: rounds, stalls, losses, decisions and profiles, in order of time.
+
+Events come from etcd or from a file that may have been cut short, so nothing in their `data` is taken on
+trust: an event that lacks a field it needs is counted in `JobStory.num_skipped` and left out, and what was
+never recorded is named in `missing`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning_dlrover.perf.samples import STEP_PARTS
+from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
+from lightning_dlrover.rdzv.job.records import EventRecord
+
+__all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
+
+Told = TypeVar("Told")
+
+KINDS = ("round", "stall", "profile", "decision", "outcome", "loss", "scale", "finished", "error")
+LATEST = 253_402_300_800.0  # the year 10000; no calendar and no axis goes beyond
+LARGEST = 1e15  # of any quantity a job can have; more is a broken record
+
+
+@dataclass(frozen=True)
+class Round:
+    number: int
+    at: float
+    kind: str
+    num_workers: int
+    reason: str
+    stall_s: float | None  # longest of the survivors' measured stalls
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The fields of a `StepProfile` that the report draws."""
+
+    at: float
+    round_number: int
+    settings: Settings
+    first_step: int
+    num_steps: int
+    global_batch: int
+    step_time_s: float
+    samples_per_s: float
+    part_s: dict[str, float]
+
+    @property
+    def num_workers(self) -> int:
+        return self.settings.num_workers
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event of which only the sentence is shown."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class JobStory:
+    run_id: str
+    started_at: float
+    ended_at: float
+    rounds: tuple[Round, ...]
+    profiles: tuple[Profile, ...]
+    decisions: tuple[Decision, ...]
+    losses: tuple[Note, ...]
+    notes: tuple[Note, ...]  # requests for a size, checkpoints and whatever else is neither drawn nor counted
+    errors: tuple[Note, ...]
+    finished_step: int | None  # None: the job has not said that it finished
+    num_events: int
+    num_skipped: int
+
+    @property
+    def duration_s(self) -> float:
+        return self.ended_at - self.started_at
+
+    @property
+    def num_steps(self) -> int:
+        if self.finished_step is not None:
+            return self.finished_step
+        return max((p.first_step + p.num_steps for p in self.profiles), default=0)
+
+    @property
+    def num_profiled_samples(self) -> int:
+        return sum(p.num_steps * p.global_batch for p in self.profiles)
+
+    @property
+    def num_resizes(self) -> int:
+        """Rounds after the first."""
+        return sum(r.kind not in ("start", "stop") for r in self.rounds)
+
+    @property
+    def num_losses(self) -> int:
+        """Workers lost; at least the rounds formed because of a loss, whose own event may be missing."""
+        return max(len(self.losses), sum(r.kind == "loss" for r in self.rounds))
+
+    @property
+    def total_stall_s(self) -> float:
+        return sum(r.stall_s or 0.0 for r in self.rounds if r.kind != "start")
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What a complete job would have recorded and this one has not, as sentences."""
+        said = []
+        if not self.num_events:
+            return ("No events were recorded: the job has not formed a round yet, or its log is elsewhere.",)
+        if not self.rounds:
+            said.append("No round was recorded.")
+        elif self.rounds[0].number > 1:
+            said.append(f"The log begins with round {self.rounds[0].number}; earlier events were trimmed.")
+        unmeasured = [r.number for r in self.rounds if r.stall_s is None and r.kind not in ("start", "stop")]
+        if unmeasured:
+            said.append(f"No stall was measured for round {', '.join(map(str, unmeasured))}.")
+        if not self.profiles:
+            said.append("No step profile was recorded: the job was too short for one, or its Trainer has no DLRoverCallback().")
+        if not self.decisions:
+            said.append("The planner recorded no decision.")
+        if self.finished_step is None:
+            said.append("The job has not reported that it finished.")
+        return tuple(said)
+
+
+def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
+    """The story of one job; events may be in any order, incomplete or broken."""
+    timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
+    reader = _Reader(timed, num_skipped=len(events) - len(timed))
+    stalls: dict[int, float] = {}
+    for round_number, seconds in reader.each("stall", _stall):
+        stalls[round_number] = max(seconds, stalls.get(round_number, 0.0))
+    rounds: dict[int, Round] = {}
+    for event_round in reader.each("round", lambda event: _round(event, stalls)):
+        rounds.setdefault(event_round.number, event_round)
+    profiles = tuple(reader.each("profile", _profile))
+    decisions = tuple(reader.each("decision", _decision))
+    finished = list(reader.each("finished", lambda event: _whole(event.data["global_step"])))
+    losses: dict[str, Note] = {}
+    for worker_id, note in reader.each("loss", _loss):
+        losses.setdefault(worker_id, note)  # every survivor that notices may report it
+    others = [Note(e.at, e.text or e.kind) for e in timed if e.kind not in KINDS]
+    # A window's event is written at its end, and the first step of the job lies before it.
+    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0)
+    return JobStory(
+        run_id=run_id,
+        started_at=started_at,
+        ended_at=max((e.at for e in timed), default=0.0),
+        rounds=tuple(rounds.values()),
+        profiles=profiles,
+        decisions=decisions,
+        losses=tuple(losses.values()),
+        notes=tuple(sorted((*reader.each("scale", _scale), *others), key=lambda note: note.at)),
+        errors=tuple(reader.each("error", _error)),
+        finished_step=finished[-1] if finished else None,
+        num_events=len(timed),
+        num_skipped=reader.num_skipped,
+    )
+
+
+def outcome_of(story: JobStory, decision: Decision) -> Outcome | None:
+    """What came of a decision: all windows in the settings it chose, until the next one; None if there were none."""
+    later = [d.at for d in story.decisions if d.at > decision.at]
+    until = min(later, default=math.inf)
+    chosen = [p for p in story.profiles if decision.at < p.at <= until and p.settings == decision.chosen]
+    num_steps, seconds = sum(p.num_steps for p in chosen), sum(p.step_time_s * p.num_steps for p in chosen)
+    return outcome(decision, seconds / num_steps) if num_steps and seconds / num_steps else None
+
+
+class _Reader:
+    def __init__(self, events: Sequence[EventRecord], num_skipped: int) -> None:
+        self._events = events
+        self.num_skipped = num_skipped
+
+    def each(self, kind: str, read: Callable[[EventRecord], Told]) -> Iterator[Told]:
+        for event in self._events:
+            if event.kind != kind:
+                continue
+            try:
+                yield read(event)
+            except (KeyError, TypeError, ValueError):
+                self.num_skipped += 1
+
+
+def _round(event: EventRecord, stalls: dict[int, float]) -> Round:
+    number = _whole(event.data["number"])
+    members = event.data["members"]
+    if not isinstance(members, list):
+        raise TypeError
+    return Round(
+        number=number,
+        at=event.at,
+        kind=str(event.data["kind"]),
+        num_workers=len(members),
+        reason=str(event.data.get("reason") or event.text),
+        stall_s=stalls.get(number),
+    )
+
+
+def _stall(event: EventRecord) -> tuple[int, float]:
+    return _whole(event.data["round"]), _amount(event.data["seconds"])
+
+
+def _profile(event: EventRecord) -> Profile:
+    data = event.data
+    return Profile(
+        at=event.at,
+        round_number=_whole(data["round_number"]),
+        settings=Settings(
+            _whole(data["num_workers"]),
+            _whole(data.get("loader_workers", 0)),
+            _whole(data.get("intra_op_threads", 0)),
+            _whole(data.get("prefetch_factor", 0)) if data.get("loader_workers") else 0,
+        ),
+        first_step=_whole(data["first_step"]),
+        num_steps=_whole(data["num_steps"]),
+        global_batch=_whole(data["global_batch"]),
+        step_time_s=_amount(data["step_time_s"]),
+        samples_per_s=_amount(data["samples_per_s"]),
+        part_s={part: _amount(data[f"{part}_s"]) for part in STEP_PARTS},
+    )
+
+
+def _decision(event: EventRecord) -> Decision:
+    decision = Decision.from_data(event.data)
+    if not 0 < decision.predicted_step_time_s <= LARGEST:
+        raise ValueError
+    return decision
+
+
+def _loss(event: EventRecord) -> tuple[str, Note]:
+    worker_id = str(event.data["worker_id"])
+    return worker_id, Note(event.at, event.text or f"worker {worker_id} was lost")
+
+
+def _scale(event: EventRecord) -> Note:
+    return Note(event.at, event.text or f"{event.data['source']} asked for {event.data['num_workers']} workers")
+
+
+def _error(event: EventRecord) -> Note:
+    return Note(event.at, str(event.data.get("traceback") or event.text))
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+        raise ValueError
+    return value
+
+
+def _amount(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        raise ValueError
+    return float(value)

@@ -1,0 +1,181 @@
+"""Sharded tables on disk, in the format of `torch.distributed.checkpoint`: written and read by all workers, each its own part.
+
+A table's weights, and every full-width state of its optimizer, are one tensor each. A row-wise state is one tensor for each
+set of columns that had a value of its own, so that a checkpoint can be read into any other plan: see `exchange` for what
+becomes of these where columns are cut anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_dlrover.tables.placement import TablePlan
+from lightning_dlrover.tables.sharded import (
+    Block,
+    ShardedTables,
+)
+
+__all__ = ["CheckpointError", "load_tables", "save_tables"]
+
+_COLUMNS = re.compile(r"^(?P<name>.*)\[(?P<col0>\d+):(?P<col1>\d+)\]$")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint of tables that cannot be read into this model."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class _Values:
+    """What one worker holds of a large tensor, for the planners below."""
+
+    def __init__(self, shape: Sequence[int], chunks: Sequence[_Chunk]) -> None:
+        self.shape = torch.Size(shape)
+        self.chunks = list(chunks)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.values.size()),
+                    properties=TensorProperties.create_from_tensor(chunk.values),
+                    size=self.shape,
+                ),
+            )
+            for chunk in self.chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.values.size()) for chunk in self.chunks]
+
+    def find(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return next(chunk.values for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        values = self.state_dict[index.fqn]
+        return values.find(index) if isinstance(values, _Values) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # The original replaces what it does not know.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        values = self.state_dict[index.fqn]
+        return values.find(index) if isinstance(values, _Values) else super().lookup_tensor(index)
+
+
+def save_tables(tables: ShardedTables, folder: Path) -> None:
+    """Write all tables; to be called by all workers of the default group, who must see the same folder."""
+    assert tables.plan is not None
+    state = {name: _Values(shape, chunks) for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items()}
+    save({**state, **_counters(tables)}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)
+
+
+def load_tables(tables: ShardedTables, folder: Path) -> None:
+    """Read all tables, whatever workers and plan they were written by; to be called by all workers of the default group.
+
+    Raises:
+        CheckpointError: a table of the model is not there, or has another size.
+    """
+    assert tables.plan is not None
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    wanted: dict[str, list[_Chunk]] = {}
+    shapes: dict[str, Sequence[int]] = {}
+    composed: list[tuple[Block, list[tuple[float, torch.Tensor]]]] = []
+    for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items():
+        if _COLUMNS.match(name) is None:
+            wanted.setdefault(name, []).extend(chunks)
+            shapes[name] = shape
+    for block in tables.blocks():
+        if block.values.dim() > 1:
+            continue
+        parts: list[tuple[float, torch.Tensor]] = []
+        for name in saved:
+            found = _COLUMNS.match(name)
+            if found is None or found["name"] != f"{block.table}.{block.what}":
+                continue
+            width = min(block.region.col1, int(found["col1"])) - max(block.region.col0, int(found["col0"]))
+            if width > 0:
+                part = torch.empty_like(block.values)
+                parts.append((width / block.region.num_cols, part))
+                wanted.setdefault(name, []).append(_Chunk((block.region.row0,), part))
+                shapes[name] = (tables.plan[block.table].rows,)
+        if sum(share for share, _ in parts) < 0.999:
+            raise CheckpointError(
+                f"checkpoint {folder}: {block.table}.{block.what} is not there for columns {block.region.col0} to "
+                f"{block.region.col1 - 1}; it was written with another optimizer of its tables"
+            )
+        composed.append((block, parts))
+    for name, shape in shapes.items():
+        there = getattr(saved.get(name), "size", None)
+        if there is None or tuple(there) != tuple(shape):
+            what = f"has the shape {tuple(there)}" if there is not None else "is not there"
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} {what}, this model's has the shape {tuple(shape)}; "
+                "it was written by another model, or with another optimizer of its tables"
+            )
+    # Two parts of one worker may start at the same row: they are read one after the other.
+    while any(wanted.values()):
+        state: dict[str, Any] = {}
+        for name, chunks in wanted.items():
+            taken = {chunk.offsets: chunk for chunk in chunks}
+            wanted[name] = [chunk for chunk in chunks if chunk is not taken[chunk.offsets]]
+            state[name] = _Values(shapes[name], list(taken.values()))
+        load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+    load(_counters(tables, saved), checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+    for block, parts in composed:
+        if len(parts) == 1:
+            block.values.copy_(parts[0][1])
+        elif parts:
+            block.values.copy_(torch.stack([part * share for share, part in parts]).sum(0))
+
+
+def _named(blocks: Sequence[Block], plan: Mapping[str, TablePlan]) -> dict[str, tuple[Sequence[int], list[_Chunk]]]:
+    """What is written under which name: its shape, and this worker's parts of it."""
+    found: dict[str, tuple[Sequence[int], list[_Chunk]]] = {}
+    for block in blocks:
+        table, region = plan[block.table], block.region
+        name = f"{block.table}.{block.what}"
+        if block.values.numel() == 0:
+            continue
+        if block.values.dim() > 1:
+            _, chunks = found.setdefault(name, ((table.rows, table.cols), []))
+            chunks.append(_Chunk((region.row0, region.col0), block.values))
+        else:
+            _, chunks = found.setdefault(f"{name}[{region.col0}:{region.col1}]", ((table.rows,), []))
+            chunks.append(_Chunk((region.row0,), block.values))
+    return found
+
+
+def _counters(tables: ShardedTables, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        f"counter/{name}": value for name, value in tables.counters().items() if saved is None or f"counter/{name}" in saved
+    }

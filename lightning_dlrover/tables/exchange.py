@@ -1,0 +1,242 @@
+"""Carry parts of tables from the workers that have them to those that need them, in place and in bounded pieces.
+
+Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it: rows that stay are left
+where they are, or copied while others are on the wire if their columns are cut anew. What a source has given away is freed at
+once, so that a worker hardly needs more memory than the larger of its old and new shards.
+
+Values of a row-wise optimizer state belong to a row and the columns of one shard. Where columns are cut anew, a row's value is
+the mean, weighted by width, of those of the shards it is made of: exact when shards are merged (the state is a mean over
+columns, as in row-wise Adagrad); when one is split, each part starts with the value of the whole.
+
+gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so both ends of a move may be anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.tables.layout import (
+    LayoutError,
+    Move,
+    Region,
+)
+from lightning_dlrover.tables.sharded import (
+    Block,
+    part_of,
+)
+
+__all__ = ["ExchangeStats", "exchange"]
+
+CHUNK_BYTES = 4 << 20
+"""On the wire at once, per message: gloo is fastest from here on."""
+
+WINDOW = 8
+"""Messages on their way per peer and direction."""
+
+STALL_S = 10.0
+"""For one message: gloo tells of a peer that is gone, but not to who waits for the rest of a message that it began."""
+
+
+@dataclass
+class ExchangeStats:
+    """What one worker did in an exchange."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    copied_bytes: int = 0  # in memory
+    began_s: float = 0.0  # monotonic clock
+    seconds: float = 0.0
+
+
+@dataclass
+class _Message:
+    """What travels, or came, in `wire`, and what is to be done when it has."""
+
+    wire: torch.Tensor
+    done: Callable[[], object]
+
+
+def exchange(
+    group: dist.ProcessGroup | dist.ProcessGroupGloo | None,
+    members: Sequence[str],
+    me: str,
+    moves: Sequence[Move],
+    old: Sequence[Block],
+    new: Sequence[Block],
+    release: Callable[[torch.Tensor], None] = lambda values: None,
+) -> ExchangeStats:
+    """Fill the blocks of `new` from the workers' blocks of `old`. Rows that have the same place in both stay there.
+
+    Args:
+        group: whose ranks are `members`: all that give or take. None if nothing travels.
+        moves: the same on all of them.
+        old: what this worker has; the sources of its moves are among it.
+        new: what it is to have.
+        release: called with parts of `old` that nobody needs any more, if this worker takes memory for others meanwhile.
+
+    Raises:
+        RuntimeError: a peer is gone; `new` is then incomplete.
+        LayoutError: this worker does not have a shard that a move names.
+    """
+    stats = ExchangeStats()
+    sources, targets = _by_table(old), _by_table(new)
+    mine = [m for m in moves if me in (m.source, m.target)]
+    shared = _given_twice([m for m in mine if m.source == me], sources)
+    needs_memory = any(m.target == me and _is_new(m, me, sources, targets) for m in mine)
+
+    def give_away(move: Move, values: torch.Tensor) -> None:
+        if needs_memory and move not in shared:
+            release(values)
+
+    def sends(peer: str) -> Iterator[_Message]:
+        for move in (m for m in mine if m.source == me and m.target == peer):
+            for block in _source(sources, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    stats.sent_bytes += values.nbytes
+                    wire = values.contiguous().view(-1)
+                    yield _Message(wire if _is_on_host(wire) else wire.to("cpu", copy=True), partial(give_away, move, values))
+
+    def receives(peer: str) -> Iterator[_Message]:
+        for move in (m for m in mine if m.source == peer and m.target == me):
+            for block in _target(targets, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    stats.received_bytes += values.nbytes
+                    if _is_on_host(values) and values.is_contiguous() and _share(block, move) == 1.0:
+                        yield _Message(values.view(-1), lambda: None)
+                    else:
+                        arrived = torch.empty(values.shape, dtype=values.dtype)
+                        yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
+
+    def keeps() -> Iterator[None]:
+        for move in (m for m in mine if m.source == me == m.target):
+            for source, target in zip(_source(sources, move), _target(targets, move), strict=True):
+                if _is_in_place(source, target, move):
+                    continue
+                for chunk in _chunks(target, move.region):
+                    values = part_of(source, chunk)
+                    stats.copied_bytes += values.nbytes
+                    _put(part_of(target, chunk), values, _share(target, move))
+                    give_away(move, values)
+                    yield
+
+    lanes: dict[tuple[str, str], Iterator[_Message]] = {}
+    for peer in sorted({w for m in mine for w in (m.source, m.target)} - {me}):
+        lanes[peer, "send"], lanes[peer, "recv"] = sends(peer), receives(peer)
+    kept = keeps()
+    queues: dict[tuple[str, str], deque[tuple[dist.Work, _Message]]] = {lane: deque() for lane in lanes}
+
+    def post(lane: tuple[str, str]) -> None:
+        message = next(lanes[lane], None)
+        if message is not None:
+            assert group is not None
+            peer, direction = lane
+            queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
+
+    for move in (m for m in mine if m.target == me):
+        for block in _target(targets, move):
+            if _share(block, move) != 1.0:
+                part_of(block, move.region).zero_()  # what comes is added up there
+    if group is not None:
+        gloo: Any = group  # its stubs name few of its methods
+        # Some build their tables longer than others: from here on a silent peer is a dead one. A barrier would be NCCL's where
+        # the group has it.
+        waits.wait_for(gloo.allreduce([torch.zeros(1)]))
+    stats.began_s = time.monotonic()
+    for lane in lanes:
+        for _ in range(WINDOW):
+            post(lane)
+    # One message of every lane in turn: all workers do it alike, so no two of them wait for each other.
+    while any(queues.values()):
+        next(kept, None)
+        for lane, queue in queues.items():
+            if queue:
+                work, message = queue.popleft()
+                work.wait(timedelta(seconds=STALL_S))
+                message.done()
+                post(lane)
+    for _ in kept:
+        pass
+    stats.seconds = time.monotonic() - stats.began_s
+    return stats
+
+
+def _is_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
+
+
+def _is_in_place(source: Block, target: Block, move: Move) -> bool:
+    return part_of(source, move.region).data_ptr() == part_of(target, move.region).data_ptr()
+
+
+def _is_new(move: Move, me: str, sources: Mapping[str, Sequence[Block]], targets: Mapping[str, Sequence[Block]]) -> bool:
+    """Whether what this worker is to have takes memory that it does not have yet."""
+    return move.source != me or not _is_in_place(_source(sources, move)[0], _target(targets, move)[0], move)
+
+
+def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    found: dict[str, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.table, []).append(block)
+    return found
+
+
+def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
+    """Moves whose rows another one takes from the same shard, too, be it other columns: a row-wise state is needed for both."""
+    by_shard: dict[tuple[str, Region], list[Move]] = {}
+    for move in moves:
+        by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)
+    return {
+        a
+        for group in by_shard.values()
+        for a in group
+        for b in group
+        if a is not b and max(a.region.row0, b.region.row0) < min(a.region.row1, b.region.row1)
+    }
+
+
+def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
+    """Weights and states of one of this worker's shards that has all of a move's region."""
+    found = [b for b in blocks.get(move.table, ()) if b.region.overlap(move.region) == move.region]
+    if not found:
+        raise LayoutError(f"table {move.table!r}: this worker does not have {move.region}, which a move names")
+    # It may hold two copies of a shard, in parts of a snapshot.
+    return list({b.what: b for b in reversed(found) if b.region == found[0].region}.values())[::-1]
+
+
+def _target(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
+    found = [b for b in blocks.get(move.table, ()) if b.region == move.into]
+    if not found:
+        raise LayoutError(f"table {move.table!r}: this worker has no shard {move.into}, which a move names")
+    return found
+
+
+def _chunks(block: Block, region: Region) -> Iterator[Region]:
+    """The region in slices of rows of about `CHUNK_BYTES`."""
+    width = 1 if block.values.dim() == 1 else region.num_cols
+    rows = max(1, CHUNK_BYTES // (width * block.values.element_size()))
+    for first in range(region.row0, region.row1, rows):
+        yield Region(first, min(first + rows, region.row1), region.col0, region.col1)
+
+
+def _share(target: Block, move: Move) -> float:
+    """The weight of what comes in the target's value: below 1 where a row-wise state is put together from several shards."""
+    return 1.0 if target.values.dim() > 1 else move.region.num_cols / move.into.num_cols
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, share: float) -> None:
+    if share == 1.0:
+        target.copy_(values)
+    else:
+        target.add_(values.to(target.device), alpha=share)

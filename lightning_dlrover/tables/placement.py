@@ -1,0 +1,160 @@
+"""Where the shards of embedding tables go when the workers change, so that little travels and the load stays even. Pure.
+
+The first plan of a job is torchrec's own. Later ones keep what it decided (each table's kind, where its columns are cut) and
+only say anew who holds what: shards stay with their owner where the balance allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_dlrover.tables.layout import (
+    Layout,
+    Region,
+    Shard,
+)
+
+__all__ = ["Plan", "PlanError", "TablePlan", "layout_of", "plan_from_dict", "plan_to_dict", "replan"]
+
+TOLERANCE = 0.1
+"""Of the mean load: nothing moves to even out less."""
+
+WHOLE_KINDS = ("table_wise", "table_row_wise", "table_column_wise")
+"""One worker holds the table: the "node" within which torchrec splits it further is one worker in an elastic job."""
+
+
+class PlanError(ValueError):
+    """Tables that cannot be placed."""
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """How one table is sharded.
+
+    Attributes:
+        kind: torchrec's name of the sharding type.
+        kernel: torchrec's name of the compute kernel.
+        rows, cols: of the whole table.
+        shards: in torchrec's order.
+    """
+
+    kind: str
+    kernel: str
+    rows: int
+    cols: int
+    shards: tuple[Shard, ...]
+
+
+Plan = Mapping[str, TablePlan]
+"""Of all tables, by `{module}.{table}`."""
+
+
+def layout_of(plan: Plan) -> Layout:
+    return {name: table.shards for name, table in plan.items()}
+
+
+def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
+    """The plan for other workers.
+
+    Args:
+        plan: for the workers so far.
+        members: worker ids in rank order.
+
+    Raises:
+        PlanError: there is no worker, or a kind that cannot be placed anew.
+    """
+    if not members:
+        raise PlanError("there is no worker to hold the tables")
+    bundles: dict[tuple[str, int], list[Shard]] = {}
+    for name, table in sorted(plan.items()):
+        if table.kind in WHOLE_KINDS:
+            bundles[name, 0] = list(table.shards)
+        elif table.kind == "column_wise":
+            bundles.update({(name, i): [shard] for i, shard in enumerate(table.shards)})
+        elif table.kind not in ("row_wise", "data_parallel"):
+            raise PlanError(f"table {name!r}: kind {table.kind!r} cannot be placed anew when the workers change")
+    owners = _balance(bundles, members)
+    new: dict[str, TablePlan] = {}
+    for name, table in plan.items():
+        if table.kind == "row_wise":
+            shards = _row_blocks(table, members)
+        elif table.kind == "data_parallel":
+            shards = [Shard(worker, Region(0, table.rows, 0, table.cols)) for worker in members]
+        elif table.kind in WHOLE_KINDS:
+            shards = [replace(shard, owner=owners[name, 0]) for shard in table.shards]
+        else:
+            shards = [replace(shard, owner=owners[name, i]) for i, shard in enumerate(table.shards)]
+        new[name] = replace(table, shards=tuple(shards))
+    return new
+
+
+def _row_blocks(table: TablePlan, members: Sequence[str]) -> list[Shard]:
+    """Equal blocks of rows in rank order, as torchrec wants them."""
+    block = math.ceil(table.rows / len(members))
+    return [
+        Shard(worker, Region(min(i * block, table.rows), min((i + 1) * block, table.rows), 0, table.cols))
+        for i, worker in enumerate(members)
+    ]
+
+
+def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequence[str]) -> dict[tuple[str, int], str]:
+    """Who holds each bundle of shards that stay together."""
+    costs = _costs(bundles)
+    owners = {key: shards[0].owner for key, shards in bundles.items() if shards[0].owner in members}
+    loads = dict.fromkeys(members, 0.0)
+    for key, worker in owners.items():
+        loads[worker] += costs[key]
+    for key in sorted((k for k in bundles if k not in owners), key=lambda k: (-costs[k], k)):
+        worker = min(members, key=lambda w: (loads[w], members.index(w)))
+        owners[key] = worker
+        loads[worker] += costs[key]
+    mean = sum(costs.values()) / len(members)
+    while True:
+        highest = max(members, key=lambda w: (loads[w], -members.index(w)))
+        lowest = min(members, key=lambda w: (loads[w], members.index(w)))
+        excess = loads[highest] - mean
+        # Without the margin a bundle as large as the gap would go to and fro.
+        most = loads[highest] - loads[lowest] - TOLERANCE * mean
+        movable = [k for k, w in owners.items() if w == highest and costs[k] <= most]
+        if not movable or excess <= TOLERANCE * mean:
+            return owners
+        wanted = min(excess, mean - loads[lowest])
+        key = min(movable, key=lambda k: (abs(costs[k] - wanted), k))
+        owners[key] = lowest
+        loads[highest] -= costs[key]
+        loads[lowest] += costs[key]
+
+
+def _costs(bundles: Mapping[tuple[str, int], Sequence[Shard]]) -> dict[tuple[str, int], float]:
+    """Load of each bundle: half its share of all memory, half its share of what a sample's lookups read."""
+    values = {key: sum(s.region.num_values for s in shards) for key, shards in bundles.items()}
+    widths = {key: sum(s.region.num_cols for s in shards) for key, shards in bundles.items()}
+    all_values, all_widths = sum(values.values()) or 1, sum(widths.values()) or 1
+    return {key: 0.5 * values[key] / all_values + 0.5 * widths[key] / all_widths for key in bundles}
+
+
+# --- as plain data ------------------------------------------------------------------------------------------------------------
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Of strings and numbers only."""
+    return {name: asdict(table) for name, table in plan.items()}
+
+
+def plan_from_dict(data: Mapping[str, Any]) -> dict[str, TablePlan]:
+    """What `plan_to_dict` was given.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    try:
+        return {name: TablePlan(**{**table, "shards": tuple(_shards(table["shards"]))}) for name, table in dict(data).items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"not a plan of tables: {error}") from error
+
+
+def _shards(data: Iterable[Mapping[str, Any]]) -> list[Shard]:
+    return [Shard(str(shard["owner"]), Region(**{k: int(v) for k, v in dict(shard["region"]).items()})) for shard in data]

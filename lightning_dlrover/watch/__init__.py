@@ -1,0 +1,1 @@
+"""Detects workers that hang, stragglers and growing memory, and acts on them."""

@@ -1,0 +1,559 @@
+"""Watch over a job while it trains: workers that make the others wait, that hang, or whose memory grows to its limit.
+
+One thread per worker. It acts on its own only where the job cannot: what a straggler costs and whether replacing it pays is
+decided by `planner/stragglers.py`, and carried out by whoever starts and ends nodes. Everything it finds is an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.observe.stacks import (
+    innermost_user_place,
+    is_in_debugger,
+    stacks,
+)
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.memory_growth import (
+    LEADS,
+    MAX_WINDOWS,
+    NUM_SETTLING,
+    Act,
+    MemoryForecast,
+    Remedy,
+    Situation,
+    choose_remedy,
+    forecast_memory,
+    inherited_forecast,
+)
+from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
+from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    PlanRecord,
+    StacksRecord,
+    StacksRequest,
+    from_fields,
+)
+
+if TYPE_CHECKING:
+    from lightning_dlrover.live.training import (
+        LiveTraining,
+        Progress,
+    )
+    from lightning_dlrover.rdzv.live.membership import Membership
+
+__all__ = ["HangPatience", "Watchdog", "hang_event"]
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+DEFAULT_RESIZE_COST_S = 0.5
+"""Assumed until the job has measured a change of the world of its own."""
+
+REMEDIES = ("replace", "enlarge", "add_workers")
+"""Acts that another worker comes of."""
+
+DEFAULT_LEAD_S = 30.0
+"""From asking for a worker to the round with it, assumed until the job has measured it."""
+
+JUDGE_AGAIN_S = 10.0
+"""A straggler whose replacement does not pay is judged again after so long, while it is one."""
+
+GIL_TIMEOUT_S = 15.0
+"""Seconds without a chance to run after which the watch reports that no Python thread of this worker could."""
+
+UNSAFE_STACKS_VARIABLE = "DLROVER_UNSAFE_STACKS"
+"""Set to 1: after `GIL_TIMEOUT_S` the stacks are written to standard error, by faulthandler's thread, which needs no GIL.
+
+Off by default: the thread reads frames that may change meanwhile. A worker that is not stuck but was stopped, or starved by an
+overloaded machine, may crash in that.
+"""
+
+TELL_AGAIN_S = 600.0
+"""Seconds between two reports that no Python thread could run."""
+
+MAX_EVENT_BYTES = 60_000
+"""Of the stacks in one event, those of all workers together."""
+
+
+@dataclass(frozen=True)
+class HangPatience:
+    """For how long a worker may make no progress, in seconds."""
+
+    floor_s: float = 60.0  # in a training step, at the least; 0: hangs are not looked for
+    factor: float = 20.0  # times the usual step, if that is longer
+    first_s: float = 600.0  # first steps in a round, validation, checkpoints, changes of the world
+    answer_s: float = 10.0  # for all workers to say where they stand
+    again_s: float = 600.0  # until the same hang is told again
+
+    def limit_s(self, phase: str, steps_in_round: int, step_time_s: float) -> float:
+        """How long a worker may stay where it is; infinity where it is no hang however long it lasts."""
+        if phase in ("setup", "debugger"):
+            return math.inf  # a joiner may wait as long as the job runs
+        usual_s = max(self.floor_s, self.factor * step_time_s)
+        return usual_s if phase in ("step", "between") and steps_in_round > 3 else max(usual_s, self.first_s)
+
+
+class Watchdog:
+    """One worker's watch, from the start of the training loop to its end."""
+
+    def __init__(self, live: LiveTraining, patience: HangPatience | None = None) -> None:
+        self._hangs = _Hangs(live, patience or HangPatience())
+        self._stragglers = _Stragglers(live)
+        self._memory = _Memory(live)
+        self._closing = threading.Event()
+        # In a thread of its own: the other one waits for etcd now and then, which is no time without the GIL.
+        self._gil = _GilWatch(os.environ)
+        self._gil.start()
+        self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
+        self._thread.start()
+
+    def saw(self, window: StepProfile) -> None:
+        """One more window of this worker's steps."""
+        self._memory.windows.append(window)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closing.set()
+        self._gil.close()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        polled_at = 0.0
+        away = False
+        while not self._closing.wait(POLL_S):
+            now = time.monotonic()
+            try:
+                # A process that was stopped, or a host that slept, has missed its own polls.
+                self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
+                self._stragglers.look(now)
+                self._memory.look(now)
+                away = False
+            except EtcdError as error:
+                if not away:
+                    log.warning("nobody looks for hangs and stragglers until etcd is back: %s", error)
+                away = True
+            except Exception:
+                # Training must go on unwatched; what went wrong is said with its traceback.
+                log.exception("the watch over this worker failed")
+            polled_at = time.monotonic()
+
+
+class _GilWatch:
+    """Reports times in which no Python thread could run, as when C code holds the GIL: nobody here can answer meanwhile."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlrover-gil-watch", daemon=True)
+        self._looked_at = self._armed_at = self._told_at = -math.inf
+        if self._is_unsafe:
+            log.warning(
+                "%s is set: if no Python thread of this worker can run for %.0f s, lightning_dlrover has its stacks written "
+                "below the word 'Timeout', which may crash it; unset the variable to switch that off",
+                *(UNSAFE_STACKS_VARIABLE, GIL_TIMEOUT_S),
+            )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_S):
+            self.look(time.monotonic())
+        if self._is_unsafe:
+            faulthandler.cancel_dump_traceback_later()
+
+    def look(self, now: float) -> None:
+        """To be called regularly, from a thread that does nothing else."""
+        if self._is_unsafe and (stream := sys.__stderr__) is not None and now - self._armed_at > GIL_TIMEOUT_S / 4:
+            self._armed_at = now
+            with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed, or no file
+                faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=stream)
+        silent_s, self._looked_at = now - self._looked_at, now
+        if GIL_TIMEOUT_S < silent_s < math.inf and now - self._told_at > TELL_AGAIN_S:
+            self._told_at = now
+            log.warning(
+                "no Python thread of this worker ran for %.0f s: it was stopped, its machine is overloaded, or C code held the "
+                "GIL; it is at %s now",
+                *(silent_s, innermost_user_place()),
+            )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+
+# --- hangs --------------------------------------------------------------------------------------------------------------------
+
+
+class _Hangs:
+    """Answers when somebody asks where this worker stands, and asks when it makes no progress."""
+
+    def __init__(self, live: LiveTraining, patience: HangPatience) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self._patience = patience
+        request = self._membership.stacks_request()
+        self._answered = request.number if request is not None else 0
+        self._asked: tuple[StacksRequest, float] | None = None  # by this worker, and when
+        self._told_at: float | None = None  # this hang; by whomever
+        self._progress: Progress | None = None
+        self._since = time.monotonic()
+
+    def look(self, now: float, was_stopped: bool) -> None:
+        progress = self._live.progress
+        if progress != self._progress or was_stopped:
+            self._progress, self._since, self._told_at = progress, now, None
+        request = self._membership.stacks_request()
+        if request is not None and request.number > self._answered:
+            self._answer(request, now)
+            self._told_at = now
+        if self._asked is not None:
+            self._conclude(now)
+        elif self._patience.floor_s > 0 and (self._told_at is None or now - self._told_at > self._patience.again_s):
+            phase = "debugger" if is_in_debugger() else progress.phase
+            limit_s = self._patience.limit_s(phase, progress.steps_in_round, self._live.step_time_s)
+            if now - self._since > limit_s:
+                self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        usual = f"{self._live.step_time_s:.3g} s are usual" if self._live.step_time_s else "none was made before"
+        asked = self._membership.ask_for_stacks(self._answered, f"no step for {now - self._since:.0f} s, {usual}")
+        self._asked = (asked, now) if asked is not None else None
+
+    def _answer(self, request: StacksRequest, now: float) -> None:
+        formation = self._live.formation
+        self._membership.put_stacks(
+            StacksRecord(
+                worker_id=self._membership.worker_id,
+                request=request.number,
+                global_rank=formation.rank if formation is not None else 0,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                phase="debugger" if is_in_debugger() else self._live.progress.phase,
+                since_s=now - self._since,
+                in_collective=self._live.is_in_collective,
+                place=innermost_user_place(),
+                stacks=stacks(),
+            )
+        )
+        self._answered = request.number
+
+    def _conclude(self, now: float) -> None:
+        """Say what the answers show, once all are there or too long awaited."""
+        assert self._asked is not None
+        request, asked_at = self._asked
+        answers = self._membership.stacks(request.number)
+        members = self._membership.view.survivors
+        missing = [worker for worker in members if worker not in answers]
+        if missing and now - asked_at < self._patience.answer_s:
+            return
+        self._asked = None
+        found = sorted((answers[w] for w in members if w in answers), key=lambda a: a.global_rank)
+        excused = [a for a in found if a.phase in ("validation", "checkpoint", "resize") and a.since_s < self._patience.first_s]
+        if excused or any(a.phase == "debugger" for a in found) or self._since > asked_at:
+            log.info("no hang: %s", ", ".join(f"rank {a.global_rank} is in {a.phase}" for a in found))
+            return
+        text, data = hang_event(request, found, missing)
+        self._membership.event("hang", text, data)
+        log.error("%s", text)
+
+
+def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: list[str]) -> tuple[str, dict[str, Any]]:
+    """Text and data of the event that tells of a hang; equal stacks are kept once.
+
+    Args:
+        missing: workers that have not answered.
+    """
+    waiting = [a for a in answers if a.in_collective]
+    others = [a for a in answers if not a.in_collective]
+    parts = [f"rank {a.global_rank} ({a.host}:{a.pid}) is at {a.place}" for a in others]
+    if missing:
+        parts.append(f"{', '.join(missing)} has not said where it stands: stopped, or in C code that holds Python's lock")
+    if waiting and parts:
+        ranks = ", ".join(str(a.global_rank) for a in waiting)
+        parts.append(f"rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for that in a collective")
+    elif waiting:
+        parts.append("all workers wait in a collective, for a message that was lost or for different collectives")
+    kept: dict[str, int] = {}
+    room = MAX_EVENT_BYTES // max(1, len({a.stacks for a in answers}))
+    for answer in (*others, *waiting):
+        kept.setdefault(answer.stacks[:room], len(kept))
+    data = {
+        "request": request.number,
+        "asked_by": request.asked_by,
+        "reason": request.reason,
+        "workers": [
+            {**{k: v for k, v in asdict(a).items() if k not in ("stacks", "request")}, "stack": kept[a.stacks[:room]]}
+            for a in answers
+        ],
+        "missing": missing,
+        "stacks": list(kept),
+    }
+    return f"the job hangs: {request.reason}; {'; '.join(parts)}", data
+
+
+# --- stragglers ---------------------------------------------------------------------------------------------------------------
+
+
+class _Stragglers:
+    """On rank 0: judges every worker by what the votes have brought, and has a straggler replaced where that pays."""
+
+    def __init__(self, live: LiveTraining) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self._num_heard = 0
+        self._named = ("", False)  # worker, and whether it is being replaced
+        self._judged_at = self._next_look = 0.0
+
+    def look(self, now: float) -> None:
+        live, pulse = self._live, self._live.pulse
+        formation = live.formation
+        if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard or now < self._next_look:
+            return
+        self._num_heard = pulse.num_heard
+        members, records = formation.round.members, self._membership.view.workers
+        observations = pulse.heard(formation.round.number)
+        if not observations or any(w not in records for w in members):
+            return  # the world is changing
+        found = find_straggler(observations, hosts=[records[w].host for w in members], loads=live.loads)
+        self._next_look = now + 20 * (time.monotonic() - now)  # with hundreds of workers that takes its time
+        if found is None:
+            return
+        worker = members[found.global_rank]
+        is_new = self._named[0] != worker
+        if self._named == (worker, True) or (not is_new and now - self._judged_at < JUDGE_AGAIN_S):
+            return
+        self._judged_at = now
+        self._judge(found, worker, is_new)
+
+    def _judge(self, found: Straggler, worker: str, is_new: bool) -> None:
+        membership = self._membership
+        past = membership.past_events()
+        num_earlier = sum(e.kind == "straggler" and e.data.get("act") == "replace" for e in past)
+        stalls = [e.data.get("seconds") for e in past if e.kind == "stall"]
+        known = [s for s in stalls if isinstance(s, float) and 0 <= s < 3600]
+        replacement = judge_replacement(
+            found, self._live.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
+        )
+        act, why = "none", replacement.reason
+        if replacement.pays and not membership.has_controller():
+            act, why = "recommend", f"{replacement.reason} (a recommendation: no controller starts or ends nodes)"
+        elif replacement.pays and not membership.view.replacements and membership.replace(worker, f"a straggler: {found.text}"):
+            act = "replace"
+        self._named = (worker, act == "replace")
+        if not is_new and act == "none":
+            return
+        record = membership.view.workers.get(worker)
+        where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
+        membership.event(
+            "straggler",
+            f"{worker} ({where}) makes the others wait: {found.text}; {why}",
+            {
+                "worker_id": worker,
+                "act": act,
+                "why": why,
+                "round": self._live.formation.round.number if self._live.formation is not None else 0,
+                "step": self._live.progress.counts[0],
+                "saved_s": replacement.saved_s,
+                "cost_s": replacement.cost_s,
+                **asdict(found),
+            },
+        )
+        log.warning("%s is a straggler: %s; %s", worker, found.text, why)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Predicts when this worker's memory reaches its limit, and has something done about it before."""
+
+    def __init__(self, live: LiveTraining) -> None:
+        self._live = live
+        self._membership: Membership = live.world.membership
+        self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
+        self._first_round = 0  # that this worker was a member of; 0: not known yet
+        self._looked_at = 0.0  # end of the newest window looked at
+        self._told: tuple[int, Act] = (0, "none")  # round, and what was done in it
+        self._acted_at = 0.0
+        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and since when
+
+    def look(self, now: float) -> None:
+        if self._membership.view.replacements != self._awaited[0]:
+            self._awaited = self._membership.view.replacements, now
+        windows = list(self.windows)
+        if not windows or windows[-1].at == self._looked_at:
+            return
+        self._looked_at = windows[-1].at
+        membership, view = self._membership, self._membership.view
+        forecast = forecast_memory(windows)
+        self._first_round = self._first_round or windows[0].round_number
+        past = membership.past_events() if forecast is not None or len(windows) == NUM_SETTLING + 1 else []
+        if forecast is None and (earlier := self._of_replaced(past)) is not None:
+            forecast = inherited_forecast(windows[-1], earlier)
+        if forecast is None:
+            return
+        lead_s = _lead_s(past)
+        number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
+        if act == "checkpoint":
+            return
+        # One worker is replaced at a time. Where none has come for long, such as in a full cluster, none will in time.
+        awaits_worker = bool(view.replacements) or act in REMEDIES
+        is_urgent = forecast.earliest_seconds_left < lead_s
+        awaited_since = self._awaited[1] if view.replacements else self._acted_at
+        if awaits_worker and now - awaited_since < (lead_s if is_urgent else LEADS * lead_s):
+            return
+        can_replace = membership.has_controller() and not awaits_worker
+        nodes = membership.nodes
+        remedy = choose_remedy(
+            forecast,
+            Situation(
+                remaining_steps=self._live.remaining_steps,
+                lead_s=lead_s,
+                num_workers=windows[-1].num_workers,
+                max_workers=view.job.max_workers if view.job is not None else windows[-1].num_workers,
+                can_add=can_replace and (view.plan is None or view.plan.source != "user"),
+                can_replace=can_replace,
+                has_sharded_tables=windows[-1].embedding_bytes > 0,
+                max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
+                tried=self._tried(past, windows),
+            ),
+        )
+        if remedy.act == act or not self._carry_out(remedy):
+            return
+        self._told, self._acted_at = (number, remedy.act), now
+        if remedy.act == "none":
+            return
+        membership.event(
+            "memory",
+            f"{membership.worker_id}: {remedy.reason}",
+            {
+                "worker_id": membership.worker_id,
+                "round": number,
+                "step": self._live.progress.counts[0],
+                **asdict(remedy),
+                **asdict(forecast),
+            },
+        )
+        log.warning("memory of this worker: %s", remedy.reason)
+
+    def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
+        """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not.
+
+        Rounds tell what came before what: clocks of several hosts do not.
+        """
+        workers = self._membership.view.workers
+        asked = [
+            (_round_of(e), e)
+            for e in past
+            if e.kind == "memory"
+            and e.data.get("act") in ("replace", "enlarge")
+            and isinstance(who := e.data.get("worker_id"), str)
+            and who not in workers
+            and 0 < _round_of(e) < self._first_round
+        ]
+        if not asked:
+            return None
+        asked_in, event = max(asked, key=lambda found: found[0])
+        before: set[str] = set()
+        between: set[str] = set()
+        for each in past:
+            members = each.data.get("members")
+            if each.kind == "round" and isinstance(members, list) and _round_of(each) < self._first_round:
+                (before if _round_of(each) <= asked_in else between).update(m for m in members if isinstance(m, str))
+        if between - before:
+            return None  # another worker has taken that place
+        names = [f.name for f in fields(MemoryForecast)]
+        with contextlib.suppress(TypeError, ValueError):
+            return from_fields(MemoryForecast, {name: event.data.get(name) for name in names}, "an event")
+        return None
+
+    def _carry_out(self, remedy: Remedy) -> bool:
+        membership = self._membership
+        if remedy.act == "replace":
+            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")
+        if remedy.act == "checkpoint":
+            membership.ask_for_checkpoint(remedy.reason)
+        if remedy.act == "enlarge":
+            memory_mb = math.ceil(remedy.node_memory_bytes / 2**20)
+
+            def larger(now: PlanRecord | None) -> PlanRecord | None:
+                if now is None or (now.node_memory_mb or 0) >= memory_mb:
+                    return None
+                return replace(now, node_memory_mb=memory_mb)
+
+            membership.update_plan(larger)
+            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")  # others can wait for their turn
+        if remedy.act == "add_workers":
+            plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
+
+            def more(now: PlanRecord | None) -> PlanRecord | None:
+                if now is None:
+                    return plan
+                if now.source == "user" or now.num_workers >= plan.num_workers:
+                    return None
+                return replace(
+                    now,
+                    num_workers=plan.num_workers,
+                    source="planner",
+                    reason=plan.reason,
+                    binding=True,
+                    created_at=plan.created_at,
+                )
+
+            membership.update_plan(more)
+        return True
+
+    def _tried(self, past: list[EventRecord], windows: list[StepProfile]) -> list[Act]:
+        """What was done before and has left this worker, or the one whose place it took, no smaller."""
+        tried: list[Act] = []
+        here = [w for w in windows if w.round_number == windows[-1].round_number][:NUM_SETTLING]
+        level = max(w.memory_bytes for w in here)
+        for event in past:
+            done, before, grown = (event.data.get(name) for name in ("act", "level_bytes", "grown_bytes"))
+            if event.kind != "memory" or not isinstance(before, int) or not isinstance(grown, int):
+                continue
+            entered = windows[-1].round_number if done == "add_workers" else self._first_round
+            helped = level <= before - grown / 2
+            if done == "enlarge":
+                limit = event.data.get("limit_bytes")
+                helped = isinstance(limit, int) and windows[-1].memory_limit_bytes > limit
+            if done in REMEDIES and done not in tried and 0 < _round_of(event) < entered and not helped:
+                tried.append(done)
+        return tried
+
+
+def _round_of(event: EventRecord) -> int:
+    """The round that an event tells of; 0 if there is none in it."""
+    number = event.data.get("number" if event.kind == "round" else "round")
+    return number if isinstance(number, int) else 0
+
+
+def _lead_s(past: list[EventRecord]) -> float:
+    """How long it took, from asking for a worker to the round with it, when this job did so last."""
+    taken = DEFAULT_LEAD_S
+    asked_at: float | None = None
+    for event in past:
+        if event.kind in ("memory", "straggler") and event.data.get("act") in REMEDIES:
+            asked_at = event.at
+        elif event.kind == "round" and event.data.get("kind") in ("replace", "grow") and asked_at is not None:
+            taken, asked_at = event.at - asked_at, None
+    return max(1.0, taken)

@@ -1,0 +1,154 @@
+"""Which data loaders of other people are split, and which are refused with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dlrover.checks.loaders import (
+    Batching,
+    UnsupportedLoaderError,
+    batching_of,
+    check_data_loader,
+    check_step_signature,
+)
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+DATA = Numbers()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class OwnBatches(BatchSampler):
+    """Decides itself what a batch is."""
+
+
+class Own(Sampler[int]):
+    """A user's own order of the whole epoch."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+class RankAware(Own):
+    """As in DeiT's repeated augmentation: derived from Sampler, not from DistributedSampler."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank = 2, 0
+
+
+class PrivatelyRankAware(Own):
+    def __init__(self) -> None:
+        self._world_size = 2
+
+
+class Wrapping(Own):
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+
+class Derived(DistributedSampler[int]):
+    pass
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+class ReadingAhead(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    "loader, advice",
+    [
+        (DataLoader(Stream()), "map-style dataset"),
+        (DataLoader(DATA, batch_size=None), "give it a batch_size"),
+        (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "give the DataLoader a batch_size"),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler list decides"),
+        (DataLoader(DATA, sampler=RankAware()), r"RankAware .*\(it has num_replicas 2\).* order of the whole epoch"),
+        (DataLoader(DATA, sampler=PrivatelyRankAware()), r"\(it has _world_size 2\)"),
+        (DataLoader(DATA, sampler=Wrapping(RankAware())), r"Wrapping .*\(it has num_replicas 2\)"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(RankAware(), 2, False)), "RankAware gives every worker"),
+        (DataLoader(DATA, sampler=Derived(DATA, 2, 0)), "Derived gives every worker"),
+        (DataLoader(DATA, sampler=Endless()), "Endless has no __len__"),
+        (ReadingAhead(DATA), "ReadingAhead overrides DataLoader.__iter__"),
+    ],
+)
+def test_loader_that_cannot_be_split_is_refused_with_advice(loader: DataLoader[Any], advice: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=advice):
+        batching_of(loader)
+    with pytest.raises(UnsupportedLoaderError, match=advice):
+        check_data_loader(loader, is_split_by_user=False, hook="train_dataloader")
+
+
+def test_plain_batch_sampler_keeps_its_batch_size_and_order() -> None:
+    sampler = RandomSampler(DATA)
+    loader = DataLoader(DATA, batch_sampler=BatchSampler(sampler, 16, True))
+    assert batching_of(loader) == Batching(sampler, 16, True)
+
+
+GLOBAL = [
+    SequentialSampler(DATA),
+    RandomSampler(DATA),
+    SubsetRandomSampler(range(5)),
+    WeightedRandomSampler([1.0] * 20, 20),
+    DistributedSampler(DATA, 2, 1),
+]
+
+
+@pytest.mark.parametrize("sampler", GLOBAL)
+@pytest.mark.parametrize("is_split_by_user", [False, True])
+def test_samplers_of_torch_are_those_of_all_workers(sampler: Sampler[int], is_split_by_user: bool) -> None:
+    loader = DataLoader(DATA, 4, sampler=sampler)
+    check_data_loader(loader, is_split_by_user, "train_dataloader")
+    assert batching_of(loader).sampler is sampler
+
+
+def test_own_sampler_needs_the_trainers_consent() -> None:
+    loader = DataLoader(DATA, 4, sampler=Own())
+    check_data_loader(loader, is_split_by_user=False, hook="train_dataloader")
+    with pytest.raises(UnsupportedLoaderError, match="leave use_distributed_sampler at True"):
+        check_data_loader(loader, is_split_by_user=True, hook="train_dataloader")
+
+
+@pytest.mark.parametrize("loader, name", [([[1], [2]], "list"), (range(3), "range"), (Stream(), "test_loader_checks.Stream")])
+def test_what_is_no_data_loader_is_refused_by_name(loader: object, name: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=f"val_dataloader holds a {name}, .*map-style dataset"):
+        check_data_loader(loader, is_split_by_user=False, hook="val_dataloader")
+
+
+def test_step_that_fetches_its_own_batches_is_refused() -> None:
+    check_step_signature(takes_iterator=False)
+    with pytest.raises(UnsupportedLoaderError, match=r"use training_step\(self, batch, batch_idx\)"):
+        check_step_signature(takes_iterator=True)

@@ -1,0 +1,75 @@
+"""Scripts that several workers cannot carry out together are refused in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, Timer
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from torch import nn
+
+from lightning_dlrover.checks.script import (
+    BackwardCheck,
+    different_callbacks,
+    different_rates,
+    explain_single_sample,
+    monitoring,
+    rates,
+    rates_digest,
+)
+
+
+def optimizer(rate: float = 0.1, betas: tuple[float, float] = (0.9, 0.99)) -> torch.optim.Adam:
+    return torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, betas=betas)
+
+
+def test_only_callbacks_that_act_together_are_compared() -> None:
+    alone = [RichProgressBar(), Timer(), LearningRateMonitor()]
+    assert monitoring(alone) == []
+    assert monitoring([ModelCheckpoint(), EarlyStopping("loss")]) == ["EarlyStopping(monitor='loss')", "ModelCheckpoint"]
+
+
+def test_callback_of_one_worker_is_named() -> None:
+    common, best = ["ModelCheckpoint"], "ModelCheckpoint(monitor='loss')"
+    assert different_callbacks(common, common, "rank 0", "rank 1") == ""
+    text = different_callbacks([*common, best], common, "rank 0", "rank 1")
+    assert f"{best} on rank 0 only." in text
+    assert f"{best} on rank 1 only." in different_callbacks(common, [*common, best], "rank 0", "rank 1")
+
+
+def test_equal_rates_are_fine() -> None:
+    assert rates_digest([optimizer()]) == rates_digest([optimizer()]) < 2**56
+    assert different_rates([rates([optimizer()])] * 2, rank=1) is None
+
+
+@pytest.mark.parametrize("other", [optimizer(0.2), optimizer(betas=(0.8, 0.99))])
+def test_worker_with_other_rates_is_the_one_refused(other: torch.optim.Adam) -> None:
+    of_ranks = [rates([optimizer()]), rates([other])]
+    assert rates_digest([optimizer()]) != rates_digest([other])
+    assert different_rates(of_ranks, rank=0) is None
+    assert "rank 0's is [0.1" in str(different_rates(of_ranks, rank=1))
+
+
+def test_step_without_gradients_needs_no_backward() -> None:
+    BackwardCheck().optimizer_step(optimizer(), do_nothing_closure)
+
+
+def test_step_after_manual_backward_is_fine() -> None:
+    check, stepped = BackwardCheck(), optimizer()
+    stepped.param_groups[0]["params"][0].grad = torch.ones(1)
+    check.backward()
+    check.optimizer_step(stepped, do_nothing_closure)
+    check.batch_begins()
+    check.optimizer_step(stepped, do_nothing_closure)  # of the former batch's gradients
+    check.optimizer_step(stepped, lambda: None)  # it may call `manual_backward`
+    check.batch_begins()
+    with pytest.raises(Exception, match=r"call self\.manual_backward"):
+        check.optimizer_step(stepped, do_nothing_closure)
+
+
+def test_other_errors_of_values_are_left_alone() -> None:
+    explain_single_sample(ValueError("a mistake of the user's"), num_samples=1, num_workers=2)
+    single = ValueError("Expected more than 1 value per channel when training, got input size [1, 16]")
+    explain_single_sample(single, num_samples=1, num_workers=1)
+    with pytest.raises(ValueError, match="3 workers share each global batch"):
+        explain_single_sample(single, num_samples=1, num_workers=3)

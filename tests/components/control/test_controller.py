@@ -1,0 +1,813 @@
+"""The controller against a real etcd and nodes that are only records: each looks to it like a torchrun with one worker."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.components.control.controller import (
+    MAX_REFUSED,
+    Controller,
+    ControllerBusyError,
+    Limits,
+)
+from lightning_dlrover.components.control.reconcile import (
+    AppStatus,
+    Give,
+    Patience,
+)
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    NodeSize,
+)
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+    EtcdUnavailableError,
+    KeyValue,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    CheckpointRecord,
+    ControllerRecord,
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    NodesRecord,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+
+QUICK = Patience(
+    first_backoff_s=0.01,
+    max_backoff_s=0.02,
+    max_long_backoff_s=0.02,
+    exit_s=0.3,
+    surplus_s=0.3,
+    register_s=0.2,
+    settle_s=0.1,
+)
+
+FAILED = """\
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+ValueError: bad
+E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed
+  exitcode  : 1 (pid: 7)
+"""
+
+
+@dataclass
+class FakeTarget:
+    """Nodes that start at once and end when they are told to."""
+
+    folder: Path
+    name: str = "fake"
+    outlives_controller: bool = False
+    nodes: dict[str, AppStatus] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    is_closed: bool = False
+    refuses: str = ""
+    sizes: dict[str, NodeSize] = field(default_factory=dict)
+    out_of_memory: set[str] = field(default_factory=set)
+
+    def open(self, mark: str) -> None:
+        assert mark
+
+    def owns(self, node: str, handle: str) -> bool:
+        return handle == node
+
+    def apps(self) -> list[App]:
+        return [App(node, node, status == "running") for node, status in self.nodes.items()]
+
+    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        assert node not in self.nodes
+        self.nodes[node], self.sizes[node] = "running", size
+        self.log(node).touch()
+        return node
+
+    def status(self, handle: str) -> AppStatus:
+        return self.nodes[handle]
+
+    def cancel(self, handles: Iterable[str]) -> None:
+        for handle in handles:
+            self.nodes[handle] = "cancelled"
+            self.cancelled.append(handle)
+
+    def ran_out_of_memory(self, handle: str) -> bool:
+        assert handle in self.nodes
+        return handle in self.out_of_memory
+
+    def wants_back(self, handle: str) -> bool:
+        assert handle in self.nodes
+        return False
+
+    def logs(self, handle: str) -> list[Path]:
+        return [self.log(handle)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def log(self, node: str) -> Path:
+        return self.folder / f"{node}.log"
+
+    @property
+    def living(self) -> list[str]:
+        return [node for node, status in self.nodes.items() if status == "running"]
+
+
+class Job:
+    """A controller, and a hand that writes what nodes and workers would write."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        target: FakeTarget,
+        low: int = 1,
+        high: int = 3,
+        least: NodeSize = ANY_SIZE,
+        largest: NodeSize = ANY_SIZE,
+    ) -> None:
+        self.client = client
+        self.keys = keys
+        self.target = target
+        self.shown: list[str] = []
+        limits = Limits(low, high, least, largest)
+        self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=QUICK)
+        self.end: Give | None = None
+
+    def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+            assert self.end is None, f"the job ended before {what}: {self.end}"
+            self.end = self.controller.step()
+            self.controller.wait(0.02)
+
+    def run_to_its_end(self) -> Give:
+        self.run_until("the end", lambda: self.end is not None)
+        assert self.end is not None
+        return self.end
+
+    def stays(self, found: Callable[[], bool], steps: int = 10) -> None:
+        for _ in range(steps):
+            assert self.controller.step() is None
+            assert found()
+            self.controller.wait(0.02)
+
+    def phase(self, phase: str) -> None:
+        record = JobRecord(phase, True, 1, 3, "0")  # type: ignore[arg-type]
+        self.client.put(self.keys.job, encode(record))
+
+    def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
+        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))  # type: ignore[arg-type]
+
+    def wait_until_mirrored(self, num_workers: int) -> None:
+        """Until the controller could know of this plan."""
+
+        def look(entries: dict[str, KeyValue]) -> bool | None:
+            plan = entries[self.keys.plan]
+            return True if decode(PlanRecord, plan.value, plan.key).num_workers == num_workers else None
+
+        self.controller._mirror.wait_for(look, 5.0)
+
+    def register(self, *nodes: str) -> None:
+        for node in nodes:
+            agent = AgentRecord(f"agent-{node}", "h", 1, 1, "running", {"node": node})
+            self.client.put(self.keys.agents + agent.agent_id, encode(agent))
+            worker = WorkerRecord(f"worker-{node}", agent.agent_id, "h", 1, 0, "127.0.0.1", 1, "active", 1)
+            self.client.put(self.keys.workers + worker.worker_id, encode(worker))
+
+    def leave(self, node: str) -> None:
+        self.client.delete(f"{self.keys.workers}worker-{node}")
+
+    def round(self, number: int, *nodes: str) -> None:
+        members = [f"worker-{node}" for node in nodes]
+        self.client.put(self.keys.round, encode(RoundRecord(number, members, "", "start", True)))
+
+    def train_with(self, *nodes: str, number: int = 1) -> None:
+        self.phase("training")
+        self.register(*nodes)
+        self.round(number, *nodes)
+
+    def fail(self, node: str, output: str = "") -> None:
+        self.target.log(node).write_text(output)
+        self.leave(node)
+        self.target.nodes[node] = "failed"
+
+
+@pytest.fixture
+def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(**kwargs: Any) -> Job:
+        made.append(Job(client, keys, FakeTarget(tmp_path), **kwargs))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.controller.close()
+
+
+MakeJob = Callable[..., Job]
+
+
+def test_a_job_starts_with_the_fewest_workers_and_says_so_in_the_plan(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    entry = client.get(keys.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
+
+
+def test_a_plan_that_comes_while_the_controller_is_busy_is_not_waited_for(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.run_until("calm", lambda: job.controller._apps["node1"].is_member)
+    start = job.target.start
+
+    def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
+        job.plan(3)  # between the step's look and its end
+        job.wait_until_mirrored(3)
+        return start(node, size)
+
+    job.target.start = start_slowly  # type: ignore[method-assign]
+    job.plan(2)
+    job.run_until("a second node", lambda: len(job.target.living) == 2)
+    began = time.monotonic()
+    while len(job.target.living) < 3:
+        job.controller.wait(5.0)
+        assert job.controller.step() is None
+    assert time.monotonic() - began < 4.0
+
+
+def test_a_plan_that_is_there_already_is_kept(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.plan, encode(PlanRecord(3, "user", "", True)))
+    job = make_job()
+    job.run_until("three nodes", lambda: len(job.target.living) == 3)
+
+
+def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node1"])
+    job.train_with("node1")
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.plan(99)
+    job.run_until("as many nodes as allowed", lambda: len(job.target.living) == 3)
+    job.stays(lambda: len(job.target.living) == 3)
+
+
+def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(4, 4096))
+    job.run_until("a node", lambda: job.target.living)
+    assert job.target.sizes == {"node1": NodeSize(1, 1024)}
+    job.plan(2, node_cpus=2)
+    job.run_until("another node", lambda: len(job.target.living) == 2)
+    job.plan(3, node_cpus=99, node_memory_mb=512)
+    job.run_until("a third one", lambda: len(job.target.living) == 3)
+    assert [job.target.sizes[node] for node in ("node2", "node3")] == [NodeSize(2, 1024), NodeSize(4, 1024)]
+    entry = client.get(f"{keys.each_node}node3")
+    assert entry is not None
+    record = decode(NodeRecord, entry.value, entry.key)
+    assert (record.cpus, record.memory_mb) == (4, 1024)
+
+
+def test_nodes_smaller_than_planned_are_replaced_one_at_a_time_and_larger_ones_stay(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(2, 4096))
+
+    def drained() -> list[str]:
+        return [entry.key.removeprefix(keys.drains) for entry in client.get_prefix(keys.drains)[1]]
+
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(2, node_memory_mb=2048)
+    job.run_until("one to be replaced", drained)
+    job.run_until("a larger node", lambda: len(job.target.living) == 3)
+    job.stays(lambda: drained() == ["worker-node1"] and len(job.target.living) == 3)
+    job.train_with("node2", "node3", number=2)
+    job.leave("node1")
+    client.delete(f"{keys.drains}worker-node1")
+    job.target.nodes["node1"] = "succeeded"
+    job.run_until("the other one to be replaced", drained)
+    assert drained() == ["worker-node2"]
+    job.run_until("another larger node", lambda: "node4" in job.target.living)
+    assert job.target.sizes["node3"] == job.target.sizes["node4"] == NodeSize(1, 2048)
+    job.train_with("node3", "node4", number=3)
+    job.leave("node2")
+    client.delete(f"{keys.drains}worker-node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.plan(2)
+    job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
+
+
+def test_a_node_that_waits_for_more_than_is_planned_any_more_is_withdrawn(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536))
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    start = job.target.start
+
+    def queue(node: str, size: NodeSize = ANY_SIZE) -> str:
+        handle = start(node, size)
+        job.target.nodes[node] = "pending"
+        return handle
+
+    job.target.start = queue  # type: ignore[method-assign]
+    job.plan(1, node_memory_mb=65536)  # more than any host has
+    job.run_until("a node that waits", lambda: job.target.nodes.get("node2") == "pending")
+    job.stays(lambda: not job.target.cancelled)
+    job.plan(1, node_memory_mb=2048)
+    job.run_until("a smaller one in its place", lambda: "node3" in job.target.nodes)
+    assert job.target.cancelled == ["node2"]
+    assert job.target.sizes["node3"] == NodeSize(1, 2048)
+
+
+def test_a_request_to_leave_that_a_lost_worker_has_left_behind_holds_up_nobody(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 4096))
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    client.put(f"{keys.drains}worker-node0", encode(DrainRecord("worker-node0", "of a worker whose host is gone")))
+    job.plan(1, node_memory_mb=2048)
+    job.run_until("a larger node", lambda: "node2" in job.target.living)
+
+
+def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.target.refuses = "no device is free"
+    job.fail("node2")
+    job.round(2, "node1")
+    job.run_until("many refusals", lambda: job.controller._nodes.num_started > QUICK.max_failures + 2)
+    job.target.refuses = ""
+    job.fail("node1")
+    job.run_until("a new start", lambda: job.target.living)
+
+
+@pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
+def test_once_a_node_was_killed_for_want_of_memory_nodes_have_more_as_far_as_the_limits_allow(
+    make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int
+) -> None:
+    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.target.out_of_memory.add("node2")
+    job.fail("node2")
+    job.round(2, "node1")
+    job.run_until("another node", lambda: "node3" in job.target.living)
+    assert job.target.sizes["node3"] == NodeSize(1, given)
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    [told] = [event for event in events if event.kind == "memory"]
+    assert "node2 was killed for want of memory (1 cores, 1024 MiB)" in told.text
+    assert ("they may have no more" in told.text) == (given == 1024)
+
+
+def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.plan(3, binding=False)
+    job.stays(lambda: len(job.target.living) == 1)
+
+
+def test_another_node_is_started_for_a_worker_to_be_replaced_above_the_limit_too(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = make_job(low=3, high=3)
+    job.run_until("three nodes", lambda: len(job.target.living) == 3)
+    job.train_with("node1", "node2", "node3")
+    client.put(f"{keys.drains}worker-node2", encode(DrainRecord("worker-node2", "slow", once_replaced=True)))
+    job.run_until("a fourth node", lambda: len(job.target.living) == 4)
+    job.register("node4")
+    job.stays(lambda: len(job.target.living) == 4)
+    job.round(2, "node1", "node3", "node4")
+    job.leave("node2")
+    client.delete(f"{keys.drains}worker-node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.stays(lambda: job.target.living == ["node1", "node3", "node4"])
+
+
+def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:
+    job = make_job(low=1)
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(1)
+    job.stays(lambda: len(job.target.living) == 2)
+    job.round(2, "node1")
+    job.leave("node2")
+    job.target.nodes["node2"] = "succeeded"
+    job.stays(lambda: job.target.living == ["node1"])
+    assert job.target.cancelled == []
+
+
+def test_a_node_whose_worker_has_left_is_ended_when_it_does_not_end(make_job: MakeJob) -> None:
+    job = make_job(low=1)
+    job.plan(2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.train_with("node1", "node2")
+    job.plan(1)
+    job.stays(lambda: True, steps=3)
+    job.round(2, "node1")
+    job.leave("node2")
+    job.run_until("the end of the second node", lambda: job.target.cancelled == ["node2"])
+    job.stays(lambda: job.target.living == ["node1"])
+
+
+def test_a_killed_node_is_replaced_as_often_as_it_takes(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_failures + 3):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+    job.run_until("a node", lambda: job.target.living)
+
+
+def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.phase("starting")
+    client.put(f"{keys.drains}worker-node1", encode(DrainRecord("worker-node1", "of a worker that is killed")))
+    while job.end is None:
+        job.run_until("a node or the end", lambda: job.end or job.target.living)
+        for node in job.target.living:
+            job.fail(node)
+    assert (job.end.exit_code, len(job.target.nodes)) == (1, QUICK.max_failures)
+    entry = client.get(keys.job)
+    assert entry is not None
+    record = decode(JobRecord, entry.value, entry.key)
+    assert record.phase == "failed"
+    assert f"{QUICK.max_failures} nodes in a row" in record.message
+    assert client.get(keys.plan) is None
+    assert client.get_prefix(keys.drains)[1] == []
+
+
+def test_node_is_killed_again_and_again_until_the_job_is_given_up(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_stops + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert f"stopped {QUICK.max_stops} times without progress" in end.reason
+    assert "node20: it was killed" in end.reason
+
+
+def test_job_with_newer_checkpoints_is_never_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    for number in range(1, 8):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        client.put(keys.checkpoint, encode(CheckpointRecord("x.ckpt", number)))
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED)
+    job.run_until("another node", lambda: job.target.living)
+
+
+def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_same_error + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED.replace("bad", f"DataLoader worker (pid(s) {number}417) exited unexpectedly"))
+    assert "the same error stopped the job 3 times" in job.run_to_its_end().reason
+
+
+def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    def held_up() -> str:
+        entry = client.get(keys.controller)
+        return decode(ControllerRecord, entry.value, entry.key).held_up if entry else ""
+
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.plan(2)
+    for number in (2, 3, 4):
+        job.run_until("another node", lambda: len(job.target.living) == 2)
+        job.train_with("node1", f"node{number}", number=2 * number)
+        job.stays(lambda: True, steps=2)
+        job.fail(f"node{number}", FAILED.replace("bad", f"bad host 10.0.0.{number}"))
+        job.round(2 * number + 1, "node1")
+    job.run_until("the end of growth", held_up)
+    job.stays(lambda: job.target.living == ["node1"])
+    assert "no more nodes are added, 3 that joined have failed alike: ValueError: bad host 10.0.0.4" in held_up()
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    assert [event.text for event in events if event.kind == "nodes"] == [held_up()]
+    job.plan(2)  # asked for once more
+    job.run_until("another node", lambda: job.target.living == ["node1", "node5"])
+    job.run_until("no trouble", lambda: not held_up())
+
+
+def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.target.refuses = "quota exceeded"
+    job.plan(2)
+    job.run_until("many refusals", lambda: job.controller._nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
+    entry = client.get(keys.controller)
+    assert entry is not None
+    held_up = decode(ControllerRecord, entry.value, entry.key).held_up
+    match = re.fullmatch(r"node\d+ was refused \(try (\d+) in a row; .*\): .*quota exceeded", held_up)
+    assert match is not None
+    assert int(match[1]) > MAX_REFUSED + 3  # those that are forgotten count as well: the pause grows with them
+    names = [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]]
+    assert len(names) <= MAX_REFUSED + 1
+    assert "node1" in names
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
+    assert len([event for event in events if event.kind == "nodes"]) == 1  # not one for each try
+    job.target.refuses = ""
+    job.run_until("another node", lambda: len(job.target.living) == 2)
+
+
+def test_worker_killed_before_training_is_replaced(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.phase("starting")
+    job.register("node1", "node2")
+    job.round(1, "node1", "node2")
+    job.fail("node2", "RuntimeError: Connection closed by peer".join(FAILED.split("ValueError: bad")))
+    job.fail("node1", "  exitcode  : -9 (pid: 7)\n")
+    job.run_until("two other nodes", lambda: job.target.living == ["node3", "node4"])
+
+
+def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.fail("node2", FAILED)
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert "ValueError: bad" in end.reason
+    assert job.target.cancelled == ["node1"]
+    assert job.controller.failure_text().endswith("ValueError: bad")
+
+
+def test_an_error_that_stops_the_training_is_tried_three_times(make_job: MakeJob) -> None:
+    job = make_job()
+    for number in range(1, QUICK.max_same_error + 1):
+        job.run_until("a node", lambda: job.target.living)
+        (node,) = job.target.living
+        job.train_with(node, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(node, FAILED)
+    assert job.run_to_its_end().exit_code == 1
+    assert len(job.target.nodes) == QUICK.max_same_error
+
+
+def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.plan(2)
+    job.run_until("a joiner", lambda: len(job.target.living) == 2)
+    job.phase("finished")
+    job.run_until("the end of the joiner", lambda: job.target.cancelled == ["node2"])
+    job.stays(lambda: job.target.living == ["node1"])
+    job.leave("node1")
+    job.target.nodes["node1"] = "succeeded"
+    assert job.run_to_its_end().exit_code == 0
+
+
+def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob) -> None:
+    job = make_job()
+    job.target.refuses = "quota exceeded"
+    end = job.run_to_its_end()
+    assert end.exit_code == 1
+    assert "quota exceeded" in end.reason
+
+
+def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    entry = client.get(keys.controller)
+    assert entry is not None
+    record = decode(ControllerRecord, entry.value, entry.key)
+    with pytest.raises(ControllerBusyError, match=f"already run by process {record.pid} on {record.host}"):
+        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3))
+    job.stays(lambda: job.target.living == ["node1"])
+    job.controller.close()
+    assert client.get(keys.controller) is None
+    with Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)) as second:
+        assert second.step() is None
+
+
+def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    entry = client.get(keys.controller)
+    assert entry is not None
+    assert decode(ControllerRecord, entry.value, entry.key).apps == {"node1": "node1", "node2": "node2"}
+
+
+def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(f"{keys.agents}a", encode(AgentRecord("a", "h", 1, 1, "running", {"node": "node7"})))
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node8"])
+
+
+def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
+    make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.controller._lease.revoke()
+    job.controller._lease.lost.set()
+    job.stays(lambda: client.get(keys.controller) is not None, steps=2)
+    job.controller._lease.revoke()
+    job.controller._lease.lost.set()
+    with (
+        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)),
+        pytest.raises(ControllerBusyError),
+    ):
+        job.controller.step()
+
+
+def test_leaving_the_controller_ends_all_its_nodes(make_job: MakeJob) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job.controller.close()
+    assert job.target.cancelled == ["node1", "node2"]
+    assert job.target.is_closed
+
+
+def test_nodes_that_end_with_their_controller_end_before_etcd_is_told_and_it_is_told_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    lived = []
+
+    def no_answer(*_: object) -> None:
+        lived.append(list(job.target.living))
+        raise EtcdUnavailableError("no answer")
+
+    monkeypatch.setattr(job.client, "txn", no_answer)
+    job.controller.end_nodes()
+    job.controller.close()
+    assert lived == [[]]
+
+
+def test_the_end_is_not_kept_waiting_by_a_node_that_was_just_being_started(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+
+    def interrupted(node: str, size: NodeSize) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.target, "start", interrupted)
+    job.controller._patience = replace(QUICK, submit_s=20.0, cancel_s=20.0)
+    with pytest.raises(KeyboardInterrupt):
+        job.controller.step()
+    began = time.monotonic()
+    job.controller.close()
+    assert time.monotonic() - began < 5.0
+
+
+def test_output_that_cannot_be_read_for_a_while_is_shown_later(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    log = job.target.log("node1")
+    log.unlink()
+    log.mkdir()  # reading fails, whoever we are
+    job.stays(lambda: job.shown == [], steps=2)
+    log.rmdir()
+    log.write_text("one\n")
+    job.stays(lambda: job.shown == ["[node1] one"], steps=2)
+    log.unlink()
+    log.mkdir()
+    job.target.nodes["node1"] = "failed"
+    job.run_until("another node", lambda: job.target.living == ["node2"])
+    log.rmdir()
+    log.write_text("one\nlast")
+    job.stays(lambda: job.shown == ["[node1] one", "[node1] last"], steps=2)
+
+
+def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    log = job.target.log("node1")
+    with log.open("w") as stream:
+        stream.write("one\ntw")
+        stream.flush()
+        job.stays(lambda: job.shown == ["[node1] one"], steps=3)
+        stream.write("o\nbar 1%\rbar 2%\n\nlast")
+        stream.flush()
+    job.stays(lambda: job.shown == ["[node1] one", "[node1] two", "[node1] bar 2%", "[node1] "], steps=2)
+    job.target.nodes["node1"] = "succeeded"
+    job.run_to_its_end()
+    assert job.shown[-1] == "[node1] last"
+    assert len(job.shown) == 5
+
+
+def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    client.put(keys.plan, b"not a record")
+    client.put(keys.job, b"{}")
+    job.stays(lambda: len(job.target.living) == 1)
+
+
+def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+        job = Job(client, keys, FakeTarget(tmp_path))
+        job.run_until("a node", lambda: job.target.living)
+        job.train_with("node1")
+        job.stays(lambda: True, steps=2)
+        private_etcd.kill()
+        job.run_until("the loss of etcd", lambda: not job.controller._mirror.healthy)
+        job.target.nodes["node1"] = "failed"
+        job.stays(lambda: job.target.living == [])
+        private_etcd.restart()
+        job.run_until("a replacement", lambda: job.target.living == ["node2"])
+        job.controller.close()
+
+
+def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
+    private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+        job = Job(client, keys, FakeTarget(tmp_path))
+        job.controller._patience = replace(QUICK, etcd_s=0.5)
+        job.run_until("a node", lambda: job.target.living)
+        job.train_with("node1")
+        job.stays(lambda: True, steps=2)
+        private_etcd.kill()
+        job.run_until("the loss of etcd", lambda: not job.controller._mirror.healthy)
+        job.stays(lambda: job.target.living == ["node1"], steps=40)  # a node that lives may outlast any outage
+        job.target.nodes["node1"] = "succeeded"
+        end = job.run_to_its_end()
+        assert end.exit_code == 1
+        assert "etcd has not answered" in end.reason
+        assert job.target.living == []
+        job.controller.close()
+
+
+def test_nodes_that_end_with_their_controller_are_not_expected_of_the_next_one(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.nodes, encode(NodesRecord("fake", "mark", num_started=4)))
+    client.put(f"{keys.each_node}node3", encode(NodeRecord("started", "x", 1.0)))
+    client.put(f"{keys.each_node}node4", encode(NodeRecord("asked")))
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living == ["node5"])
+    assert [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]] == ["node5"]
+
+
+def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
+    make_job: MakeJob, client: EtcdClient, keys: Keys
+) -> None:
+    def record(node: str) -> NodeRecord:
+        entry = client.get(keys.each_node + node)
+        assert entry is not None
+        return decode(NodeRecord, entry.value, entry.key)
+
+    job = make_job()
+    seen = []
+    start = job.target.start
+    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[method-assign]
+    job.run_until("a node", lambda: job.target.living)
+    assert [(r.state, r.handle) for r in seen] == [("asked", "")]
+    assert (record("node1").state, record("node1").handle) == ("started", "node1")
+    job.train_with("node1")
+    job.stays(lambda: True, steps=2)
+    job.fail("node1", FAILED)
+    job.run_until("another node", lambda: job.target.living == ["node2"])
+    ended = record("node1")
+    assert (ended.state, ended.outcome, ended.error, ended.stopped_job) == ("ended", "failed", "ValueError: bad", True)

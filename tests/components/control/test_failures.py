@@ -1,0 +1,46 @@
+"""Which failures are one and the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlrover.components.control.failures import likeness
+
+SAME = [
+    "RuntimeError: DataLoader worker (pid(s) {}417, {}5) exited unexpectedly",
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:{}] Connection closed by peer [127.0.0.1]:{}123",
+    "ConnectionError: 10.0.0.{}:{}000 does not answer",
+    "ConnectionError: [fe80::{}]:80 does not answer",
+    "OSError: [Errno 28] No space left on device: '/tmp/x-{}/a b'",
+    "FileNotFoundError: s3://bucket/run-{}/last.ckpt",
+    "RuntimeError: <object at 0x7f{}a>",
+    "RuntimeError: worker host-1f6ca7b{}e is gone",
+    "RuntimeError: no answer after {}.25 s, at 2026-11-2{} 10:0{}:00.123",
+]
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_likeness_leaves_out_what_varies(text: str) -> None:
+    assert likeness(text.replace("{}", "1")) == likeness(text.replace("{}", "2"))
+
+
+def test_likeness_keeps_what_was_wrong() -> None:
+    texts = [
+        "KeyError: 'label'",
+        "KeyError: 'added'",  # hex digits alone make no number
+        "ValueError: bad",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+        "the script was ended by SIGSEGV",
+        "the script was ended by SIGABRT",
+        *SAME,
+    ]
+    assert len({likeness(text) for text in texts}) == len(texts)
+    assert likeness("KeyError: 'label'") == "KeyError: 'label'"
+
+
+@given(st.text(max_size=300))
+def test_likeness_of_a_likeness_is_itself(text: str) -> None:
+    assert likeness(likeness(text)) == likeness(text)

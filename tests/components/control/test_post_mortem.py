@@ -1,0 +1,124 @@
+"""Real output of torchrun in, cause of the failure out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_dlrover.components.control.post_mortem import examine
+
+AGENT = """\
+E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 0
+Traceback (most recent call last):
+  File "/venv/torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+[0]:
+  exitcode  : {code} (pid: 8773)
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+"""
+SCRIPT = """\
+Traceback (most recent call last):
+  File "train.py", line 2, in <module>
+    raise ValueError("bad")
+ValueError: bad
+"""
+CHAINED = f"""\
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    {{}}["k"]
+KeyError: 'k'
+
+The above exception was the direct cause of the following exception:
+
+{SCRIPT}"""
+SIGNALLED = """\
+Traceback (most recent call last):
+  File "/venv/torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 17357 got signal: 15
+"""
+REFUSED = """\
+Traceback (most recent call last):
+  File "/venv/handler.py", line 125, in take
+ValueError: it must start with '/'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/venv/torch/distributed/run.py", line 1032, in <module>
+    main()
+RendezvousConnectionError: no etcd answers
+"""
+
+
+SEGFAULT = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f2bb5dc6740 (most recent call first):
+  File "train.py", line 9 in lookup
+"""
+
+
+def test_traceback_of_a_fatal_signal_is_that_of_faulthandler() -> None:
+    assert examine("read data\n" + SEGFAULT + AGENT.format(code=-11)).traceback == SEGFAULT.rstrip("\n")
+
+
+@pytest.mark.parametrize("by", ["this machine", "Kubernetes", "Slurm"])
+@pytest.mark.parametrize(
+    "output", ["", "Kubernetes: as the script says\n", AGENT.format(code=-9), SCRIPT + AGENT.format(code=1), SIGNALLED]
+)
+def test_why_a_place_has_ended_a_node_is_its_last_line(output: str, by: str) -> None:
+    without = examine(output + "the last words\n")
+    assert without.cause == ""
+    assert examine(f"{output}{by}: out of memory (limit 64 MB)\n") == replace(
+        examine(output + "-\n"), cause="out of memory (limit 64 MB)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (SCRIPT + AGENT.format(code=1), "ValueError: bad"),
+        ("some words\n" + CHAINED + AGENT.format(code=1), "ValueError: bad"),
+        (
+            SCRIPT.replace("Trace", "[rank0]: Trace").replace("\n", "\n[rank0]: ") + "\n" + AGENT.format(code=1),
+            "ValueError: bad",
+        ),
+        (AGENT.format(code=3), "the script ended with exit code 3"),
+        ("read data\nno such file\n\n" + AGENT.format(code=2), "the script ended with exit code 2: no such file"),
+        (AGENT.format(code=-11), "the script was ended by SIGSEGV"),
+        (AGENT.format(code=-31), "the script was ended by SIGSYS"),
+        (AGENT.format(code=134), "the script was ended by SIGABRT"),
+        (AGENT.format(code=130 + 40), "the script ended with exit code 170"),
+        ("UserWarning: slow data loader\n" + SEGFAULT + AGENT.format(code=-11), "the script was ended by SIGSEGV"),
+        (SCRIPT + AGENT.format(code=-6), "the script was ended by SIGABRT, after ValueError: bad"),
+        (REFUSED, "RendezvousConnectionError: no etcd answers"),
+        ("/venv/bin/python: nothing\n" + SCRIPT, "ValueError: bad"),
+    ],
+)
+def test_an_error_of_the_script_or_its_agent_is_told(output: str, error: str) -> None:
+    assert examine(output).error == error
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["", "trained a bit\n", AGENT.format(code=-9), AGENT.format(code=143), SIGNALLED, SCRIPT + SIGNALLED],
+)
+def test_a_node_that_was_killed_has_no_error(output: str) -> None:
+    assert examine(output).error == ""
+
+
+def test_the_traceback_is_whole_and_without_the_agents() -> None:
+    text = examine(CHAINED + AGENT.format(code=1)).traceback
+    assert "KeyError: 'k'" in text
+    assert text.endswith("ValueError: bad")
+    assert "ChildFailedError" not in text
+
+
+def test_a_message_of_several_lines_is_kept() -> None:
+    text = examine(SCRIPT + "second line\n" + AGENT.format(code=1)).traceback
+    assert text.endswith("ValueError: bad\nsecond line")

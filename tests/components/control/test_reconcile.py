@@ -1,0 +1,389 @@
+"""What the controller decides, as a table and as invariants over any situation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlrover.components.control.reconcile import (
+    Action,
+    AddNode,
+    CancelNode,
+    Give,
+    JobView,
+    Node,
+    Patience,
+    Warn,
+    reconcile,
+    why_none_is_added,
+)
+
+PATIENCE = Patience()
+LATE_S = 10_000.0
+
+
+def member(name: str = "a") -> Node:
+    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0, asked_s=LATE_S)
+
+
+def joining(name: str = "b", idle_s: float = 1.0) -> Node:
+    return Node(name, "running", agent_seen=True, idle_s=idle_s, age_s=idle_s, asked_s=LATE_S)
+
+
+def killed(name: str = "k", ended_s: float = 60.0) -> Node:
+    return Node(name, "failed", ended_s=ended_s, asked_s=LATE_S)
+
+
+def faulty(name: str = "f", ended_s: float = 60.0, error: str = "ValueError: bad", stopped_job: bool = True) -> Node:
+    return Node(name, "failed", ended_s=ended_s, asked_s=LATE_S, error=error, stopped_job=stopped_job)
+
+
+def ended(name: str = "e", ended_s: float = 60.0) -> Node:
+    return Node(name, "succeeded", ended_s=ended_s)
+
+
+def stopped_by_kill(trained_s: float = 0.0) -> Node:
+    return Node("k", "failed", ended_s=60.0, stopped_job=True, trained_s=trained_s)
+
+
+def refused(count: int, ended_s: float = 10.0) -> list[Node]:
+    asked_s = [ended_s + 10.0 * i for i in range(count)]
+    return [Node("r", "failed", ended_s=s, asked_s=s, error="quota exceeded", refused=True) for s in asked_s]
+
+
+def newest_refused(count: int, of: int) -> list[Node]:
+    *others, last = reversed(refused(count, ended_s=299.0))
+    return [*others, replace(last, refusals_in_a_row=of)]
+
+
+def saved(node: Node, step: int) -> Node:
+    return replace(node, checkpoint_step=step)
+
+
+def old(node: Node, asked_s: float) -> Node:
+    """One that has been of use since."""
+    return replace(node, asked_s=asked_s, trained_s=400.0)
+
+
+def test_job_lost_in_a_later_fit_ends_with_1() -> None:
+    found = reconcile(JobView("finished", 2, [killed()], unfinished_fit=2))
+    assert [type(action) for action in found] == [Give]
+    assert isinstance(found[0], Give)
+    assert found[0].exit_code == 1
+
+
+def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> JobView:
+    return JobView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
+
+
+@pytest.mark.parametrize(
+    ("situation", "view", "kinds"),
+    [
+        ("nothing was started yet", JobView("none", 2, []), [AddNode, AddNode]),
+        (
+            "a node that joins and fails again and again is started ever more rarely",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=20.0),
+            [],
+        ),
+        (
+            "even before its growth is given up",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=0.9),
+            [],
+        ),
+        (
+            "but not never",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=1.1),
+            [AddNode],
+        ),
+        (
+            "three nodes that joined have failed alike",
+            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(3)], failures=1),
+            [],
+        ),
+        (
+            "and somebody has asked for another plan since",
+            training(2, member("a"), *[replace(faulty(), stopped_job=False, forgiven=True)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "they have failed in three ways",
+            training(2, member("a"), *[faulty(error=e, stopped_job=False) for e in "xyz"], failures=1),
+            [AddNode],
+        ),
+        (
+            "they had trained for long",
+            training(2, member("a"), *[replace(faulty(), stopped_job=False, trained_s=301.0)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "one that came after them is of use",
+            training(3, member("a"), old(member("b"), 50.0), *[faulty(stopped_job=False)] * 3, failures=1),
+            [AddNode],
+        ),
+        (
+            "the others were of use before",
+            training(3, old(member("a"), 70.0), old(member("b"), 70.0), *[faulty(stopped_job=False)] * 3, failures=1),
+            [],
+        ),
+        (
+            "there are fewer workers than the job needs",
+            replace(training(2, member("a"), *[faulty(stopped_job=False)] * 3, failures=1), fewest=2),
+            [AddNode],
+        ),
+        (
+            "joiners are killed again and again",
+            training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=290.0),
+            [],
+        ),
+        ("and another one is tried", training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=301.0), [AddNode]),
+        ("a node is refused while others train", training(2, member("a"), *refused(1, ended_s=0.4)), []),
+        ("it is tried again", training(2, member("a"), *refused(1, ended_s=0.6)), [AddNode]),
+        ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
+        ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
+        ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
+        ("before the first start, too", JobView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
+        ("all are refused at the first start", JobView("none", 2, refused(1)), [Give]),
+        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [Give]),
+        ("all is as planned", training(2, member("a"), member("b")), []),
+        ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
+        ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
+        ("the plan has shrunk: the convener chooses who leaves", training(1, member("a"), member("b")), []),
+        ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
+        ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
+        ("a joiner takes its time", training(2, member("a"), joining("b", LATE_S)), []),
+        (
+            "but has not even reached etcd",
+            training(2, member("a"), Node("b", "running", idle_s=LATE_S, age_s=LATE_S, warned=True)),
+            [CancelNode],
+        ),
+        (
+            "a worker has left but its node does not end",
+            training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
+            [CancelNode],
+        ),
+        (
+            "a worker has left, and its node ends while another one takes long to come",
+            training(2, member("a"), replace(joining("b"), workerless_s=5.0), joining("c", 61.0)),
+            [],
+        ),
+        ("it is replaced once it has ended", training(2, member("a"), ended("b")), [AddNode]),
+        ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
+        ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
+        ("and later each time", training(2, member("a"), killed(), failures=4, since_s=3.9), []),
+        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [Give]),
+        ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
+        ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
+        ("and once more", training(1, *[faulty()] * 3), [Give]),
+        (
+            "and once more, with another process id in it",
+            training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))),
+            [Give],
+        ),
+        (
+            "with a checkpoint in between",
+            replace(training(1, faulty(), *[saved(faulty(), 5)] * 2), checkpoint_step=5),
+            [AddNode],
+        ),
+        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [Give]),
+        ("beside a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
+        ("it was killed again and again", training(1, *[stopped_by_kill()] * 19), [AddNode]),
+        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [Give]),
+        ("though one of them trained for long", training(1, *[stopped_by_kill()] * 19, stopped_by_kill(901.0)), [AddNode]),
+        ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
+        ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
+        ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
+        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [Give]),
+        ("after an hour of training each", training(1, *[replace(faulty(), trained_s=3600.0)] * 3), [AddNode]),
+        ("all left, although the training was not done", training(1, ended()), [Give]),
+        ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
+        ("the script fails before it trains", JobView("none", 2, [faulty(), joining()]), [CancelNode]),
+        ("and nothing is left", JobView("starting", 1, [faulty()]), [Give]),
+        (
+            "the script fails before it trains because another node was killed",
+            JobView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
+            [AddNode, AddNode],
+        ),
+        ("it would fail without that", JobView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2), [Give]),
+        (
+            "a node is killed before it trains",
+            JobView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
+            [AddNode],
+        ),
+        ("a script that trains nothing has ended", JobView("none", 2, [ended("a"), ended("b")]), [Give]),
+        ("on one of two nodes", JobView("none", 2, [ended("a"), joining("b")]), []),
+        ("and the other one was killed", JobView("none", 2, [ended("a", 99.0), killed("b")]), [Give]),
+        ("finished, and the workers run what follows `fit`", JobView("finished", 2, [member("a")]), []),
+        ("finished, and a joiner does not end", JobView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
+        ("finished, all have ended", JobView("finished", 2, [ended("a"), killed("b")]), [Give]),
+        ("failed, as another controller found", JobView("failed", 1, [member("a")]), [CancelNode]),
+        ("somebody ends it", JobView("training", 2, [member("a"), joining("b")], stop="enough"), [CancelNode, CancelNode]),
+        ("and all nodes have ended", JobView("training", 2, [killed("a")], stop="enough"), [Give]),
+        ("somebody ends what follows `fit`", JobView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
+        ("a node waits in the queue", training(1, Node("a", "pending", idle_s=999.0)), []),
+        ("a node does not reach etcd", training(1, Node("a", "running", age_s=61.0, idle_s=61.0)), [Warn]),
+        ("which was said already", training(1, Node("a", "running", age_s=99.0, idle_s=99.0, warned=True)), []),
+    ],
+)
+def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: list[type[Action]]) -> None:
+    assert [type(action) for action in reconcile(view)] == kinds, situation
+
+
+@pytest.mark.parametrize(
+    ("view", "exit_code"),
+    [
+        (JobView("finished", 1, [ended()]), 0),
+        (JobView("finished", 2, [ended("a"), killed("b")]), 0),
+        (JobView("finished", 2, [ended("a"), faulty("b")]), 0),
+        (JobView("finished", 2, [ended("a"), replace(faulty("b"), after_training=True)]), 1),
+        (JobView("finished", 2, [ended("a"), replace(killed("b"), after_training=True)]), 1),
+        (JobView("none", 1, [ended()]), 0),
+        (JobView("failed", 1, [ended()]), 1),
+        (JobView("none", 1, [], stop="enough"), 1),
+        (JobView("finished", 1, [ended()], stop="enough"), 0),
+        (training(1, *[faulty()] * 3), 1),
+        (training(1, ended()), 1),
+        (JobView("starting", 1, [faulty()]), 1),
+    ],
+)
+def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit_code: int) -> None:
+    (give,) = reconcile(view)
+    assert isinstance(give, Give)
+    assert give.exit_code == exit_code
+    assert give.reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "away_s", "gives_up"),
+    [
+        ([ended()], 0.0, False),
+        ([ended("a", 121.0), killed("b", 130.0)], 125.0, True),
+        ([ended("a", 500.0)], 119.0, False),
+        ([ended("a", 119.0)], 500.0, False),  # etcd may have been on its way back for longer than any node lived
+        ([ended("a", 500.0), member("b")], 500.0, False),
+        ([], 500.0, False),
+    ],
+)
+def test_a_job_without_etcd_ends_only_when_its_nodes_have_and_after_a_while(
+    nodes: list[Node], away_s: float, gives_up: bool
+) -> None:
+    actions = reconcile(JobView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
+    assert [type(action) for action in actions] == ([Give] if gives_up else [])
+
+
+def test_the_reason_for_giving_up_names_the_error() -> None:
+    (give,) = reconcile(training(1, *[faulty(error="KeyError: 'label'")] * 3))
+    assert isinstance(give, Give)
+    assert "KeyError: 'label'" in give.reason
+
+
+seconds = st.floats(0, 1000)
+nodes = st.builds(
+    Node,
+    name=st.just(""),
+    status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
+    agent_seen=st.booleans(),
+    has_worker=st.booleans(),
+    is_member=st.booleans(),
+    workerless_s=seconds,
+    idle_s=seconds,
+    age_s=seconds,
+    asked_s=seconds,
+    ended_s=seconds,
+    trained_s=seconds,
+    error=st.sampled_from(["", "ValueError: x"]),
+    refused=st.booleans(),
+    stopped_job=st.booleans(),
+    checkpoint_step=st.integers(0, 2),
+    forgiven=st.booleans(),
+    warned=st.booleans(),
+)
+views = st.builds(
+    JobView,
+    phase=st.sampled_from(["none", "starting", "training", "finished", "failed"]),
+    wanted=st.integers(1, 5),
+    nodes=st.lists(nodes, max_size=8).map(lambda found: [replace(n, name=f"node{i}") for i, n in enumerate(found)]),
+    may_act=st.booleans(),
+    failures_in_a_row=st.integers(0, 10),
+    since_failure_s=seconds,
+    fewest=st.integers(1, 3),
+    checkpoint_step=st.integers(0, 2),
+)
+
+
+@given(views)
+def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) -> None:
+    living = [node for node in view.nodes if node.is_living]
+    added = sum(isinstance(action, AddNode) for action in reconcile(view))
+    assert added == 0 or len(living) + added <= view.wanted
+
+
+@given(views)
+def test_missing_nodes_are_added_or_it_is_said_why_not(view: JobView) -> None:
+    living = [node for node in view.nodes if node.is_living]
+    patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
+    actions = reconcile(view, patience)
+    if view.may_act and view.phase == "training" and len(living) < view.wanted and not actions:
+        assert why_none_is_added(view, patience) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
+
+
+@given(views)
+def test_nothing_is_done_without_the_right_to_act(view: JobView) -> None:
+    assert reconcile(replace(view, may_act=False)) == []
+
+
+@given(views)
+def test_only_living_nodes_are_ended_and_each_once(view: JobView) -> None:
+    living = {node.name for node in view.nodes if node.is_living}
+    names = [action.name for action in reconcile(view) if isinstance(action, CancelNode)]
+    assert set(names) <= living
+    assert len(names) == len(set(names))
+
+
+@given(views)
+def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: JobView) -> None:
+    busy = {node.name for node in view.nodes if node.is_member and node.has_worker}
+    actions = reconcile(view)
+    names = {action.name for action in actions if isinstance(action, CancelNode)}
+    gives_up = names == {node.name for node in view.nodes if node.is_living}
+    assert gives_up or not names & busy
+
+
+@given(views)
+def test_the_job_is_given_up_only_when_no_node_is_left(view: JobView) -> None:
+    actions = reconcile(view)
+    if any(isinstance(action, Give) for action in actions):
+        assert len(actions) == 1
+        assert not any(node.is_living for node in view.nodes)
+
+
+@given(views)
+def test_a_job_that_is_over_gets_no_new_node(view: JobView) -> None:
+    if view.phase in ("finished", "failed"):
+        assert not any(isinstance(action, AddNode) for action in reconcile(view))
+
+
+@given(st.integers(1, 30))
+def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> None:
+    patience = Patience(max_failures=100)
+    views_ = [training(1, killed(), failures=n, since_s=29.9) for n in (failures, failures + 1)]
+    now, later = (bool(reconcile(view, patience)) for view in views_)
+    assert now or not later
+    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]
+
+
+def test_failure_after_training_is_named() -> None:
+    first, second = (replace(faulty(name, ended_s=s), after_training=True) for name, s in (("a", 9.0), ("b", 5.0)))
+    [end] = reconcile(JobView("finished", 2, [second, first]))
+    assert end == Give(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
+
+
+@pytest.mark.parametrize(("phase", "reason"), [("none", "no worker joined"), ("starting", "no Trainer reached")])
+def test_end_without_training_is_told(phase: Any, reason: str) -> None:
+    [end] = reconcile(JobView(phase, 1, [ended()]))
+    assert isinstance(end, Give)
+    assert (end.exit_code, end.is_trained) == (0, False)
+    assert f"the script ended without training: {reason}" in end.reason

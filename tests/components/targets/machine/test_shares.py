@@ -1,0 +1,97 @@
+"""What nodes are told to keep to; that they do is shown in `test_targets.py`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.components.node import GROUP_VARIABLE
+from lightning_dlrover.components.targets.machine import shares
+from lightning_dlrover.components.targets.machine.control_groups import (
+    MemoryGroups,
+    NoMemoryGroupsError,
+)
+from lightning_dlrover.components.targets.machine.shares import MachineShares
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    NodeSize,
+    NotTakenError,
+)
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_node_of_no_size_is_kept_to_nothing_and_computes_with_one_thread(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = MachineShares(gpus=0)
+    assert machine.take("node1", ANY_SIZE) == ((), {"OMP_NUM_THREADS": "1"})
+    assert machine.take("node2", ANY_SIZE) == ((), {"OMP_NUM_THREADS": "1"})
+    assert warnings_in(caplog) == []
+
+
+def test_the_number_of_threads_is_that_of_cores_unless_the_user_says_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    size = NodeSize(len(CORES))
+    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": str(len(CORES))})
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": "7"})
+
+
+def test_a_node_has_a_memory_limit_of_its_own_size_until_it_has_ended() -> None:
+    machine = MachineShares(gpus=0)
+    try:
+        MemoryGroups().close()
+    except NoMemoryGroupsError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    folders = [Path(machine.take(f"node{mib}", NodeSize(0, mib))[1][GROUP_VARIABLE]) for mib in (64, 128)]
+    files = [next(f for f in (each / "memory.max", each / "memory.limit_in_bytes") if f.exists()) for each in folders]
+    assert [int(file.read_text()) >> 20 for file in files] == [64, 128]
+    assert not machine.awaits
+    machine.end("node64")
+    assert machine.settle({"node64"}) == {}
+    assert machine.awaits
+    assert folders[0].exists()
+    machine.settle(())
+    assert not machine.awaits
+    assert [folder.exists() for folder in folders] == [False, True]
+    machine.close()
+    assert not folders[1].exists()
+
+
+def test_a_node_that_is_refused_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    machine = MachineShares(gpus=1)
+    assert machine.take("node1", NodeSize(1))[1]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    with pytest.raises(NotTakenError, match="0 of 1 are free; node1 has the others"):
+        machine.take("node2", NodeSize(1))
+    machine.end("node1")
+    machine.settle(())
+    assert machine.take("node2", NodeSize(1))[1]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+
+
+def test_what_this_machine_does_not_have_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shares, "MemoryGroups", functools.partial(MemoryGroups, tmp_path / "proc", tmp_path / "cgroup"))
+    machine, size = MachineShares(gpus=0), NodeSize(len(CORES) + 1, 64)
+    for number in (1, 2, 3):
+        cores, variables = machine.take(f"node{number}", size)
+        assert cores == tuple(CORES)
+        assert GROUP_VARIABLE not in variables
+        assert machine.why_killed(f"node{number}") == ""
+    assert warnings_in(caplog) == [
+        f"nodes run without a limit of memory: no control group with a memory controller is mounted at {tmp_path / 'cgroup'}; "
+        "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`",
+        f"nodes ask for {len(CORES) + 1} cores, and get the {len(CORES)} that there are",
+        f"too few cores are free for node2: it shares {', '.join(map(str, CORES))} with others until some are",
+    ]

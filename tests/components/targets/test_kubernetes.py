@@ -1,0 +1,1116 @@
+"""The Kubernetes target against an API server that does as a test says: answer, refuse, throttle, fail, hang, talk nonsense."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import yaml
+from kubernetes import client, config
+from kubernetes.config import incluster_config, kube_config
+from kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
+from kubernetes_models import problems
+from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
+from torchx.specs import AppDef, AppState, Role
+
+from lightning_dlrover.components.control.controller import (
+    Controller,
+    Limits,
+)
+from lightning_dlrover.components.control.reconcile import Patience
+from lightning_dlrover.components.targets import kubernetes_api
+from lightning_dlrover.components.targets.kubernetes import (
+    KubernetesOptions,
+    KubernetesTarget,
+    known_target,
+)
+from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
+from lightning_dlrover.components.targets.kubernetes_pod import (
+    PLAIN_JOBS,
+    VOLCANO_JOBS,
+    Mount,
+    job_manifest,
+    job_name,
+)
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    NodeSize,
+    NodeSpec,
+    NotTakenError,
+    TargetError,
+)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.records import Keys
+
+MARK = "0123456789"
+HANDLE = f"run-node1-{MARK}/node1"
+PLAIN = KubernetesOptions(image="trainer:1")
+SPEC = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, 2)
+EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
+
+MakeTarget = Callable[..., KubernetesTarget]
+
+
+with_and_without_volcano = pytest.mark.parametrize("has_volcano", [False, True], ids=["plain", "volcano"])
+with_volcano = pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
+
+
+@pytest.fixture
+def has_volcano() -> bool:
+    return False
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool) -> Iterator[KubernetesCluster]:
+    """Without a kubelet: pods are what a test says they are."""
+    with kubernetes_cluster(tmp_path, runs_pods=False, has_volcano=has_volcano) as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        yield running
+
+
+@pytest.fixture
+def make_target(cluster: KubernetesCluster, tmp_path: Path) -> Iterator[MakeTarget]:
+    made: list[KubernetesTarget] = []
+
+    def make(options: KubernetesOptions = PLAIN, spec: NodeSpec = SPEC, poll_s: float = 0.0, **api: Any) -> KubernetesTarget:
+        api = {"request_s": 5.0, "pause_s": 0.01, **api}
+        made.append(KubernetesTarget(spec, options, tmp_path / "logs", poll_s=poll_s, api=KubernetesApi(**api)))
+        made[-1].open(MARK)
+        return made[-1]
+
+    yield make
+    for target in made:
+        target.close()
+
+
+def wait_for_status(target: KubernetesTarget, wanted: str, handle: str = HANDLE, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (status := target.status(handle)) != wanted:
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {handle} to be {wanted}; it is {status}"
+        time.sleep(0.02)
+
+
+# --- what is asked for ---------------------------------------------------------------------------------------------------
+
+
+def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    [container] = manifest["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+MUCH = KubernetesOptions(
+    image="trainer:1",
+    service_account="trainer",
+    gpus="2",
+    node_selector={"pool": "gpu"},
+    mounts=(Mount("data", "/data", read_only=True),),
+    image_pull_secret="registry",
+    work_dir="/work",
+)
+
+
+def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
+    options = dataclasses.replace(MUCH, grace_s=300)
+    spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"), environment={"LEVEL": "5$"})
+    manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK)
+    assert manifest["metadata"]["name"] == f"run-node3-{MARK}"
+    assert manifest["metadata"]["labels"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
+    job, pod, container = manifest["spec"], manifest["spec"]["template"]["spec"], container_of(manifest)
+    assert (job["backoffLimit"], job["completions"], job["parallelism"]) == (0, 1, 1)
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"], pod["serviceAccountName"]) == ("Never", 300, "trainer")
+    assert pod["nodeSelector"] == {"pool": "gpu"}
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert container["resources"]["requests"] == {"cpu": "4", "memory": "16384Mi", "nvidia.com/gpu": "2"}
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert (container["image"], container["workingDir"], container["command"]) == ("trainer:1", "/work", ["python"])
+    # torchrun makes one $ of two, and Kubernetes has done so before.
+    assert container["args"][-5:] == ["/s/train.py", "--lr", "0.1", "$$$${HOME}", "$$$$(HOME)"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert (variables["DLROVER_NODE"], variables["LEVEL"]) == ("node3", "5$$")
+    assert {"name": "mount-0", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "data"}} in pod["volumes"]
+
+
+@with_and_without_volcano
+@pytest.mark.parametrize("run_id", ["run", "My.Run_2", "_" * 80, "x" * 300, "-a-", "ctr." + "y" * 38 + "-z"])
+def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(
+    make_target: MakeTarget, cluster: KubernetesCluster, run_id: str
+) -> None:
+    target = make_target(spec=dataclasses.replace(SPEC, run_id=run_id))
+    handle = target.start("node12345")
+    assert handle == f"{job_name(run_id, 'node12345', MARK)}/node12345"
+    assert [app.handle for app in target.apps()] == [handle]
+
+
+def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("hunter2\n")
+    files = {name: str(tmp_path / name) for name in ("password_file", "ca_cert", "cert", "cert_key")}
+    spec = dataclasses.replace(SPEC, access={"user": "trainer", **files})
+    manifest = job_manifest(
+        spec, dataclasses.replace(PLAIN, secret="etcd-access", endpoint="etcd:2379"), ANY_SIZE, "node1", MARK
+    )
+    text = str(manifest)
+    assert str(tmp_path) not in text
+    assert "hunter2" not in text
+    arguments = container_of(manifest)["args"]
+    assert "--rdzv-endpoint=etcd:2379" in arguments
+    [conf] = [a for a in arguments if a.startswith("--rdzv-conf=")]
+    folder = "/etc/dlrover/etcd"
+    paths = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
+    for name, file in paths.items():
+        assert f",{name}={folder}/{file}" in conf
+    [volume] = [v for v in manifest["spec"]["template"]["spec"]["volumes"] if "secret" in v]
+    assert volume["secret"]["secretName"] == "etcd-access"
+    assert sorted(item["key"] for item in volume["secret"]["items"]) == sorted(paths.values())
+    with pytest.raises(TargetError, match="put them into a Secret"):  # before anything is started
+        KubernetesTarget(spec, PLAIN, tmp_path)
+
+
+def test_a_template_adds_what_there_is_no_option_for() -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    template = {
+        "metadata": {"annotations": {"team": "ads"}},
+        "spec": {
+            "tolerations": [toleration],
+            "priorityClassName": "low",
+            "restartPolicy": "Always",
+            "containers": [{"name": "worker", "image": "other", "securityContext": {"runAsUser": 1}}, {"name": "side"}],
+            "volumes": [{"name": "scratch", "emptyDir": {}}],
+        },
+    }
+    pod = job_manifest(SPEC, dataclasses.replace(PLAIN, template=template), ANY_SIZE, "node1", MARK)["spec"]["template"]
+    assert pod["metadata"]["annotations"] == {"team": "ads", "lightning-dlrover/job": "run"}
+    assert pod["spec"]["tolerations"] == [toleration]
+    assert (pod["spec"]["priorityClassName"], pod["spec"]["restartPolicy"]) == ("low", "Never")
+    worker, side = pod["spec"]["containers"]
+    assert (worker["image"], worker["securityContext"]) == ("trainer:1", {"runAsUser": 1})
+    assert side == {"name": "side"}
+    assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["scratch", "shm"]
+
+
+# --- starting ------------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_volcano
+def test_a_node_that_was_taken_on_before_is_taken_for_started(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    assert make_target().start("node1") == HANDLE
+    assert make_target().start("node1") == HANDLE  # another controller, which has not heard of the first one's success
+    assert len(cluster.objects["jobs"]) == 1
+
+
+@with_and_without_volcano
+def test_a_job_of_that_name_that_is_not_ours_is_no_node_of_ours(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    make_target().start("node1")
+    cluster.objects["jobs"][f"run-node1-{MARK}"]["metadata"]["labels"] = {}
+    with pytest.raises(NotTakenError, match="is not this job's"):
+        make_target().start("node1")
+
+
+@with_and_without_volcano
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Answer(is_carried_out=True),
+        Answer(),
+        Answer(503, "etcdserver: leader changed"),
+        Answer(504, "timed out", is_carried_out=True),
+        Answer(429, "too many requests", headers={"Retry-After": "0"}),
+        Answer(409, "Operation cannot be fulfilled on resourcequotas: please apply your changes", "Conflict"),
+        Answer(200, body=b"<html>Welcome to our proxy</html>", is_carried_out=True),
+        Answer(201, is_carried_out=True, delay_s=1.0),
+    ],
+    ids=lambda answer: f"{answer.status}{'-done' if answer.is_carried_out else ''}",
+)
+def test_a_request_whose_answer_is_lost_or_put_off_starts_one_node(
+    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
+) -> None:
+    cluster.answer_next("POST", "jobs", failure)
+    target = make_target(request_s=0.5)
+    if failure.status == 200:  # it cannot be told what such an answer means: the lists show it
+        with pytest.raises(TargetError, match="whether Job"):
+            target.start("node1")
+    else:
+        assert target.start("node1") == HANDLE
+    assert list(target.apps()) == [App("node1", HANDLE, True)]
+
+
+def test_throttling_is_waited_out_as_long_as_the_server_says(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    cluster.answer_next("POST", "jobs", Answer(429, "slow down", headers={"Retry-After": "1"}))
+    began = time.monotonic()
+    assert make_target().start("node1") == HANDLE
+    assert 1.0 <= time.monotonic() - began < 4.0
+
+
+@with_and_without_volcano
+@pytest.mark.parametrize(
+    ("failures", "error", "message"),
+    [
+        ([Answer(429, "too many requests")] * 3, NotTakenError, "was not created: too many requests (429)"),
+        ([Answer(500, "internal error")] * 3, TargetError, "whether Job run-node1"),
+        ([Answer()] * 3, TargetError, "whether Job run-node1"),
+        # The first may have been carried out: what is said to the second does not tell.
+        ([Answer(), Answer(403, "exceeded quota", "Forbidden")], TargetError, "whether Job run-node1"),
+    ],
+)
+def test_a_server_that_keeps_failing_is_given_up(
+    make_target: MakeTarget, cluster: KubernetesCluster, failures: list[Answer], error: type[TargetError], message: str
+) -> None:
+    cluster.answer_next("POST", "jobs", *failures)
+    with pytest.raises(TargetError, match=re.escape(message)) as raised:
+        make_target().start("node1")
+    assert raised.type is error
+
+
+@with_and_without_volcano
+def test_a_quota_refuses_in_the_servers_own_words(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    cluster.max_jobs = 1
+    target = make_target()
+    target.start("node1")
+    with pytest.raises(NotTakenError, match=r"exceeded quota: team, requested: count/jobs\.batch(\.volcano\.sh)?=1"):
+        target.start("node2")
+    assert cluster.num_requests("POST", "jobs") == 2  # it is not repeated: the controller does, ever more rarely
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Answer(400, 'admission webhook "policy.example" denied the request: no root', ""),
+        Answer(403, 'admission webhook "policy.example" denied the request: no root', "Forbidden"),
+        Answer(422, 'Job.batch "x" is invalid: spec.template.spec.containers[0].image: no', "Invalid"),
+    ],
+    ids=lambda answer: str(answer.status),
+)
+def test_what_admission_denies_is_refused_in_its_words_and_not_asked_again(
+    make_target: MakeTarget, cluster: KubernetesCluster, refusal: Answer
+) -> None:
+    cluster.answer_next("POST", "jobs", refusal)
+    with pytest.raises(NotTakenError, match=re.escape(refusal.message)):
+        make_target().start("node1")
+    assert cluster.num_requests("POST", "jobs") == 1
+
+
+@with_and_without_volcano
+def test_a_field_of_a_template_that_kubernetes_does_not_know_is_an_error_and_not_left_out(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    target = make_target(dataclasses.replace(PLAIN, template={"spec": {"tolerration": []}}))
+    with pytest.raises(NotTakenError, match=r"unknown field .*template\.spec\.tolerration"):
+        target.start("node1")
+
+
+@with_and_without_volcano
+def test_a_missing_permission_and_a_missing_image_are_refusals(
+    make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
+) -> None:
+    with pytest.raises(NotTakenError, match="image: Required value"):
+        make_target(KubernetesOptions()).start("node1")
+    cluster.forbidden |= {("create", "jobs"), ("create", "jobs.batch.volcano.sh")}
+    with pytest.raises(NotTakenError, match="cannot create resource") as refused:
+        make_target().start("node1")
+    assert ("--plain-jobs starts nodes without Volcano" in str(refused.value)) == has_volcano
+
+
+def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    cluster.answer_next("GET", "jobs", Answer(200, delay_s=30.0))
+    target = make_target(request_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(TargetError, match=r"cannot be listed: GET .*timed out"):
+        target.apps()
+    assert time.monotonic() - began < 5.0
+    gone = make_target(dataclasses.replace(PLAIN, plain_jobs=True))  # so that it has no connection yet
+    cluster._server.shutdown()
+    cluster._server.server_close()
+    with pytest.raises(NotTakenError, match="Connection refused"):
+        gone.start("node1")
+
+
+# --- what became of nodes --------------------------------------------------------------------------------------------------
+
+
+def containers(**exit_codes: int | None) -> dict[str, Any]:
+    """States of a pod's containers; None: it runs."""
+
+    def state(code: int | None) -> dict[str, Any]:
+        if code is None:
+            return {"running": {}}
+        return {"terminated": {"exitCode": code, "reason": {0: "Completed", 137: "OOMKilled"}.get(code, "Error")}}
+
+    return {"containerStatuses": [{"name": name, "state": state(code)} for name, code in exit_codes.items()]}
+
+
+@pytest.mark.parametrize(
+    ("phase", "details", "status", "why"),
+    [
+        ("Pending", {}, "pending", ""),
+        ("Running", {}, "running", ""),
+        ("Succeeded", {}, "succeeded", ""),
+        ("Failed", {"reason": "Evicted", "message": "low on memory"}, "failed", "Evicted: low on memory"),
+        ("Failed", {"reason": "NodeLost"}, "failed", "NodeLost"),
+        ("Unknown", {}, "failed", "its host host-1 is lost"),
+        (
+            "Failed",
+            {"containerStatuses": [{"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}]},
+            "failed",
+            "OOMKilled, exit code 137",
+        ),
+        (
+            "Failed",
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
+            "failed",
+            "PreemptionByScheduler",
+        ),
+        ("Failed", {"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 1}}}]}, "failed", ""),
+        ("Running", containers(worker=None, proxy=None), "running", ""),
+        ("Running", containers(proxy=1, worker=None), "running", ""),
+        ("Running", containers(proxy=None, worker=0), "succeeded", ""),
+        ("Running", containers(proxy=None, worker=1), "failed", ""),
+        ("Running", containers(proxy=None, worker=137), "failed", "OOMKilled, exit code 137"),
+        ("Failed", containers(proxy=137, worker=0), "succeeded", ""),
+        ("Failed", containers(proxy=137, worker=1), "failed", ""),
+    ],
+)
+def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
+    make_target: MakeTarget,
+    cluster: KubernetesCluster,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    phase: str,
+    details: dict[str, Any],
+    status: str,
+    why: str,
+) -> None:
+    target = make_target()
+    handle = target.start("node1")
+    cluster.set_pod("node1", phase, **details)
+    wait_for_status(target, status)
+    assert [app.is_living for app in target.apps()] == [status in ("pending", "running")]
+    if why:
+        assert why in caplog.text
+        assert f"Kubernetes: {why}" in target.logs(handle)[-1].read_text()
+    else:
+        assert not (tmp_path / "logs/node1/stderr.log").exists()
+
+
+def test_a_pod_that_hands_over_is_running_whatever_its_job_says(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    cluster.evict("node1")
+    failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
+    cluster.objects["jobs"][f"run-node1-{MARK}"]["status"] = {"conditions": [failed]}
+    assert target.status(HANDLE) == "running"
+    cluster.remove_pod("node1")
+    wait_for_status(target, "failed")
+
+
+def test_a_job_without_a_pod_is_no_end_before_it_says_so(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    with cluster.lock:
+        cluster.objects["pods"].clear()
+    assert target.status(HANDLE) == "running"
+    complete = {"type": "Complete", "status": "True"}
+    cluster.objects["jobs"][f"run-node1-{MARK}"]["status"] = {"conditions": [complete]}
+    wait_for_status(target, "succeeded")
+
+
+@with_and_without_volcano
+def test_a_node_that_somebody_has_deleted_has_failed(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    assert target.status(HANDLE) == "pending"
+    with cluster.lock:
+        cluster.objects["jobs"].clear()
+        cluster.objects["pods"].clear()
+    wait_for_status(target, "failed")
+    assert target.apps() == []
+
+
+def test_a_pod_on_a_lost_host_is_given_up_long_after_its_grace(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(dataclasses.replace(PLAIN, grace_s=100))
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    cluster.evict("node1")  # nobody is there who would end it
+    assert target.status(HANDLE) == "running"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 155.0)
+    assert target.status(HANDLE) == "running"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 165.0)
+    assert target.apps() == [App("node1", HANDLE, False)]
+    target.status(HANDLE)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 180.0)
+    assert target.status(HANDLE) == "failed"
+
+
+@with_and_without_volcano
+def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    other = make_target()
+    other.open("other")
+    other.start("node7")
+    target = make_target()
+    target.start("node1")
+    assert list(target.apps()) == [App("node1", HANDLE, True)]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Answer(),
+        Answer(500, "boom"),
+        Answer(429, "too many requests"),
+        Answer(401, "Unauthorized"),
+        Answer(403, "jobs is forbidden"),
+        Answer(410, "too old resource version", "Expired"),
+        Answer(200, body=b"nonsense"),
+        Answer(200, body=b'{"kind": "Status", "status": "Success"}'),
+        Answer(200, body=b'{"items": [3]}'),
+    ],
+    ids=lambda answer: f"{answer.status}-{(answer.body or b'')[:10].decode()}",
+)
+@pytest.mark.parametrize("kind", ["jobs", "pods"])
+def test_nothing_is_taken_for_ended_because_the_api_fails(
+    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer, kind: str
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.answer_next("GET", kind, failure)
+    with pytest.raises(TargetError, match="cannot be listed"):
+        target.apps()
+    cluster.answer_next("GET", kind, failure)
+    assert target.status(HANDLE) == "running"
+    cluster.clear_answers()
+    cluster.set_pod("node1", "Succeeded")
+    wait_for_status(target, "succeeded")
+
+
+def test_an_api_that_is_away_for_a_minute_ends_nothing(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(poll_s=2.0)
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    now = time.monotonic()
+    cluster.answer_next("GET", "jobs", *[Answer()] * 100)
+    for second in range(60):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + second: at)
+        assert target.status(HANDLE) == "running"
+    assert 2 <= cluster.num_requests("GET", "jobs") - 1 <= 6
+    cluster.clear_answers()
+    cluster.set_pod("node1", "Succeeded")
+    monkeypatch.setattr(time, "monotonic", lambda: now + 120.0)
+    target.status(HANDLE)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 132.0)  # its last words are waited for
+    assert target.status(HANDLE) == "succeeded"
+
+
+def test_a_failing_api_is_asked_ever_more_rarely(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target(poll_s=0.2)
+    cluster.answer_next("GET", "jobs", *[Answer(500, "boom")] * 20)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        with pytest.raises(TargetError, match="boom"):
+            target.apps()
+        time.sleep(0.01)
+    assert 2 <= cluster.num_requests("GET", "jobs") <= 3  # after 0, 0.4 and 1.2 s
+
+
+def test_lists_are_put_off_as_long_as_a_throttling_server_says(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(poll_s=0.1)
+    target.start("node1")
+    cluster.answer_next("GET", "jobs", Answer(429, "slow down", headers={"Retry-After": "30"}))
+    now = time.monotonic()
+    for later_s, num_lists in ((0.0, 1), (10.0, 1), (29.0, 1), (31.0, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + later_s: at)
+        assert target.status(HANDLE) == "pending"
+        assert cluster.num_requests("GET", "jobs") == num_lists
+
+
+def test_a_list_from_before_a_node_was_created_says_nothing_about_it(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    target = make_target(poll_s=60.0)
+    assert target.apps() == []
+    assert target.status(target.start("node1")) == "pending"
+
+
+@pytest.mark.parametrize(
+    ("details", "why"),
+    [
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 fit"}]},
+            "node1 waits: Unschedulable: 0/3 fit",
+        ),
+        (
+            {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]},
+            "node1 waits: ImagePullBackOff: no such image",
+        ),
+    ],
+)
+def test_it_is_said_once_why_a_node_waits(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, details: dict[str, Any], why: str
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Pending", **details)
+    for _ in range(3):
+        assert target.status(HANDLE) == "pending"
+    assert caplog.text.count(why) == 1
+
+
+def test_events_tell_why_a_job_gets_no_pod(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_room_for_pods = False
+    target = make_target()
+    target.start("node1")
+    reference = {"kind": "Job", "name": f"run-node1-{MARK}"}
+    message = "pods is forbidden: exceeded quota: team, requested: cpu=1"
+    event = {"metadata": {"name": "e"}, "involvedObject": reference, "type": "Warning", "message": message}
+    cluster.objects["events"]["e"] = event
+    assert target.status(HANDLE) == "pending"
+    assert cluster.num_requests("GET", "events") == 0  # it may just be on its way
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
+    assert target.status(HANDLE) == "pending"
+    assert target.status(HANDLE) == "pending"
+    assert f"node1 waits: {message}" in caplog.text
+    assert cluster.num_requests("GET", "events") == 1
+
+
+# --- ending ----------------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_volcano
+def test_a_cancelled_node_is_deleted_with_its_pod(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    target.cancel([HANDLE])
+    assert cluster.objects["jobs"] == {}
+    pod = cluster.pod_of("node1")
+    assert pod["metadata"]["deletionGracePeriodSeconds"] == 30  # though a hand-over may take 120 s
+    assert target.apps() == [App("node1", HANDLE, True)]  # it ends, but has not
+    assert target.status(HANDLE) == "running"
+    cluster.remove_pod("node1")
+    wait_for_status(target, "failed")
+    assert caplog.text == ""
+    target.cancel([HANDLE])  # what has ended need not be
+
+
+@with_and_without_volcano
+@pytest.mark.parametrize("failure", [Answer(500, "boom"), Answer(403, "forbidden"), Answer()])
+def test_a_node_that_could_not_be_deleted_is_told_to_the_controller(
+    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
+) -> None:
+    target = make_target()
+    handles = [target.start("node1"), target.start("node2")]
+    cluster.answer_next("DELETE", "jobs", *[failure] * 3)
+    with pytest.raises(TargetError, match="not all nodes could be deleted"):
+        target.cancel(handles)
+    cluster.clear_answers()
+    target.cancel(handles)
+    assert cluster.objects["jobs"] == {}
+
+
+def test_pod_that_outlives_its_worker_is_deleted(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=1))
+    cluster.logs["node1"] = stamped(1, "last words")
+    wait_for_status(target, "failed")
+    assert "last words\n" in target.logs(HANDLE)[0].read_text()
+    for _ in range(3):
+        target.apps()
+    assert cluster.objects["jobs"] == {}
+    assert cluster.num_requests("DELETE", "pods") == 1
+    assert cluster.pod_of("node1")["metadata"]["deletionGracePeriodSeconds"] == 30
+    assert target.status(HANDLE) == "failed"
+
+
+def test_out_of_memory_is_that_of_the_worker(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running", **containers(proxy=137, worker=1))
+    target.apps()
+    assert not target.ran_out_of_memory(HANDLE)
+    cluster.set_pod("node1", "Running", **containers(proxy=None, worker=137))
+    target.apps()
+    assert target.ran_out_of_memory(HANDLE)
+
+
+# --- output ----------------------------------------------------------------------------------------------------------------
+
+
+def stamped(second: int, text: str, nanosecond: int = 0) -> str:
+    return f"2026-01-01T00:00:{second:02d}.{nanosecond:09d}Z {text}\n"
+
+
+def wait_for_output(target: KubernetesTarget, text: str) -> None:
+    deadline = time.monotonic() + 15.0
+    while text != "".join(file.read_text() for file in target.logs(HANDLE)):
+        assert time.monotonic() < deadline, f"waited 15 s for {text!r}: {[f.read_text() for f in target.logs(HANDLE)]}"
+        target.status(HANDLE)
+        time.sleep(0.02)
+
+
+def test_output_is_copied_line_by_line_once_and_completely(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target(poll_s=0.01)
+    target.start("node1")
+    cluster.logs["node1"] = stamped(1, "one") + stamped(1, "same time") + stamped(2, "two")
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "one\nsame time\ntwo\n")
+    cluster.answer_next("GET", "pods/log", Answer(), Answer(500, "the kubelet does not answer"))
+    cluster.logs["node1"] += (
+        stamped(2, "again at two") + stamped(2, "later", nanosecond=7) + stamped(3, "last words").rstrip("\n")
+    )
+    wait_for_output(target, "one\nsame time\ntwo\nagain at two\nlater\n")  # half a line is none
+    cluster.set_pod("node1", "Succeeded")
+    wait_for_status(target, "succeeded")
+    assert target.logs(HANDLE)[0].read_text() == "one\nsame time\ntwo\nagain at two\nlater\nlast words\n"
+
+
+def test_the_next_controller_goes_on_where_the_output_was_left(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    first = make_target()
+    first.start("node1")
+    cluster.logs["node1"] = stamped(1, "one") + stamped(1, "same time")
+    cluster.set_pod("node1", "Running")
+    wait_for_output(first, "one\nsame time\n")
+    first.close()
+    cluster.logs["node1"] += stamped(1, "another") + stamped(2, "two")
+    wait_for_output(make_target(), "one\nsame time\nanother\ntwo\n")
+
+
+def test_an_end_is_told_though_the_output_cannot_be_read(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.forbidden.add(("get", "pods/log"))
+    cluster.set_pod("node1", "Succeeded")
+    assert target.status(HANDLE) == "pending"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11.0)
+    assert target.status(HANDLE) == "succeeded"
+
+
+# --- Volcano ---------------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_volcano
+def test_volcano_is_used_where_the_cluster_has_it_unless_plain_jobs_are_wanted(
+    make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
+) -> None:
+    target, plain = make_target(), make_target(dataclasses.replace(PLAIN, plain_jobs=True))
+    assert plain.name == "kubernetes/training"
+    assert target.name == ("kubernetes/training/volcano" if has_volcano else plain.name)
+    target.start("node1")
+    plain.start("node2")
+    kinds = [job["apiVersion"] for job in cluster.objects["jobs"].values()]
+    assert kinds == [VOLCANO_JOBS if has_volcano else PLAIN_JOBS, PLAIN_JOBS]
+
+
+def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    with pytest.raises(TargetError, match=r"--queue ads: the cluster has no Volcano .* leave the option out"):
+        make_target(dataclasses.replace(PLAIN, queue="ads"))
+
+
+@with_volcano
+@pytest.mark.parametrize("failure", [Answer(503, "starting"), Answer(), Answer(200, body=b"nonsense")])
+def test_a_cluster_that_does_not_say_whether_it_has_volcano_is_not_guessed_at(
+    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
+) -> None:
+    cluster.answer_next("GET", "apis", failure)
+    if failure.status == 200:  # it has been answered, so it is not asked again
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
+            make_target()
+    else:
+        assert make_target().name == "kubernetes/training/volcano"
+    cluster.answer_next("GET", "apis", *[failure] * 3)
+    with pytest.raises(TargetError, match="whether the cluster has Volcano cannot be asked"):
+        make_target()
+    make_target(dataclasses.replace(PLAIN, plain_jobs=True))
+
+
+def test_a_node_of_volcano_has_the_same_pod_in_a_job_that_nothing_restarts() -> None:
+    options = dataclasses.replace(PLAIN, queue="ads", template={"spec": {"priorityClassName": "low"}})
+    plain = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK)
+    job = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK, VOLCANO_JOBS)
+    [task] = job["spec"].pop("tasks")
+    assert (task["replicas"], task["template"]) == (1, plain["spec"]["template"])
+    assert job["metadata"] == plain["metadata"]
+    assert job["spec"] == {
+        "schedulerName": "volcano",
+        "queue": "ads",
+        "priorityClassName": "low",
+        "minAvailable": 1,
+        "policies": [{"event": "PodEvicted", "action": "TerminateJob"}],
+        "maxRetry": 0,
+        "ttlSecondsAfterFinished": 3600,
+    }
+
+
+@with_volcano
+@pytest.mark.parametrize("keeps_policies", [True, False])
+def test_a_pod_of_volcano_that_hands_over_is_running_and_never_made_anew(
+    make_target: MakeTarget, cluster: KubernetesCluster, keeps_policies: bool
+) -> None:
+    target = make_target()
+    target.start("node1")
+    job = cluster.objects["jobs"][f"run-node1-{MARK}"]
+    if not keeps_policies:
+        job["spec"]["policies"] = []
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.evict("node1")
+    assert job["status"]["state"]["phase"] == ("Terminated" if keeps_policies else "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.remove_pod("node1")
+    if keeps_policies:
+        wait_for_status(target, "failed")
+    else:  # so that is what the policy is for
+        assert [pod["status"]["phase"] for pod in cluster.objects["pods"].values()] == ["Pending"]
+
+
+@with_volcano
+@pytest.mark.parametrize(
+    ("phase", "status", "why"),
+    [
+        ("Pending", "running", ""),
+        ("Running", "running", ""),
+        ("Restarting", "running", ""),
+        ("Aborting", "running", ""),
+        ("Terminating", "running", ""),
+        ("Completing", "running", ""),
+        ("Completed", "succeeded", ""),
+        ("Failed", "failed", "its pod is gone (Volcano: Failed)"),
+        ("Terminated", "failed", "its pod is gone (Volcano: Terminated, by a policy)"),
+        ("Aborted", "failed", "its pod is gone (Volcano: Aborted)"),
+    ],
+)
+def test_each_phase_of_a_job_of_volcano_without_a_pod_has_its_meaning(
+    make_target: MakeTarget,
+    cluster: KubernetesCluster,
+    caplog: pytest.LogCaptureFixture,
+    phase: str,
+    status: str,
+    why: str,
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    with cluster.lock:
+        cluster.objects["pods"].clear()
+        state = {"phase": phase, **({"message": "by a policy"} if "policy" in why else {})}
+        job = cluster.objects["jobs"][f"run-node1-{MARK}"]
+        job["status"] = {"state": state, "conditions": [{"status": "Pending"}, {"status": phase}]}
+    wait_for_status(target, status)
+    assert why in caplog.text
+
+
+@with_volcano
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_queue_that_is_missing_or_closed_refuses_in_volcanos_words(
+    make_target: MakeTarget, cluster: KubernetesCluster, is_closed: bool
+) -> None:
+    if is_closed:
+        cluster.queues["ads"] = "Closed"
+    words = "queue `ads` status is `Closed`" if is_closed else 'queues.scheduling.volcano.sh "ads" not found'
+    with pytest.raises(NotTakenError, match=re.escape(words)):
+        make_target(dataclasses.replace(PLAIN, queue="ads")).start("node1")
+
+
+@with_volcano
+def test_a_queue_that_nobody_checks_is_named_when_its_node_waits(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_webhook = False
+    target = make_target(dataclasses.replace(PLAIN, queue="ads"))
+    target.start("node1")
+    assert target.status(HANDLE) == "pending"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
+    assert target.status(HANDLE) == "pending"
+    assert (
+        "node1 waits: Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is queue ads" in caplog.text
+    )
+
+
+@with_volcano
+def test_a_full_queue_is_said_to_be_what_a_node_waits_for(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_room_for_pods = False
+    target = make_target()
+    target.start("node1")
+    [(name, group)] = cluster.objects["podgroups"].items()
+    gang = "1/0 tasks in gang unschedulable: pod group is not ready, 1 minAvailable"
+    group["status"]["conditions"] = [{"type": "Unschedulable", "status": "True", "message": gang}]
+    reference = {"kind": "PodGroup", "name": name}
+    for number, message in enumerate(["queue resource quota insufficient: memory", "queue resource quota insufficient: cpu"]):
+        event = {"involvedObject": reference, "type": "Normal", "message": message, "lastTimestamp": f"2026-01-0{number + 1}"}
+        cluster.objects["events"][f"e{number}"] = {"metadata": {"name": f"e{number}"}, **event}
+    assert target.status(HANDLE) == "pending"
+    now = time.monotonic()
+    for later_s in (6.0, 40.0):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + later_s: at)
+        assert target.status(HANDLE) == "pending"
+    said = f"node1 waits: in queue default of Volcano, Pending; queue resource quota insufficient: cpu; {gang}"
+    assert caplog.text.count(said) == 1
+
+
+@with_volcano
+def test_whoever_comes_later_finds_nodes_of_volcano_by_the_name_of_their_target(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
+    first = make_target()
+    first.start("node1")
+    later = known_target(SPEC, first.name, None, poll_s=0.0)
+    later.open(MARK)
+    assert later.name == first.name
+    assert list(later.apps()) == [App("node1", HANDLE, True)]
+    later.cancel([HANDLE])
+    assert cluster.objects["jobs"] == cluster.objects["podgroups"] == {}
+    later.close()
+
+
+@pytest.fixture
+def torchx(cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> KubernetesScheduler:
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+    configuration = client.Configuration()
+    config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=configuration)
+    return KubernetesScheduler("session", client=client.ApiClient(configuration))
+
+
+@with_volcano
+def test_torchx_lists_describes_reads_and_cancels_a_node_of_volcano(
+    make_target: MakeTarget, cluster: KubernetesCluster, torchx: KubernetesScheduler
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.logs["node1"] = stamped(1, "one")
+    cluster.set_pod("node1", "Running")
+    [listed] = torchx.list()
+    assert (listed.app_id, listed.state) == (f"training:run-node1-{MARK}", AppState.RUNNING)
+    described = torchx.describe(listed.app_id)
+    assert described is not None
+    assert [(role.name, role.num_replicas) for role in described.roles] == [("worker", 1)]
+    # Newer clients hand a log on as the representation of its bytes.
+    assert " one" in "".join(torchx.log_iter(listed.app_id, "worker"))
+    torchx.cancel(listed.app_id)  # 0.7 deletes the Job, 0.8 aborts it
+    assert "deletionTimestamp" in cluster.pod_of("node1")["metadata"]
+    assert target.status(HANDLE) == "running"  # it hands over
+    cluster.remove_pod("node1")
+    wait_for_status(target, "failed")
+
+
+@with_volcano
+def test_an_app_that_torchx_starts_runs_in_this_cluster(
+    cluster: KubernetesCluster, torchx: KubernetesScheduler, tmp_path: Path
+) -> None:
+    cluster.runs_pods = True
+    script = "import os, sys; print(sys.argv[1], os.environ['LEVEL'], os.environ['VC_TASK_INDEX'])"
+    role = Role("controller", image="trainer:1", entrypoint="python", args=["-c", script, "hello"], env={"LEVEL": "5"})
+    app_id = torchx.submit(AppDef("ctr", [role]), {"namespace": "training", "queue": "default"}, workspace=None)
+    deadline = time.monotonic() + 15.0
+    while (described := torchx.describe(app_id)) is None or described.state != AppState.SUCCEEDED:
+        assert time.monotonic() < deadline, f"{app_id} does not end: {described}"
+        time.sleep(0.05)
+    assert "hello 5 0" in "".join(torchx.log_iter(app_id, "controller"))
+
+
+# --- setting up ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(TargetError, match=re.escape("pip install 'lightning-dlrover[kubernetes]'")):
+        KubernetesApi()
+
+
+def test_without_a_cluster_it_is_said_where_one_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(TargetError, match="no Kubernetes cluster is configured"):
+        KubernetesApi()
+
+
+def test_inside_a_cluster_its_own_server_is_asked_with_the_token_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    files = {"SERVICE_TOKEN_FILENAME": tmp_path / "token", "SERVICE_CERT_FILENAME": tmp_path / "ca.crt"}
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("secret-token")
+    (tmp_path / "namespace").write_text("training\n")
+    for name, file in files.items():
+        monkeypatch.setattr(incluster_config, name, str(file))
+    monkeypatch.setattr(kubernetes_api, "_NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    with kubernetes_cluster(tmp_path, runs_pods=False, tls=tls) as inside:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(inside.port))
+        target = KubernetesTarget(SPEC, PLAIN, None, poll_s=0.0)
+        target.open(MARK)
+        assert target.name == "kubernetes/training"
+        assert target.start("node1") == HANDLE
+        assert list(target.apps()) == [App("node1", HANDLE, True)]
+        (tmp_path / "ca.crt").unlink()
+        trustme.CA().cert_pem.write_to_path(tmp_path / "ca.crt")
+        with pytest.raises(TargetError, match="certificate verify failed"):
+            KubernetesTarget(SPEC, PLAIN, None, api=KubernetesApi(pause_s=0.01))
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+
+
+def test_the_example_role_allows_what_the_target_asks_and_no_more(
+    make_target: MakeTarget, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [role] = [d for d in documents("rbac.yaml") if d["kind"] == "Role"]
+    own_groups = {"": "", "batch": ""}
+    allowed = {
+        (verb, f"{resource}{own_groups.get(group, '.' + group)}")
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    verbs = ("create", "list", "get", "delete", "watch", "patch")
+    groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
+    resources = ("jobs", "pods", "pods/log", "events", *groups)
+    cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
+    for has_volcano in (False, True):
+        cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
+        target = make_target(poll_s=0.01)
+        target.open(f"{MARK}{has_volcano:d}")
+        handle = target.start("node1")
+        assert target.start("node1") == handle
+        cluster.logs["node1"] = stamped(1, "one")
+        cluster.set_pod("node1", "Running")
+        wait_for_output(target, "one\n")
+        cluster.has_room_for_pods = False
+        waiting = target.start("node2")
+        assert target.status(waiting) == "pending"
+        now = time.monotonic()
+        with monkeypatch.context() as later:
+            later.setattr(time, "monotonic", lambda at=now + 6.0: at)
+            assert target.status(waiting) == "pending"  # and its events are looked at
+        target.cancel([handle, waiting])
+        cluster.remove_pod("node1")
+    asked = set()
+    for method, path in cluster.requests:
+        place, _, rest = path.partition("?")[0].partition("/namespaces/training/")
+        if not rest:
+            continue  # what a cluster offers may be asked by anybody
+        kind, *name = rest.split("/")
+        verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+        group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""
+        asked.add((verb, "/".join([f"{kind}{own_groups.get(group, '.' + group)}", *name[1:]])))
+    assert asked == allowed
+
+
+@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
+def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str) -> None:
+    assert [problem for document in documents(name) for problem in problems(document)] == []
+
+
+@pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
+def test_a_node_with_every_option_has_no_field_that_kubernetes_does_not_know(api_version: str, tmp_path: Path) -> None:
+    options = dataclasses.replace(
+        MUCH,
+        secret="etcd-access",
+        queue="ads",
+        template={"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "priorityClassName": "low"}},
+    )
+    spec = dataclasses.replace(SPEC, access={"ca_cert": str(tmp_path / "ca")}, environment={"LEVEL": "5$"})
+    manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK, api_version)
+    assert problems(manifest) == []
+    manifest["spec"]["backOffLimit"] = 0
+    manifest["metadata"]["label"] = {}
+    [template] = [t["template"] for t in manifest["spec"].get("tasks", [manifest["spec"]])]
+    template["spec"]["containers"][0]["resources"]["limit"] = {}
+    template["spec"]["terminationGracePeriodSeconds"] = "120"
+    found = " ".join(problems(manifest))
+    for wrong in ("Job.spec.backOffLimit", "Job.metadata.label", "containers[0].resources.limit", "'120' is no int"):
+        assert wrong in found
+
+
+@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
+def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
+    found = documents(name)
+    assert all(d["apiVersion"] and d["kind"] and d["metadata"]["name"] for d in found)
+    named = {(d["kind"], d["metadata"]["name"]) for file in ("rbac.yaml", "etcd.yaml") for d in documents(file)}
+    for document in found:
+        if document["kind"] == "RoleBinding":
+            assert ("Role", document["roleRef"]["name"]) in named
+            assert all(("ServiceAccount", subject["name"]) in named for subject in document["subjects"])
+        if document["kind"] == "Service":
+            templates = [d["spec"]["template"]["metadata"]["labels"] for d in found if "template" in d.get("spec", {})]
+            assert any(document["spec"]["selector"].items() <= labels.items() for labels in templates)
+        if document["kind"] == "Job":
+            pod = document["spec"]["template"]["spec"]
+            assert ("ServiceAccount", pod["serviceAccountName"]) in named
+            volumes = {volume["name"]: volume for volume in pod["volumes"]}
+            assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == set(volumes)
+            for volume in volumes.values():
+                if "secret" in volume:
+                    assert ("Secret", volume["secret"]["secretName"]) in named
+
+
+# --- with a controller ------------------------------------------------------------------------------------------------
+
+
+def test_job_goes_on_when_the_cluster_refuses_a_node(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
+) -> None:
+    cluster.max_jobs = 1
+    patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
+        while len(controller._apps) < 4:  # three refusals
+            assert controller.step() is None
+            controller.wait(0.01)
+        assert cluster.nodes() == ["node1"]
+        assert cluster.num_requests("DELETE", "jobs") == 0
+        cluster.max_jobs = 2
+        deadline = time.monotonic() + 10.0
+        while len(cluster.nodes()) < 2:
+            assert time.monotonic() < deadline, "waited 10 s for the second node"
+            assert controller.step() is None
+            controller.wait(0.01)
+
+
+def test_handle_is_that_of_this_job_and_node(make_target: MakeTarget) -> None:
+    target = make_target()
+    assert target.owns("node1", HANDLE)
+    others = ["", "node1", "other/node1", HANDLE + "/", HANDLE.replace(MARK, "9876543210"), HANDLE.replace("/node1", "/node2")]
+    assert not any(target.owns("node1", handle) for handle in others)

@@ -1,0 +1,64 @@
+"""Which files hold a node's output, and what is new in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_dlrover.components.targets.logs import (
+    LogFile,
+    log_files,
+    read_tail,
+)
+
+
+def write(file: Path, text: str = "") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_output_is_found_by_node_wherever_it_ran(tmp_path: Path) -> None:
+    local = [write(tmp_path / f"torchx_1/node2-x1y2z3/worker/0/{name}.log") for name in ("stderr", "stdout")]
+    slurm = [write(tmp_path / f"node10/{name}.log") for name in ("stdout", "stderr")]
+    write(tmp_path / "node10/batch.sh")
+    write(tmp_path / "other/stdout.log")
+    assert log_files(tmp_path) == {"node2": local[::-1], "node10": slurm}
+    assert list(log_files(tmp_path)) == ["node2", "node10"]
+
+
+def test_a_line_is_given_once_and_when_it_is_whole(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "one\ntw"))
+    assert list(file.new_lines(whole=False)) == ["one"]
+    with file.file.open("a") as stream:
+        stream.write("o\nbar 1%\rbar 2%\n\nlast")
+    assert list(file.new_lines(whole=False)) == ["two", "bar 2%", ""]
+    assert list(file.new_lines(whole=True)) == ["last"]
+    assert list(file.new_lines(whole=True)) == []
+
+
+def test_what_was_there_can_be_left_out(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "old\n"))
+    file.skip()
+    with file.file.open("a") as stream:
+        stream.write("new\n")
+    assert list(file.new_lines(whole=False)) == ["new"]
+
+
+def test_tail_is_read_without_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "stderr.log"
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)  # takes no room
+        stream.seek(0, 2)
+        stream.write(b"\nValueError: bad\n")
+    assert read_tail(file, 100).endswith("ValueError: bad\n")
+    assert read_tail(write(tmp_path / "short.log", "one\ntwo\n")) == "one\ntwo\n"
+    assert read_tail(write(tmp_path / "lines.log", "one\ntwo\n"), 6) == "two\n"
+
+
+def test_progress_bar_without_an_end_is_read_once(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "".join(f"bar {i} %\r" for i in range(20_000)) + "half"))
+    assert list(file.new_lines(whole=False)) == []
+    assert file.file.stat().st_size - file.num_read == len("half")
+    with file.file.open("a") as stream:
+        stream.write(" a bar\r100 %\nnext\n")
+    assert list(file.new_lines(whole=False)) == ["100 %", "next"]

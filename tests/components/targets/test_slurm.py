@@ -1,0 +1,443 @@
+"""The Slurm target against commands that do as a test says: answer, refuse, fail, hang, talk nonsense."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.components.control.post_mortem import examine
+from lightning_dlrover.components.targets.slurm import (
+    SlurmOptions,
+    SlurmTarget,
+)
+from lightning_dlrover.components.targets.target import (
+    App,
+    NodeSize,
+    NodeSpec,
+    NotTakenError,
+    TargetError,
+)
+
+MARK = "0123456789"
+PLAIN = SlurmOptions()
+
+
+class Commands:
+    """Slurm's commands, each a few lines of shell; `calls` says how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "calls"
+        self.log.touch()
+        for name in ("sbatch", "squeue", "scancel", "scontrol"):
+            self.set(name, "exit 0")
+        self.set("sbatch", "echo 17")
+        self.unknown()
+
+    def set(self, name: str, shell: str) -> None:
+        new = self.folder / f".{name}"
+        new.write_text(f'#!/bin/bash\necho {name} "$@" >> {self.log}\n{shell}\n')
+        new.chmod(0o755)
+        new.replace(self.folder / name)  # one that runs keeps what it was
+
+    def list(self, *lines: str) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        self.set("squeue", f"cat <<'END'\n{text}END")
+
+    def unknown(self) -> None:
+        self.set("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+
+    def calls(self, name: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return Commands(folder)
+
+
+MakeTarget = Callable[..., SlurmTarget]
+
+
+@pytest.fixture
+def make_target(commands: Commands, tmp_path: Path) -> MakeTarget:
+    def make(options: SlurmOptions = PLAIN, command_s: float = 5.0, poll_s: float = 0.0, **spec: object) -> SlurmTarget:
+        values = {"script": "/s/train.py", "script_args": (), "endpoint": "h:1", "run_id": "run", "prefix": "/dlrover"}
+        node_spec = NodeSpec(**{**values, "min_workers": 1, "max_workers": 2, **spec})  # type: ignore[arg-type]
+        target = SlurmTarget(node_spec, options, tmp_path / "logs", poll_s=poll_s, command_s=command_s)
+        target.open(MARK)
+        return target
+
+    return make
+
+
+def row(job: int, state: str, node: str = "node1") -> str:
+    return f"{job} {state} run.{node}.{MARK}"
+
+
+def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+    options = SlurmOptions(partition="p", account="a", qos="q", time="10", gres="gpu:1", extra=("--exclusive",))
+    target = make_target(options, script_args=("--lr", "0.1", "a b", "${HOME}", "it's"))
+    assert target.start("node1", NodeSize(3, 2048)) == "17/node1"
+    [call] = commands.calls("sbatch")
+    for argument in (
+        "--partition=p",
+        "--account=a",
+        "--qos=q",
+        "--time=10",
+        "--mem=2048M",
+        "--gres=gpu:1",
+        "--cpus-per-task=3",
+    ):
+        assert f" {argument} " in call
+    assert "--open-mode=append" in call  # of a node that is started again the first output stays
+    assert f"--job-name=run.node1.{MARK} " in call
+    assert "--signal=B:USR1@120" in call
+    assert "--no-requeue" in call
+    script = tmp_path / "logs/node1/batch.sh"
+    assert call.endswith(f"--exclusive {script}")
+    text = script.read_text()
+    assert "export DLROVER_NODE=node1\n" in text
+    # torchrun makes one $ of two.
+    assert text.rstrip().endswith("/s/train.py --lr 0.1 'a b' '$${HOME}' 'it'\"'\"'s'")
+
+
+def test_no_notice_is_asked_for_if_none_is_wanted(make_target: MakeTarget, commands: Commands) -> None:
+    make_target(SlurmOptions(notice_s=0)).start("node1")
+    assert "--signal" not in commands.calls("sbatch")[0]
+
+
+def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: MakeTarget, commands: Commands) -> None:
+    commands.set("sbatch", "echo 'Welcome! Your project has 3 hours left.'; echo '4711;cluster2'")
+    assert make_target().start("node1") == "4711/node1"
+
+
+@pytest.mark.parametrize(
+    ("shell", "error", "message"),
+    [
+        ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", NotTakenError, "invalid partition specified"),
+        ("exit 3", NotTakenError, "ended with 3: it said nothing"),
+        (
+            "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1",
+            NotTakenError,
+            "could not reach Slurm 3 times",
+        ),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", TargetError, "Socket timed out"),
+        ("echo hello", TargetError, "has not given the job's number, but 'hello'"),
+        ("exit 0", TargetError, "has not given the job's number"),
+    ],
+)
+def test_what_sbatch_says_tells_whether_the_node_may_come(
+    make_target: MakeTarget, commands: Commands, shell: str, error: type[TargetError], message: str
+) -> None:
+    commands.set("sbatch", shell)
+    with pytest.raises(TargetError, match=re.escape(message)) as raised:
+        make_target().start("node1")
+    assert raised.type is error
+
+
+def test_a_submission_that_did_not_reach_slurm_is_repeated(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+    busy = f"[ -e {tmp_path}/tried ] && echo 18 && exit; touch {tmp_path}/tried; echo 'connect failure' >&2; exit 1"
+    commands.set("sbatch", busy)
+    assert make_target().start("node1") == "18/node1"
+    assert len(commands.calls("sbatch")) == 2
+
+
+@pytest.mark.parametrize("command", ["sbatch", "squeue", "scancel"])
+def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path, command: str
+) -> None:
+    commands.set(command, f"sleep 600 & echo $! > {tmp_path}/child; wait")
+    target = make_target(command_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(TargetError, match=f"{command} has not answered within 0.5 s"):
+        {"sbatch": lambda: target.start("n"), "squeue": target.apps, "scancel": lambda: target.cancel(["1/n"])}[command]()
+    assert time.monotonic() - began < 5.0
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    deadline = time.monotonic() + 5.0
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "what the command has started lives on"
+
+
+def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Commands) -> None:
+    others = ["3 RUNNING run.node3.other", "4 PENDING my job", f"5 PENDING run2.node1.{MARK}", "6 PENDING "]
+    commands.list(*others, row(1, "RUNNING"), row(2, "COMPLETED", "node2"))
+    assert list(make_target().apps()) == [App("node1", "1/node1", True), App("node2", "2/node2", False)]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("PENDING", "pending"),
+        ("CONFIGURING", "pending"),
+        ("RUNNING", "running"),
+        ("COMPLETING", "running"),
+        ("SUSPENDED", "running"),
+        ("COMPLETED", "succeeded"),
+        ("FAILED", "failed"),
+        ("CANCELLED", "failed"),
+        ("TIMEOUT", "failed"),
+        ("NODE_FAIL", "failed"),
+        ("PREEMPTED", "failed"),
+        ("OUT_OF_MEMORY", "failed"),
+    ],
+)
+def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: Commands, state: str, status: str) -> None:
+    commands.list(row(1, state))
+    assert make_target().status("1/node1") == status
+
+
+@pytest.mark.parametrize(
+    ("state", "printed", "why"),
+    [
+        ("OUT_OF_MEMORY", "", "OUT_OF_MEMORY"),
+        ("PREEMPTED", "", "PREEMPTED"),
+        (
+            "FAILED",
+            "slurmstepd-h0: error: StepId=1.batch exceeded memory limit (117690368 > 104857600), being killed",
+            "out of memory: exceeded memory limit (117690368 > 104857600), being killed",
+        ),
+        (
+            "OUT_OF_MEMORY",
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.",
+            "OUT_OF_MEMORY, out of memory: oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.",
+        ),
+        ("FAILED", "ValueError: the script's own", ""),
+    ],
+)
+def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
+    make_target: MakeTarget,
+    commands: Commands,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    state: str,
+    printed: str,
+    why: str,
+) -> None:
+    target = make_target()
+    handle = target.start("node1")
+    log = tmp_path / "logs/node1/stderr.log"
+    log.write_text(f"{printed}\n")
+    commands.list(row(17, state))
+    for _ in range(2):
+        assert target.status(handle) == "failed"
+    assert log.read_text() == f"{printed}\n" + (f"Slurm: {why}\n" if why else "")
+    assert [r.getMessage() for r in caplog.records] == ([f"run run: node1, job 17, has failed: {why}"] if why else [])
+    assert not examine(log.read_text()).error.startswith("Slurm")
+    assert target.ran_out_of_memory(handle) == ("MEMORY" in why.upper())
+
+
+def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
+    make_target: MakeTarget, commands: Commands
+) -> None:
+    """So that another one takes its place, and it is ended: it would come back under its old name."""
+    commands.list(row(1, "RUNNING"))
+    target = make_target()
+    assert target.status("1/node1") == "running"
+    commands.list(row(1, "PENDING"))
+    assert target.status("1/node1") == "failed"
+    assert list(target.apps()) == [App("node1", "1/node1", True)]
+    commands.list(row(1, "RUNNING"))
+    assert target.status("1/node1") == "failed"
+
+
+def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path
+) -> None:
+    commands.list(row(1, "PENDING"), row(2, "PENDING"))
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("143\n")
+    target = make_target()
+    assert [target.status(f"{number}/node{number}") for number in (1, 2)] == ["failed", "pending"]
+
+
+def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_again(
+    make_target: MakeTarget, commands: Commands
+) -> None:
+    commands.list(row(1, "RUNNING"))
+    target = make_target()
+    assert target.status("1/node1") == "running"
+    target.cancel(["1/node1"])
+    commands.list(row(1, "PENDING"))
+    assert target.status("1/node1") == "pending"  # what has ended is not cancelled any more
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+        "echo 'Segmentation fault'",
+        f"echo '1 DANCING run.node1.{MARK}'",
+        "head -c 300 /dev/urandom; exit 0",
+        "exit 139",
+        "sleep 600",
+    ],
+)
+def test_nothing_is_taken_for_ended_because_squeue_fails(make_target: MakeTarget, commands: Commands, shell: str) -> None:
+    commands.list(row(1, "RUNNING"))
+    target = make_target(command_s=0.3)
+    assert target.status("1/node1") == "running"
+    commands.set("squeue", shell)
+    with pytest.raises(TargetError):
+        target.apps()
+    assert target.status("1/node1") == "running"
+    commands.list(row(1, "COMPLETED"))
+    target._next_poll_at = 0.0
+    assert target.status("1/node1") == "succeeded"
+
+
+def test_a_failing_squeue_is_asked_ever_more_rarely(make_target: MakeTarget, commands: Commands) -> None:
+    target = make_target(poll_s=0.2)
+    commands.set("squeue", "exit 1")
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        with pytest.raises(TargetError, match="squeue ended with 1"):
+            target.apps()
+        time.sleep(0.01)
+    assert 2 <= len(commands.calls("squeue")) <= 3  # after 0, 0.4 and 1.2 s
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "exit_code", "status"),
+    [
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "0", "succeeded"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "1", "failed"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None, "failed"),
+        ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=COMPLETED Reason=None'", None, "succeeded"),
+        ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=RUNNING Reason=None'", None, "running"),
+        ("echo 'JobId=1 JobName=of somebody else UserId=u JobState=RUNNING Reason=None'", None, "failed"),
+        ("echo 'JobId=1 JobName=run.node2.0123456789 UserId=u JobState=RUNNING Reason=None'", "0", "succeeded"),
+        ("echo nonsense", "0", "running"),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "0", "running"),
+        ("sleep 600", "0", "running"),
+    ],
+)
+def test_a_job_that_squeue_does_not_list_is_looked_up(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path, scontrol: str, exit_code: str | None, status: str
+) -> None:
+    commands.list(row(1, "RUNNING"))
+    target = make_target(command_s=0.3)
+    assert target.status("1/node1") == "running"
+    if exit_code is not None:
+        (tmp_path / "logs/node1").mkdir(parents=True)
+        (tmp_path / "logs/node1/exit_code").write_text(exit_code)
+    commands.list()
+    commands.set("scontrol", scontrol)
+    assert target.status("1/node1") == status
+
+
+def test_a_list_from_before_a_job_was_submitted_says_nothing_about_it(make_target: MakeTarget, commands: Commands) -> None:
+    commands.list()
+    target = make_target(poll_s=60.0)
+    assert target.apps() == []
+    handle = target.start("node1")
+    assert target.status(handle) == "pending"
+    assert commands.calls("scontrol") == []
+
+
+def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path
+) -> None:
+    commands.list(row(1, "COMPLETING"))
+    target = make_target()
+    assert target.status("1/node1") == "running"
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    assert target.status("1/node1") == "succeeded"
+
+
+def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node(
+    make_target: MakeTarget, commands: Commands, tmp_path: Path
+) -> None:
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    (tmp_path / "logs/node1/notice").touch()
+    target = make_target()
+    handle = target.start("node1")
+    target.apps()
+    assert not target.wants_back(handle)
+    assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has left no word
+
+
+def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+    commands.list(row(1, "COMPLETING"))
+    target = make_target()
+    assert target.apps() == [App("node1", "1/node1", True)]
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    assert target.apps() == [App("node1", "1/node1", False)]
+
+
+@pytest.mark.parametrize(
+    ("shell", "is_fine"),
+    [
+        ("exit 0", True),
+        ("echo 'scancel: error: Kill job error on job id 1: Invalid job id specified' >&2; exit 1", True),
+        ("echo 'scancel: error: Kill job error on job id 1: Job/step already completing or completed' >&2; exit 1", True),
+        ("echo 'scancel: error: Kill job error on job id 1: Access/permission denied' >&2; exit 1", False),
+        ("exit 1", False),
+    ],
+)
+def test_a_job_that_has_ended_need_not_be_cancelled(
+    make_target: MakeTarget, commands: Commands, shell: str, is_fine: bool
+) -> None:
+    commands.set("scancel", shell)
+    if is_fine:
+        commands.list(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
+        target = make_target()
+        target.apps()
+        target.cancel(["1/node1", "2/node2"])
+        assert commands.calls("scancel") == ["scancel -- 1 2"]
+    else:
+        with pytest.raises(TargetError, match="scancel ended with 1"):
+            make_target().cancel(["1/node1"])
+
+
+def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: Commands) -> None:
+    commands.list(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
+    target = make_target()
+    target.apps()
+    target.cancel(["1/node1", "7/node2"])
+    assert commands.calls("scancel") == ["scancel -- 1", f"scancel --jobname=run.node2.{MARK} -- 7"]
+
+
+@pytest.mark.parametrize(
+    ("handle", "is_ours"),
+    [
+        ("17/node1", True),
+        ("", False),
+        ("17", False),
+        ("17/node2", False),
+        ("0/node1", False),
+        ("-1/node1", False),
+        ("--user=me/node1", False),
+        ("17 18/node1", False),
+        ("17/node1\n", False),
+        ("\u0661\u0667/node1", False),  # digits, but not Slurm's
+    ],
+)
+def test_handle_is_the_number_of_a_job_and_the_name_of_its_node(make_target: MakeTarget, handle: str, is_ours: bool) -> None:
+    assert make_target().owns("node1", handle) == is_ours
+
+
+def test_what_narrows_squeue_for_its_user_does_not_narrow_it_for_us(
+    make_target: MakeTarget, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CONF", "/conf")
+    commands.set("squeue", f'echo "1 RUNNING run.node1.{MARK}"; [ "$SQUEUE_PARTITION$SLURM_JOB_ID$SLURM_CONF" = /conf ]')
+    assert len(make_target().apps()) == 1
+
+
+def test_without_slurm_the_target_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TargetError, match="sbatch, squeue, scancel, scontrol not found on PATH"):
+        SlurmTarget(NodeSpec("s", (), "h:1", "run", "/d", 1, 1), SlurmOptions(), tmp_path)

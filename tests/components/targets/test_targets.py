@@ -1,0 +1,294 @@
+"""Real processes through TorchX's local scheduler."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_dlrover.components.control.post_mortem import examine
+from lightning_dlrover.components.targets.local import (
+    LocalTarget,
+    NodeSpec,
+)
+from lightning_dlrover.components.targets.machine.control_groups import (
+    MemoryGroups,
+    NoMemoryGroupsError,
+)
+from lightning_dlrover.components.targets.target import (
+    NodeSize,
+    NotTakenError,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+
+MakeTarget = Callable[..., LocalTarget]
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(f"pids {os.getpid()} {helper.pid} {os.getppid()}", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def wait_for(what: str, look: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not look():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return str(psutil.Process(pid).status()) != "zombie"
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def make_target(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[MakeTarget]:
+    made: list[LocalTarget] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def make(source: str, *arguments: str, **options: object) -> LocalTarget:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        spec = NodeSpec(str(script), arguments, etcd.endpoint, run_id, "/dlrover", 1, 2, environment={"LEVEL": "5$ ${app_id}"})
+        made.append(LocalTarget(spec, tmp_path / "logs", **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for target in made:
+        target.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def output(target: LocalTarget, handle: str) -> str:
+    return "".join(file.read_text() for file in target.logs(handle))
+
+
+def pids(target: LocalTarget, handle: str) -> list[int]:
+    wait_for("the worker to start", lambda: "pids" in output(target, handle))
+    line = next(line for line in output(target, handle).splitlines() if line.startswith("pids"))
+    return [int(word) for word in line.split()[1:]]
+
+
+def test_a_node_runs_the_script_with_its_arguments_and_variables_untouched(make_target: MakeTarget) -> None:
+    target = make_target(
+        "import os, sys; print(sys.argv[1:], os.environ['LEVEL'])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b"
+    )
+    handle = target.start("node1")
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == "succeeded"
+    assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b'] 5$ ${app_id}" in output(target, handle)
+
+
+def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
+    target = make_target("raise ValueError('bad')")
+    handle = target.start("node1")
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == "failed"
+    assert "ValueError: bad" in output(target, handle)
+
+
+@pytest.mark.parametrize("code, status", [(0, "succeeded"), (3, "failed")])
+def test_node_outlives_the_files_torchx_cannot_write(make_target: MakeTarget, tmp_path: Path, code: int, status: str) -> None:
+    """A full disk leaves an agent's error file empty, and no room for TorchX's own."""
+    end = tmp_path / "end"
+    source = f"import os, sys, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\nsys.exit({code})"
+    target = make_target(source)
+    handle = target.start("node1")
+    [log, *_] = target.logs(handle)
+    log.with_name("error.json").touch()
+    (log.parents[2] / "SUCCESS").mkdir()
+    assert target.status(handle) == "running"
+    end.touch()
+    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    assert target.status(handle) == status
+    target.cancel([handle])
+
+
+def test_cancelling_leaves_nothing_of_the_node_and_spares_everything_else(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN, grace_s=1.0)
+    handles = [target.start("node1"), target.start("node2")]
+    first, second = (pids(target, handle) for handle in handles)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as unrelated:
+        try:
+            target.cancel([handles[0]])
+            assert not any(is_alive(pid) for pid in first)
+            assert all(is_alive(pid) for pid in [*second, unrelated.pid])
+            assert target.status(handles[0]) not in ("pending", "running")
+            target.close()
+            assert not any(is_alive(pid) for pid in second)
+            assert is_alive(unrelated.pid)
+        finally:
+            unrelated.kill()
+
+
+def test_closing_ends_the_orphans_of_an_agent_that_was_killed(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN, grace_s=0.5)
+    handle = target.start("node1")
+    worker, helper, agent = pids(target, handle)
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(handle) == "failed")
+    assert is_alive(worker)
+    target.close()
+    assert not is_alive(worker)
+    assert not is_alive(helper)
+
+
+def test_a_worker_whose_agent_was_killed_is_asked_to_end(make_target: MakeTarget) -> None:
+    target = make_target(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""), grace_s=1.0)
+    handles = [target.start("node1"), target.start("node2")]
+    (worker, _, agent), other = (pids(target, handle) for handle in handles)
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(handles[0]) == "failed")
+    wait_for("the worker to end", lambda: not is_alive(worker))
+    assert all(is_alive(pid) for pid in other)
+
+
+def test_in_a_hurry_there_is_no_grace(make_target: MakeTarget) -> None:
+    hurry = threading.Event()
+    target = make_target(STUBBORN, grace_s=3600.0, hurry=hurry)
+    handle = target.start("node1")
+    started = pids(target, handle)
+    threading.Timer(0.2, hurry.set).start()
+    target.cancel([handle])
+    assert not any(is_alive(pid) for pid in started)
+
+
+def test_a_node_ends_with_the_process_that_started_it(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    source = f"""
+import time
+from pathlib import Path
+from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.control.post_mortem import examine
+from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
+from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
+target = LocalTarget(NodeSpec({str(script)!r}, (), {etcd.endpoint!r}, {run_id!r}, "/dlrover", 1, 1), Path({str(tmp_path)!r}))
+handle = target.start("node1")
+while not any("pids" in file.read_text() for file in target.logs(handle)):
+    time.sleep(0.05)
+print("".join(file.read_text() for file in target.logs(handle)), flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        line = next(line for line in controller.stdout if line.startswith("pids"))
+        worker, helper, agent = (int(word) for word in line.split()[1:])
+        controller.kill()
+    try:
+        wait_for("the agent and its worker to end", lambda: not is_alive(agent) and not is_alive(worker))
+    finally:
+        psutil.Process(helper).kill()  # the script's own child, in a session of its own: nobody's to end here
+
+
+CONFINED = """
+import os, subprocess, sys, time
+look = "import os; print([sorted(os.sched_getaffinity(0)), *map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'))])"
+exec(look)
+subprocess.run([sys.executable, "-c", look])
+print("pids", os.getpid(), os.getppid(), flush=True)
+time.sleep(600)
+"""
+
+
+def share(target: LocalTarget, handle: str) -> tuple[list[int], str | None, str]:
+    """Cores, devices and threads of a node that runs `CONFINED`: its worker's, which its children and its agent have, too."""
+    _, agent = pids(target, handle)
+    own, of_child = (ast.literal_eval(line) for line in output(target, handle).splitlines() if line.startswith("["))
+    assert own == of_child
+    assert {*own[0]} == os.sched_getaffinity(agent)
+    return own[0], own[1], own[2]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def two_cores() -> Iterator[tuple[int, int]]:
+    """All that this process may use meanwhile."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+    one, other, *_ = sorted(before)
+    os.sched_setaffinity(0, {one, other})
+    yield one, other
+    os.sched_setaffinity(0, before)
+
+
+def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
+    two_cores: tuple[int, int], make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    one, other = two_cores
+    target, size = make_target(CONFINED, gpus=1), NodeSize(1)
+    first, second, third = (target.start(f"node{number}", size) for number in (1, 2, 3))
+    assert share(target, first) == ([one], "GPU-a", "1")
+    assert share(target, second) == ([other], "GPU-b", "1")
+    assert share(target, third) == ([one], "GPU-c", "1")
+    assert warnings_in(caplog) == [f"too few cores are free for node3: it shares {one} with others until some are"]
+    with pytest.raises(NotTakenError, match="node4 needs 1 GPUs, and 0 of 3 are free; node1, node2, node3 have the others"):
+        target.start("node4", size)
+
+    worker, agent = pids(target, second)
+    psutil.Process(worker).suspend()  # it does not end when it is asked to
+    psutil.Process(agent).kill()
+    wait_for("the node to fail", lambda: target.status(second) == "failed")
+    with pytest.raises(NotTakenError, match="0 of 3 are free"):
+        target.start("node5", size)
+    assert {os.sched_getaffinity(pid).pop() for pid in pids(target, third)} == {one}
+    psutil.Process(worker).resume()
+    wait_for("the worker to end", lambda: not is_alive(worker))
+    assert [app.node for app in target.apps()] == ["node1", "node3"]
+    # The third node has no need to share any more.
+    threads = [int(thread) for pid in pids(target, third) for thread in os.listdir(f"/proc/{pid}/task")]
+    assert {tuple(os.sched_getaffinity(thread)) for thread in threads} == {(other,)}
+    assert {os.sched_getaffinity(pid).pop() for pid in pids(target, first)} == {one}
+    assert os.sched_getaffinity(0) == {one, other}
+
+
+GREEDY = """
+import sys, time
+held = bytearray(int(sys.argv[1]) << 20)
+print("pids 0", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_node_that_takes_more_memory_than_it_has_is_ended_and_the_reason_told(
+    make_target: MakeTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        MemoryGroups().close()
+    except NoMemoryGroupsError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    target = make_target(GREEDY, "900")
+    small, large = target.start("node1", NodeSize(0, 700)), target.start("node2", NodeSize(0, 2000))
+    target._agents[large].kill()
+    wait_for("the node to fail", lambda: target.status(small) == "failed")
+    assert target.ran_out_of_memory(small)
+    found = examine(output(target, small))
+    assert (found.error, found.cause) == ("", "out of memory (limit 700 MiB)")
+    assert target.status(large) == "failed"
+    assert not target.ran_out_of_memory(large)
+    assert "out of memory" not in output(target, large)
+    target.close()
+    assert warnings_in(caplog) == []  # such as that a control group stays

@@ -1,0 +1,324 @@
+"""What rank 0's background thread does with windows of a job whose truth is known: real etcd, real history, no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from simulated_jobs import Truth, input_bound, window
+
+from lightning_dlrover.learn import analyst
+from lightning_dlrover.learn import analyst as analyst_module
+from lightning_dlrover.learn.analyst import (
+    Analyst,
+    Intentions,
+)
+from lightning_dlrover.learn.history import (
+    JobEntry,
+    JobHistory,
+)
+from lightning_dlrover.planner.objective import Objective, Prices
+from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.warm_start import descriptor_of
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdConfig,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    ControllerRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    NodesRecord,
+    PlanRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live.membership import (
+    Membership,
+    MembershipConfig,
+)
+
+START = Settings(1, 0, 1, 0)
+TRUTH = input_bound(4)
+
+
+class RunningJob:
+    """Stands in for workers and controller: runs in whatever settings the plan asks for, and publishes windows of them."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, history: str | None, membership: Membership) -> None:
+        self._client, self._keys = client, keys
+        self.membership = membership
+        self.settings = START
+        self.cores = float(TRUTH.node_cores)
+        self.analyst = Analyst(membership, Intentions(0.001, Objective(prices=Prices(core_hour=1.0)), history), 4.0)
+        self._rng = random.Random(1)
+        self._at = time.time()
+
+    def run(self, num_windows: int, truth: Truth = TRUTH, rank: int = 0) -> None:
+        for _ in range(num_windows):
+            profile = window(truth, self.settings, self._rng, 0.03, at=time.time())
+            self.analyst.submit(dataclasses.replace(profile, global_rank=rank, cores=self.cores), 1e9, tunable=True)
+            self._wait_until_digested()
+            self.membership.flush()
+            plan = self.membership.view.plan
+            if plan is not None:
+                self.cores = max(self.cores, float(plan.node_cpus or 0))
+                workers = plan.num_workers if plan.binding else self.settings.num_workers
+                loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
+                threads = plan.intra_op_threads or self.settings.intra_op_threads
+                self.settings = Settings(workers, loaders, threads, (plan.prefetch_factor or 2) if loaders else 0)
+
+    def _wait_until_digested(self) -> None:
+        deadline = time.monotonic() + 20
+        while not self.analyst.is_idle or not self._mirror_is_new():
+            assert time.monotonic() < deadline, "the analyst has not dealt with a window for 20 s"
+            time.sleep(0.005)
+
+    def _mirror_is_new(self) -> bool:
+        entry = self._client.get(self._keys.plan)
+        plan = self.membership.view.plan
+        return entry is None or (plan is not None and encode(plan) == entry.value)
+
+    def events(self, kind: str) -> list[EventRecord]:
+        return [event for event in self.membership.past_events() if event.kind == kind]
+
+    def decisions(self) -> list[Decision]:
+        return [Decision.from_data(event.data) for event in self.events("decision")]
+
+
+StartJob = Callable[..., RunningJob]
+
+
+@pytest.fixture
+def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
+    """A job of 1 to 4 workers with a controller, and a history of its own."""
+    with ExitStack() as stack:
+
+        def make(
+            with_controller: bool = True, history: str | None = f"sqlite:///{tmp_path / 'h.sqlite'}", name: str = ""
+        ) -> RunningJob:
+            own = Keys(name) if name else keys
+            client = stack.enter_context(EtcdClient(EtcdConfig(etcd.endpoint)))
+            if client.get(own.job) is None:
+                client.put(own.job, encode(JobRecord("training", True, 1, 4, "1", created_at=time.time() - 10)))
+            if with_controller:
+                client.put(own.controller, encode(ControllerRecord("host", 1, "local")))
+                client.put(own.plan, encode(PlanRecord(1, "initial", "start with 1 workers", True)))
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            config = MembershipConfig(
+                run_id=own.run_id,
+                prefix=own.prefix,
+                agent_id=f"agent-{port.getsockname()[1]}",
+                local_rank=0,
+                min_workers=1,
+                max_workers=4,
+                version="1",
+                address="127.0.0.1",
+                port=port.getsockname()[1],
+            )
+            membership = Membership(client, config)
+            stack.callback(membership.close)
+            membership.register()
+            membership.wait_for(lambda view: view.job, 15.0, "the job's record")
+            if with_controller:
+                membership.wait_for(lambda _: membership.has_controller() or None, 15.0, "the controller's record")
+            job = RunningJob(client, own, history, membership)
+            stack.callback(job.analyst.close, "running")
+            return job
+
+        yield make
+
+
+def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
+    job = start()
+    job.run(40)
+    decisions = job.decisions()
+    changes = [d for d in decisions if d.is_change]
+    assert 1 <= len(changes) <= 8
+    assert TRUTH.parts(job.settings).step_s < 0.6 * TRUTH.parts(START).step_s
+    assert [d.decision_id for d in decisions] == list(range(1, len(decisions) + 1))
+    outcomes = {event.data["decision_id"] for event in job.events("outcome")}
+    assert outcomes == {d.decision_id for d in changes}
+    assert all(len(encode(event)) < 8000 for event in job.events("decision"))
+    assert decisions[-1].spent is not None
+    assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
+
+    job.analyst.close("finished")
+    assert job.analyst._keeper is not None
+    history: JobHistory = job.analyst._keeper._history
+    (entry,) = history.jobs()
+    assert entry.outcome == "finished"
+    assert entry.num_settings == len({d.chosen for d in changes} | {START})
+    assert history.decisions(entry.key) == decisions
+    assert {o.decision_id for o in history.outcomes(entry.key)} == outcomes
+
+
+def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: str) -> None:
+    first = start()
+    first.run(30)
+    first.analyst.close("finished")
+    second = start(name=f"{run_id}-again")
+    second.run(analyst_module.WINDOWS_PER_DECISION)
+    (decision,) = second.decisions()
+    assert "most similar past jobs" in decision.reason
+    assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(first.settings).step_s
+
+
+def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
+    memory, rng = analyst_module._Memory(), random.Random(1)
+    core_hours = Objective(prices=Prices(core_hour=1.0))
+
+    def train(worker_id: str, since: float) -> None:
+        for number in range(1, 11):
+            profile = window(TRUTH, START, rng, 0.0, at=since + 360.0 * number)  # it validates in between
+            memory.add(dataclasses.replace(profile, worker_id=worker_id))
+
+    train("w0", 1e9)
+    assert memory.spent(core_hours, 4.0) == pytest.approx(0.9, rel=0.01)
+    train("w1", 1e9 + 86400.0)
+    assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.03)
+
+
+def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
+    first = start(history=None)
+    first.run(30)
+    tried = {d.chosen for d in first.decisions() if d.explored}
+    first.analyst.close("running")
+    second = start(history=None)
+    second.settings = first.settings
+    second.run(12)
+    later = second.decisions()[len(first.decisions()) :]
+    assert not [d for d in later if d.explored and d.chosen in tried]
+
+
+def test_a_new_rank_0_of_a_long_job_knows_what_was_tried_though_the_events_of_it_have_gone(start: StartJob) -> None:
+    first = start()
+    first.run(30)
+    decisions = first.decisions()
+    assert any(d.explored for d in decisions)
+    first.analyst.close("running")
+    first.membership._client.delete_prefix(first.membership.keys.events)
+    second = start()
+    second.settings = first.settings
+    second.run(9)
+    memory = second.analyst._memory
+    assert memory.decisions[: len(decisions)] == decisions
+    assert memory.outcomes
+    numbers = [d.decision_id for d in second.decisions()]
+    assert min(numbers, default=len(decisions) + 1) > len(decisions), "a number was given twice"
+    tried = {d.chosen for d in decisions if d.explored}
+    assert not [d for d in second.decisions() if d.explored and d.chosen in tried]
+
+
+def test_a_plan_for_more_threads_and_loader_workers_than_a_node_has_cores_asks_for_larger_nodes(
+    start: StartJob, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.nodes, encode(NodesRecord("slurm", "mark", min_cpus=1, max_cpus=3)))
+    job = start()
+    job.cores = 1.0
+    job.run(40)
+    plan = job.membership.view.plan
+    assert plan is not None
+    assert job.settings.intra_op_threads + job.settings.loader_workers > 1
+    assert plan.node_cpus == job.cores == min(3, job.settings.intra_op_threads + job.settings.loader_workers)
+
+
+def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned(start: StartJob) -> None:
+    job = start(with_controller=False, history=None)
+    job.run(20)
+    assert job.settings.num_workers == 1
+    assert job.settings.loader_workers > 0
+    assert job.membership.view.plan is not None
+    assert not job.membership.view.plan.binding
+    assert any("no controller starts or ends nodes" in d.reason for d in job.decisions())
+
+
+def test_without_a_controller_a_job_starts_with_what_others_found_for_its_loader_workers(
+    start: StartJob, tmp_path: Path
+) -> None:
+    url, rng = f"sqlite:///{tmp_path / 'h.sqlite'}", random.Random(1)
+    fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, which nobody can start here
+    times_s = {START: 0.1, own: 0.05, fast: 0.02}
+    past = [
+        dataclasses.replace(window(TRUTH, s, rng, 0.0, at=float(n)), step_time_s=t) for n, (s, t) in enumerate(times_s.items())
+    ]
+    entry = JobEntry("past@1", "past", 0.0, time.time(), "finished", descriptor_of(past[0], 4.0))
+    JobHistory(url).record(entry, past)
+    job = start(with_controller=False, history=url)
+    job.run(analyst_module.WINDOWS_PER_DECISION)
+    (decision,) = job.decisions()
+    assert decision.chosen == own
+    assert "most similar past jobs" in decision.reason
+
+
+def test_what_was_set_by_hand_stays(start: StartJob) -> None:
+    job = start(history=None)
+    by_hand = PlanRecord(1, "user", "set by hand", True, loader_workers=0, created_at=0.0)
+    job.membership.update_plan(lambda _: by_hand)
+    job.membership.wait_for(lambda view: view.plan, 15.0, "the plan")
+    job.run(12)
+    assert job.settings == START
+    assert job.membership.view.plan == by_hand
+    assert all("chosen by hand" in d.reason for d in job.decisions())
+    assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())  # not said twice
+
+
+def test_a_broken_history_is_said_once_and_planning_goes_on(
+    start: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken.sqlite"
+    broken.write_bytes(b"no database at all" * 100)
+    with caplog.at_level(logging.WARNING):
+        job = start(history=f"sqlite:///{broken}")
+        job.run(12)
+        job.analyst.close("finished")
+    warnings = [r.getMessage() for r in caplog.records if "history" in r.getMessage()]
+    assert len(warnings) == 1
+    assert str(broken) in warnings[0]
+    assert "training goes on" in warnings[0]
+    assert job.settings != START
+    assert broken.read_bytes().startswith(b"no database")
+
+
+@pytest.mark.parametrize("clock_ahead_s", [-86400.0, 86400.0])
+def test_patience_with_a_plan_does_not_follow_its_writers_clock(
+    clock_ahead_s: float, start: StartJob, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    plan = PlanRecord(3, "planner", "more", True, created_at=time.time() + clock_ahead_s)
+    client.put(keys.plan, encode(plan))
+    job.membership.wait_for(lambda view: view.plan == plan or None, 15.0, "the plan")
+    profile = window(TRUTH, START, random.Random(1), 0.0, at=time.time())
+    assert job.analyst._is_under_way(profile)
+    monkeypatch.setattr(analyst, "PATIENCE_WITH_A_PLAN_S", 0.0)
+    assert not job.analyst._is_under_way(profile)
+
+
+def test_other_ranks_only_publish(start: StartJob) -> None:
+    job = start()
+    job.run(6, rank=1)
+    assert not job.events("profile")
+    assert not job.events("decision")
+    job.analyst.close("finished")
+    assert job.analyst._keeper is not None
+    assert job.analyst._keeper._history.jobs() == []
+
+
+def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
+    job = start()
+    while job.settings == START:
+        job.run(1)
+    [trial] = [d for d in job.decisions() if d.is_change]
+    assert trial.explored
+    job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
+    assert job.settings == START
+    assert [event.data["expected"] for event in job.events("outcome")] == [False]
+    assert not job.decisions()[-1].explored

@@ -1,0 +1,215 @@
+"""The history holds what jobs wrote, whoever writes beside them and however they end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from history_rows import DESCRIPTOR, decision, entry, window
+from sqlalchemy.event import listen
+
+from lightning_dlrover.learn.history import (
+    HistoryError,
+    JobHistory,
+    export_windows,
+    history_url,
+)
+from lightning_dlrover.perf import StepTimeModel
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.plan import Outcome, outcome
+from lightning_dlrover.planner.space import Limits
+from lightning_dlrover.planner.warm_start import suggest
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> JobHistory:
+    return JobHistory(f"sqlite:///{tmp_path / 'deep' / 'history.sqlite'}")
+
+
+def test_what_was_recorded_is_read_back_once_however_often_it_was_given(history: JobHistory) -> None:
+    windows = [window(1.0), window(2.0, 2, 0.06), window(3.0, 2, 0.05)]
+    judged: Outcome = outcome(decision(1), 0.09)
+    for _ in range(3):
+        history.record(entry("a@1"), windows, [decision(1)], [judged])
+    history.record(replace(entry("a@1"), outcome="finished"), [*windows, window(4.0)], [decision(1), decision(2)])
+    assert history.windows("a@1") == (*windows, window(4.0))
+    assert history.decisions("a@1") == [decision(1), decision(2)]
+    assert history.outcomes("a@1") == [judged]
+    (job,) = history.jobs()
+    assert (job.outcome, job.num_settings, job.descriptor) == ("finished", 2, DESCRIPTOR)
+
+
+def test_a_long_job_leaves_no_more_windows_than_teach_something(history: JobHistory) -> None:
+    history.record(entry("a@1"), [window(float(at)) for at in range(40)])
+    history.record(entry("a@1"), [window(float(at)) for at in range(40, 100)] + [window(200.0, 2)])
+    assert len(history.windows("a@1")) == 31
+
+
+def test_bringing_a_job_of_days_up_to_date_costs_no_more_than_what_is_new(history: JobHistory) -> None:
+    decisions = [decision(number) for number in range(3000)]
+    history.record(entry("a@1"), [window(1.0)], decisions)
+    statements = []
+    assert history._engine is not None
+    listen(history._engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    history.record(entry("a@1"), [window(1.0), window(2.0)], [*decisions, decision(3000)])
+    assert len(statements) < 20
+    assert history.decisions("a@1") == [*decisions, decision(3000)]
+
+
+def test_similar_jobs_are_found_nearest_first_and_others_are_not(history: JobHistory) -> None:
+    two = [window(1.0), window(2.0, 2)]
+    history.record(entry("twin@1"), two)
+    history.record(entry("cousin@1", descriptor=replace(DESCRIPTOR, dense_flops=3e6)), two)
+    history.record(entry("stranger@1", descriptor=replace(DESCRIPTOR, dense_flops=1e12, dense_bytes=1e10)), two)
+    history.record(entry("gpu@1", descriptor=replace(DESCRIPTOR, device="H200")), two)
+    history.record(entry("tried-nothing@1"), [window(1.0)])
+    history.record(entry("me@1"), two)
+    assert [job.job for job in history.similar(DESCRIPTOR, but="me@1")] == ["twin@1", "cousin@1"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from history_rows import entry, window, decision
+from lightning_dlrover.learn.history import JobHistory
+history = JobHistory({url!r})
+name = sys.argv[1]
+for job in range(200 if name == "endless" else 8):
+    windows = [window(float(at), 1 + at % 3) for at in range(30)]
+    for part in (10, 20, 30):
+        history.record(entry(f"{{name}}-{{job}}@1"), windows[:part], [decision(n) for n in range(part)])
+    print(job, flush=True)
+"""
+
+
+def test_jobs_write_at_once_and_one_that_is_killed_leaves_nothing_half_written(tmp_path: Path) -> None:
+    file = tmp_path / "history.sqlite"
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER.format(folder=str(Path(__file__).parents[1] / "support"), url=f"sqlite:///{file}"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), name]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    writers = [start(name) for name in ("a", "b", "c", "endless")]
+    killed = writers.pop()
+    assert killed.stdout is not None
+    killed.stdout.readline()  # it has written one job and is at the next
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(10)
+    ends = [writer.communicate(timeout=120) for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0], ends
+
+    with sqlite3.connect(file) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    history = JobHistory(f"sqlite:///{file}")
+    jobs = {job.key for job in history.jobs()}
+    assert {f"{name}-{number}@1" for name in "abc" for number in range(8)} <= jobs
+    assert "endless-199@1" not in jobs
+    for key in jobs:
+        counts = len(history.windows(key)), len(history.decisions(key))
+        assert counts in {(10, 10), (20, 20), (30, 30)}, f"{key} is half written: {counts}"
+        assert key.startswith("endless") or counts == (30, 30)
+
+
+@pytest.mark.parametrize("broken", ["no database", "a folder", "read-only", "no driver", "no URL", "newer format"])
+def test_a_history_that_cannot_be_used_is_named_with_the_way_out(tmp_path: Path, broken: str) -> None:
+    file = tmp_path / "history.sqlite"
+    url = f"sqlite:///{file}"
+    if broken == "no database":
+        file.write_bytes(b"this is no database, and long enough to be seen as none" * 100)
+    elif broken == "a folder":
+        file.mkdir()
+    elif broken == "read-only":
+        JobHistory(url).record(entry("a@1"))
+        url = f"sqlite:///file:{file}?mode=ro&uri=true"
+    elif broken == "no driver":
+        url = "nonsense://user:secret@host/db"
+    elif broken == "no URL":
+        url = "://"
+    else:
+        JobHistory(url).record(entry("a@1"))
+        with sqlite3.connect(file) as connection:
+            connection.execute("UPDATE dlrover_schema SET version = 99")
+    with pytest.raises(HistoryError, match="DLROVER_HISTORY") as caught:
+        JobHistory(url).record(entry("b@1"), [window(1.0)])
+    assert "secret" not in str(caught.value)
+
+
+def test_a_read_only_history_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    file = tmp_path / "history.sqlite"
+    JobHistory(f"sqlite:///{file}").record(entry("a@1"), [window(1.0)])
+    history = JobHistory(f"sqlite:///file:{file}?mode=ro&uri=true")
+    assert [job.key for job in history.jobs()] == ["a@1"]
+    assert history.windows("a@1") == (window(1.0),)
+    assert not list(elsewhere.iterdir())
+
+
+def test_rows_that_others_have_spoilt_are_left_out(history: JobHistory) -> None:
+    history.record(entry("a@1"), [window(1.0), window(2.0)], [decision(1), decision(2)])
+    with sqlite3.connect(history.url.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE dlrover_windows SET data = '{' WHERE at = 1")
+        connection.execute("UPDATE dlrover_decisions SET data = '{\"at\": 3}' WHERE decision_id = 1")
+    assert history.windows("a@1") == (window(2.0),)
+    assert history.decisions("a@1") == [decision(2)]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        "UPDATE dlrover_windows SET data = replace(data, '\"step_time_s\": 0.1', '\"step_time_s\": 0.0') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = replace(data, '\"step_time_s\": 0.1', '\"step_time_s\": -0.1') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = replace(data, '\"num_workers\": 1', '\"num_workers\": 0') WHERE at = 1",
+        "UPDATE dlrover_windows SET data = NULL WHERE at = 1",
+        "UPDATE dlrover_windows SET data = '[1]' WHERE at = 1",
+        "UPDATE dlrover_decisions SET data = '[1]' WHERE decision_id = 1",
+        "UPDATE dlrover_jobs SET num_settings = 'many' WHERE key = 'b@1'",
+    ],
+)
+def test_a_new_job_learns_from_what_is_left_of_a_spoilt_history(history: JobHistory, spoilt: str) -> None:
+    for key in ("a@1", "b@1"):
+        history.record(entry(key), [window(1.0), window(2.0, 2, 0.06)], [decision(1), decision(2)])
+    with sqlite3.connect(history.url.removeprefix("sqlite:///")) as connection:
+        connection.execute(spoilt)
+    similar = history.similar(DESCRIPTOR)
+    assert any(job.windows for job in similar)
+    assert all(window_.step_time_s > 0 and window_.num_workers > 0 for job in similar for window_ in job.windows)
+    StepTimeModel.fit([window(3.0)], earlier=[w for job in similar for w in job.windows])
+    suggest(window(3.0), similar, Limits(1, 4), node_cores=4.0, at=2000.0)
+    assert history.decisions("a@1")[-1] == decision(2)
+
+
+def test_the_place_follows_option_variable_and_xdg_in_this_order(tmp_path: Path) -> None:
+    home = {"XDG_DATA_HOME": "/data"}
+    assert history_url(None, home) == "sqlite:////data/dlrover/history.sqlite"
+    assert history_url(None, {}) == f"sqlite:///{Path.home()}/.local/share/dlrover/history.sqlite"
+    assert history_url(None, {**home, "DLROVER_HISTORY": "/other/file"}) == "sqlite:////other/file"
+    assert history_url("postgresql://host/db", {"DLROVER_HISTORY": "/other/file"}) == "postgresql://host/db"
+    assert history_url(None, {"DLROVER_HISTORY": "off"}) is None
+    assert history_url("off", home) is None
+
+
+def test_exported_windows_are_those_that_were_recorded(history: JobHistory) -> None:
+    random.seed(0)
+    windows = [window(float(at), 1 + at % 2, random.random()) for at in range(5)]
+    history.record(entry("a@1"), windows)
+    lines, table = io.StringIO(), io.StringIO()
+    assert export_windows(history, history.jobs(), "jsonl", lines) == 5
+    assert [StepProfile(**json.loads(line)) for line in lines.getvalue().splitlines()] == windows
+    assert export_windows(history, history.jobs(), "csv", table) == 5
+    rows = list(csv.DictReader(io.StringIO(table.getvalue())))
+    assert [float(row["step_time_s"]) for row in rows] == [w.step_time_s for w in windows]

@@ -1,0 +1,793 @@
+"""Which worker gets which samples: nothing is lost, doubled or reordered, however the world changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.live.loader import (
+    ElasticLoader,
+    epoch_order,
+    open_handle,
+    share,
+)
+from lightning_dlrover.live.train_loaders import TrainLoaders
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Backwards(Sampler[int]):
+    """A user's own order."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length - 1, -1, -1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def elastic(
+    length: int = 20, global_batch_size: int = 8, training: bool = True, place: tuple[int, int] = (0, 1), **loader: Any
+) -> ElasticLoader:
+    loader = {"batch_size": global_batch_size, **loader}
+    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, place=lambda: place)
+    iter(made)
+    return made
+
+
+def indices(batch: Tensor) -> list[int]:
+    return [int(i) for i in batch]
+
+
+def rest_of(loader: ElasticLoader) -> list[list[int]]:
+    """What the loader still gives; a `for` loop would begin anew."""
+    batches = []
+    with suppress(StopIteration):
+        while True:
+            batches.append(indices(next(loader)))
+    return batches
+
+
+def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
+    """The global batches of an epoch, put together from those of all ranks."""
+    ranks = [elastic(place=(rank, world_size), **kwargs) for rank in range(world_size)]
+    return [[i for loader in ranks for i in indices(next(loader))] for _ in range(len(ranks[0]))]
+
+
+# --- for any world ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.integers(1, 70))
+def test_shares_follow_each_other_and_differ_by_at_most_one(num_samples: int, world_size: int) -> None:
+    shares = [share(num_samples, rank, world_size) for rank in range(world_size)]
+    assert shares[0][0] == 0
+    assert shares[-1][1] == num_samples
+    assert all(before[1] == after[0] for before, after in pairwise(shares))
+    lengths = {stop - start for start, stop in shares}
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50))
+def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(num_samples: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_samples, True, seed, epoch)
+    assert torch.equal(order, epoch_order(num_samples, True, seed, epoch))
+    assert sorted(order.tolist()) == list(range(num_samples))
+    assert epoch_order(num_samples, False, seed, epoch).tolist() == list(range(num_samples))
+
+
+def test_epochs_differ_in_order() -> None:
+    assert not torch.equal(epoch_order(100, True, 0, 0), epoch_order(100, True, 0, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 40), st.integers(1, 9))
+def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
+    data: st.DataObject, length: int, global_batch_size: int
+) -> None:
+    alone = elastic(length, global_batch_size)
+    world_size = 1
+    loaders = [elastic(length, global_batch_size)]
+    for batch in range(len(alone)):
+        new_size = data.draw(st.sampled_from([world_size, world_size, 1, 2, 3, 5]))
+        while len(loaders) < new_size:  # a joiner stands at the beginning until it is told where the others are
+            loaders.append(elastic(length, global_batch_size))
+            loaders[-1].load_state(loaders[0].state())
+        loaders = loaders[:new_size]
+        if new_size != world_size or data.draw(st.booleans()):
+            rewind = 1 if batch and data.draw(st.booleans()) else 0
+            for rank, loader in enumerate(loaders):
+                loader.reshard(rank, new_size, rewind)
+                if rewind:
+                    next(loader)  # the batch before, again
+        world_size = new_size
+        found: list[int] = []
+        weights = []
+        for loader in loaders:
+            part, weight = indices(next(loader)), loader.loss_weight(batch)
+            weights.append(weight)
+            found += part if weight else []
+        assert found == indices(next(alone))
+        assert sum(weights) == pytest.approx(world_size)
+    for loader in loaders:
+        with pytest.raises(StopIteration):
+            next(loader)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
+    length: int, global_batch_size: int, world_size: int
+) -> None:
+    ranks = [elastic(length, global_batch_size, place=(rank, world_size)) for rank in range(world_size)]
+    for number, batch in enumerate(elastic(length, global_batch_size)):
+        losses = [next(loader).double().mean() * loader.loss_weight(number) for loader in ranks]
+        assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+def test_validation_sees_every_sample_once_and_a_worker_without_samples_ends_earlier(
+    length: int, global_batch_size: int, world_size: int
+) -> None:
+    seen: list[int] = []
+    for rank in range(world_size):
+        seen += [i for batch in elastic(length, global_batch_size, training=False, place=(rank, world_size)) for i in batch]
+    assert sorted(int(i) for i in seen) == list(range(length))
+
+
+# --- what the loader was made with ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_drop_last_drops_the_rest_of_the_global_batch(world_size: int) -> None:
+    batches = epoch_of(world_size, length=20, global_batch_size=8, drop_last=True)
+    assert [len(batch) for batch in batches] == [8, 8]
+    assert len(elastic(20, 8, drop_last=False)) == 3
+
+
+def test_shuffling_is_kept_and_follows_the_epoch() -> None:
+    loader = elastic(50, 50, shuffle=True)
+    first = indices(next(loader))
+    loader.set_epoch(1)
+    iter(loader)
+    second = indices(next(loader))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+
+
+def test_the_seed_of_lightnings_sampler_decides_the_order() -> None:
+    def first_batch(seed: int) -> list[int]:
+        sampler: Sampler[int] = DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)
+        return indices(next(elastic(40, 40, sampler=sampler)))
+
+    assert first_batch(1) == first_batch(1)
+    assert first_batch(1) != first_batch(2)
+
+
+def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
+    sampler = Backwards(20)
+    loader = elastic(20, 8, sampler=sampler, place=(1, 2))
+    assert [indices(batch) for batch in loader] == [[15, 14, 13, 12], [7, 6, 5, 4], [1, 0]]
+    assert sampler.epochs == [0]
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_a_sampler_derived_from_a_known_one_is_the_users_own(kind: type[Any]) -> None:
+    class Favourite(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            return iter([3] * 8)
+
+    assert rest_of(elastic(8, 4, sampler=Favourite(Numbers(8)))) == [[3] * 4] * 2
+
+
+def test_validation_gives_every_worker_samples_though_its_batches_are_smaller_than_the_world() -> None:
+    ranks = [rest_of(elastic(7, 1, training=False, place=(rank, 3))) for rank in range(3)]
+    assert [len(batches) > 0 for batches in ranks] == [True] * 3
+    assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(7))
+
+
+def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
+    """Every process would draw another order, so it is drawn where `materialise` says."""
+    drawn: list[list[int]] = []
+
+    def materialise(order: list[int]) -> list[int]:
+        drawn.append(order)
+        return drawn[0]
+
+    sampler = WeightedRandomSampler([1.0] * 12, 12)
+    parts = []
+    for rank in range(2):
+        loader = ElasticLoader(
+            DataLoader(Numbers(12), 4, sampler=sampler), 4, True, place=lambda rank=rank: (rank, 2), materialise=materialise
+        )
+        parts.append([indices(batch) for batch in loader])
+    assert len(drawn) == 2
+    together = [a + b for a, b in zip(*parts, strict=True)]
+    assert [i for batch in together for i in batch] == drawn[0]
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(Numbers(9), replacement=True), RandomSampler(Numbers(9), num_samples=5)])
+def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampler) -> None:
+    loader = elastic(9, 3, sampler=sampler)
+    assert sum(len(batch) for batch in loader) == len(sampler)
+
+
+def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
+    there = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    next(there)
+    joiner = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    joiner.load_state(there.state())
+    expected = rest_of(there)
+    assert len(expected) == 2
+    assert rest_of(joiner) == expected
+
+
+# --- loader workers -----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
+    loader = elastic(40, 8, num_workers=2, prefetch_factor=4)
+    try:
+        assert indices(next(loader)) == list(range(8))
+        loader.reshard(1, 2)  # by now all batches of a world of one lie in the loader's queue
+        assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
+    finally:
+        loader.close()
+
+
+def test_loader_workers_survive_a_change_of_the_world() -> None:
+    loader = elastic(40, 8, num_workers=1)
+    try:
+        next(loader)
+        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        loader.reshard(0, 2)
+        next(loader)
+        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+    finally:
+        loader.close()
+
+
+def test_loader_workers_that_a_plan_has_asked_for_survive_a_change_of_the_world() -> None:
+    loader = elastic(80, 8)
+    try:
+        next(loader)
+        while not loader.retune(1):
+            next(loader)
+        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        for world_size in (2, 1):
+            loader.reshard(0, world_size)
+            next(loader)
+        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+        assert not loader.refusal
+    finally:
+        loader.close()
+
+
+def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
+    loader = elastic(16, 8, num_workers=1)
+    try:
+        loader.warm_up()
+        assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_loader_workers_work_however_they_are_started(context: str) -> None:
+    loader = elastic(8, 8, num_workers=1, multiprocessing_context=context)
+    try:
+        assert indices(next(loader)) == list(range(8))
+    finally:
+        loader.close()
+
+
+def test_loader_workers_deliver_though_the_path_for_temporary_files_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    script = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_dlrover.live.loader import ElasticLoader
+
+loader = ElasticLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1), 4, True, place=lambda: (0, 1))
+print(*(batch.tolist() for (batch,) in loader))
+"""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1, 2, 3] [4, 5, 6, 7]\n", done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None:
+    for persistent in (False, True):
+        loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
+        next(loader)
+        assert (loader._feed.loader._iterator is not None) == persistent
+        loader.close()
+
+
+# --- other loader workers while the loader is used ----------------------------------------------------------------------------
+
+
+class Prepared(Dataset[int]):
+    """Numbers that write down which process has prepared them."""
+
+    def __init__(self, length: int, folder: Path, item_s: float = 0.0) -> None:
+        self.length = length
+        self.file = str(folder / "prepared")
+        self.item_s = item_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.item_s)
+        with open(self.file, "a") as file:
+            file.write(f"{index} {os.getpid()}\n")
+        return index
+
+    def by_process(self) -> list[tuple[int, int]]:
+        return [(int(a), int(b)) for a, b in (line.split() for line in Path(self.file).read_text().splitlines())]
+
+
+actions = st.lists(
+    st.one_of(
+        st.just("next"),
+        st.just("next"),
+        st.just("epoch"),
+        st.tuples(st.sampled_from([0, 1, 2, None]), st.sampled_from([1, 3, None])),
+        st.tuples(st.just("reshard"), st.integers(1, 3), st.booleans()),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(actions, st.sampled_from([0, 1, 2]), st.booleans(), st.booleans())
+def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_change(
+    todo: list[Any], num_workers: int, persistent: bool, shuffle: bool
+) -> None:
+    loader = elastic(23, 4, shuffle=shuffle, num_workers=num_workers, persistent_workers=persistent and num_workers > 0)
+    epoch, cursor, world = 0, 0, 1
+    try:
+        for each in [*todo, *["next"] * 6]:
+            order = epoch_order(23, shuffle, loader.order_seed, epoch).tolist()
+            if each == "epoch" or cursor == 6:
+                if cursor == 6:
+                    with pytest.raises(StopIteration):
+                        next(loader)
+                epoch, cursor = epoch + 1, 0
+                loader.set_epoch(epoch)
+                iter(loader)
+                loader.reshard(0, world)
+            elif each == "next":
+                batch = order[4 * cursor : 4 * cursor + 4]
+                start, stop = share(len(batch), 0, world)
+                assert indices(next(loader)) == batch[start:stop]
+                cursor += 1
+            elif each[0] == "reshard":
+                world, rewind = each[1], int(each[2] and cursor > 0)
+                cursor -= rewind
+                loader.reshard(0, world, rewind)
+            else:
+                loader.retune(*each)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (1, 0), (0, 2)])
+def test_what_old_loader_workers_have_begun_they_deliver_and_nobody_prepares_it_again(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    data = Prepared(40, tmp_path)
+    users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
+    loader = ElasticLoader(users, 1, training=True)
+    iter(loader)
+    try:
+        seen = [indices(next(loader)) for _ in range(5)]
+        old = {pid for _, pid in data.by_process()}
+        assert not loader.retune(after, 2)
+        assert loader.num_workers == before
+        seen += rest_of(loader)
+        assert loader.num_workers == after
+        assert loader.retune(after, 2)
+    finally:
+        loader.close()
+    assert seen == [[i] for i in range(40)]
+    prepared = data.by_process()
+    assert sorted(i for i, _ in prepared) == list(range(40))
+    by_old = sorted(i for i, pid in prepared if pid in old)
+    in_flight = max(3 * before, 2)
+    assert by_old == list(range(5 + in_flight))
+    assert len({pid for _, pid in prepared} - old) == (after or 1)
+
+
+def test_nobody_waits_for_new_loader_workers_while_old_ones_deliver(tmp_path: Path) -> None:
+    item_s, step_s = 0.25, 0.35
+    loader = ElasticLoader(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1, training=True)
+    iter(loader)
+    waited = []
+    try:
+        for batch in range(14):
+            if batch == 5:
+                assert not loader.retune(2, 2)
+            indices(next(loader))
+            waited.append(loader.wait_s)
+            time.sleep(step_s)
+        assert loader.num_workers == 2
+    finally:
+        loader.close()
+    assert max(waited[2:]) < item_s / 2
+    assert loader.handover_s < item_s
+
+
+def test_old_loader_workers_end_without_being_waited_for() -> None:
+    loader = elastic(400, 1, num_workers=2)
+    try:
+        next(loader)
+        old = list(loader._feed.loader._iterator._workers)  # type: ignore[union-attr]
+        loader.retune(1)
+        while any(worker.is_alive() for worker in old):
+            time.sleep(0.01)
+            next(loader)
+        next(loader)
+        assert loader._dismissed == []
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers, persistent", [(0, False), (2, False), (2, True)])
+def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(num_workers: int, persistent: bool) -> None:
+    def drawn(changes: dict[int, int]) -> list[float]:
+        torch.manual_seed(5)
+        loader = elastic(12, 1, num_workers=num_workers, persistent_workers=persistent)
+        numbers = []
+        try:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                iter(loader)
+                for batch in range(12):
+                    loader.retune(changes.get(12 * epoch + batch))
+                    next(loader)
+                    numbers.append(float(torch.rand(())))
+        finally:
+            loader.close()
+        return numbers
+
+    assert drawn({3: 1, 17: 0, 29: 2}) == drawn({}) == drawn({0: 1, 24: 0})
+
+
+def test_loader_workers_that_came_later_stay_for_the_next_epoch_if_they_were_to_persist() -> None:
+    for persistent in (False, True):
+        loader = elastic(16, 1, num_workers=1, persistent_workers=persistent)
+        loader.retune(2)
+        rest_of(loader)
+        before = loader._feed.loader._iterator
+        assert (before is not None) == persistent
+        iter(loader)
+        assert len(rest_of(loader)) == 16
+        assert loader._feed.loader._iterator is before
+        loader.close()
+
+
+class Reader(Numbers):
+    """Holds something beside its numbers, deep inside."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__(64)
+        self.parts = [{"rows": torch.zeros(3)}, {"inner": (held,)}]
+
+
+def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> None:
+    """They would share its place in the file with the worker, and read each other's bytes."""
+    with open(tmp_path / "rows.bin", "wb") as file:
+        loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
+        iter(loader)
+        next(loader)
+        assert loader.retune(1)
+        assert "rows.bin" in loader.refusal
+        assert len(rest_of(loader)) == 63
+        assert loader.num_workers == 0
+
+
+class Unprepared(Numbers):
+    """Can be read in the process that made it only."""
+
+    def __init__(self, length: int, trouble: str, bad: int = -1) -> None:
+        super().__init__(length)
+        self.trouble = trouble
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            raise ArithmeticError("the dataset's own")
+        if get_worker_info() is not None and index > 20:
+            if self.trouble == "killed":
+                os.kill(os.getpid(), signal.SIGBUS)  # as when shared memory is used up
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return index
+
+
+@pytest.mark.parametrize("trouble", ["raises", "killed"])
+def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
+    loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
+    iter(loader)
+    try:
+        seen = indices(next(loader))
+        loader.retune(2, 2)
+        for batch in rest_of(loader):
+            seen += batch
+        assert seen == list(range(60))
+        assert loader.num_workers == 0
+        assert loader.refusal
+        assert loader.retune(1)
+        assert loader.num_workers == 0
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
+def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
+    loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
+    iter(loader)
+    try:
+        next(loader)
+        loader.retune(plans)
+        with pytest.raises(ArithmeticError, match="the dataset's own"):
+            rest_of(loader)
+    finally:
+        loader.close()
+
+
+def test_only_what_is_open_keeps_loader_workers_away() -> None:
+    assert open_handle(Reader(io.BytesIO(b"in memory"))) == ""
+    assert open_handle(Reader(lambda row: row)) == ""
+    assert open_handle(Reader(list(range(10**6)))) == ""
+    assert open_handle(Reader(torch.zeros(3))) == ""
+    assert open_handle(Reader(torch.zeros(3, device="meta"))) == "a tensor on meta"
+    assert "Connection" in open_handle(Reader(sqlite3.connect(":memory:")))
+    with socket.socket() as opened:
+        assert "socket" in open_handle(Reader(opened))
+
+
+# --- several loaders, one epoch ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(1, 30), st.booleans())
+def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
+    data: st.DataObject, length: int, num_batches: int, shuffle: bool
+) -> None:
+    def cycled(rank: int, world_size: int) -> ElasticLoader:
+        loader = elastic(length, 4, place=(rank, world_size), shuffle=shuffle)
+        loader.keep_step(num_batches, cycles=True)
+        return loader
+
+    expected = rest_of(cycled(0, 1))
+    assert len(expected) == num_batches
+    for first in range(0, num_batches - len(cycled(0, 1)) + 1, len(cycled(0, 1))):
+        lap = [i for batch in expected[first : first + len(cycled(0, 1))] for i in batch]
+        assert sorted(lap) == list(range(length))
+    loaders, found = [cycled(0, 1)], []
+    for batch in range(num_batches):
+        size = data.draw(st.sampled_from([1, 2, 3]))
+        rewind = 1 if batch and data.draw(st.booleans()) else 0
+        while len(loaders) < size:
+            loaders.append(cycled(0, 1))
+            loaders[-1].load_state(loaders[0].state())
+        loaders = loaders[:size]
+        for rank, loader in enumerate(loaders):
+            loader.reshard(rank, size, rewind)
+            if rewind:
+                loader.refetch()
+        found.append([i for rank, x in enumerate(loaders) for i in indices(next(x))[: x.num_own_samples(batch)]])
+    assert found == expected
+
+
+def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
+    loader = elastic(6, 2)
+    loader.keep_step(5, cycles=False)
+    assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
+    assert [loader.has_samples(batch) for batch in range(5)] == [True, True, True, False, False]
+    assert loader.cursor == 4  # of the batch in which it gave none
+    loader.reshard(0, 1, rewind=2)
+    assert indices(loader.refetch()) == [4, 5]
+    with pytest.raises(StopIteration):
+        loader.refetch()
+    assert loader.cursor == 4
+
+
+def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
+    loader = elastic(20, 2)
+    loader.keep_step(3, cycles=False)
+    assert len(rest_of(loader)) == 3
+
+
+def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+    long, short = elastic(20, 4, place=(0, 3)), elastic(5, 4, place=(0, 3))
+    combined = CombinedLoader([short, long], "max_size")
+    iter(combined)
+    loaders = TrainLoaders(has_global_batch_size=False)
+    loaders.keep_step(combined, [short, long], 5)
+    assert loaders.loss_weight(0) == pytest.approx(2 * 3 / 4)
+    assert loaders.loss_weight(2) == pytest.approx(2 * 3 / 4)
+    assert not caplog.records
+    assert loaders.loss_weight(1) == pytest.approx(1 * 3 / 1)  # the last sample of the shorter one, all of it here
+    assert "do not divide alike over 3 workers" in caplog.text
+
+
+def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
+    loaders = [elastic(20, 8, batch_size=size) for size in (4, 8)]
+    with pytest.raises(UnsupportedLoaderError, match=r"batch sizes \[4, 8\], and global_batch_size would give each"):
+        TrainLoaders(has_global_batch_size=True).keep_step(CombinedLoader(loaders), loaders, 3)
+
+
+def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
+    loaders = TrainLoaders(has_global_batch_size=False)
+    first, later = elastic(20, 4, shuffle=True), elastic(20, 4, shuffle=True)
+    loaders.keep_step(CombinedLoader([first]), [first], 5)
+    loaders.take_order_seeds([7])
+    loaders.keep_step(CombinedLoader([later]), [later], 5)
+    assert (first.order_seed, later.order_seed) == (7, 7)
+    assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]
+
+
+# --- what user code sees ----------------------------------------------------------------------------------------------------
+
+
+def test_user_code_reads_its_loader() -> None:
+    sampler = Backwards(20)
+    loader = elastic(batch_size=5, sampler=sampler, drop_last=True, timeout=0)
+    assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.timeout) == (5, True, 0, 0)
+    assert loader.collate_fn is torch.utils.data.default_collate
+    assert loader.sampler is sampler
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (5, True)
+    assert isinstance(loader.dataset, Numbers)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = loader.no_such
+
+
+def test_lightning_tells_every_loader_its_epoch() -> None:
+    sampler = Backwards(20)
+    for loader in (elastic(shuffle=True), elastic(sampler=sampler)):
+        _set_sampler_epoch(loader, 3)
+        assert loader.epoch == 3
+    assert sampler.epochs == [3]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "dataset", "num_workers", "sampler", "weights"])
+def test_a_change_that_would_have_no_effect_is_an_error(name: str) -> None:
+    with pytest.raises(AttributeError, match=name):
+        setattr(elastic(), name, 3)
+
+
+def test_state_of_a_loader_that_nobody_reads_is_not_saved() -> None:
+    class Stateful(DataLoader[int]):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    loader = ElasticLoader(Stateful(Numbers(5), 2), 2, training=True)
+    assert not hasattr(loader, "state_dict")
+    assert copy.copy(loader).batch_size == 2
+
+
+def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
+    class FirstIsSlow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 0:
+                time.sleep(0.3)
+            return index
+
+    loader = ElasticLoader(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1, training=True)
+    iter(loader)
+    assert rest_of(loader) == [[i] for i in range(6)]
+    loader.close()
+
+
+def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
+    given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
+    loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
+    iter(loader)
+    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order_seed, 0)[:16].split(8)]
+
+
+def test_a_generator_of_the_users_seeds_the_order() -> None:
+    def first_batch(seed: int) -> list[int]:
+        return indices(next(elastic(shuffle=True, generator=torch.Generator().manual_seed(seed))))
+
+    assert first_batch(1) == first_batch(1)
+    assert first_batch(1) != first_batch(2)
+
+
+def test_workers_seeded_by_their_rank_have_one_order() -> None:
+    ours, theirs = (elastic(shuffle=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    theirs.load_state(ours.state())
+    assert rest_of(ours) == rest_of(theirs)
+
+
+@pytest.mark.parametrize(
+    "order, problem",
+    [
+        ([0, 1], "gave 2 samples in epoch 0, but its length is 3"),
+        (["a", "b", "c"], "gives 'a', not a sample's number"),
+        ([(0, 1), (1, 1), (2, 1)], "not the numbers of samples"),
+        ([0.5, 1.0, 1.5], "not the numbers of samples"),
+    ],
+)
+def test_a_sampler_that_gives_no_order_of_samples_is_refused(order: list[Any], problem: str) -> None:
+    class Odd(Backwards):
+        def __iter__(self) -> Iterator[int]:
+            return iter(order)
+
+    with pytest.raises(UnsupportedLoaderError, match=problem):
+        next(elastic(3, 3, sampler=Odd(3)))
+
+
+def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
+    class Filtering(DataLoader[int]):
+        """As loaders of graphs."""
+
+        def _get_iterator(self) -> Any:
+            return super()._get_iterator()
+
+    loader = ElasticLoader(Filtering(Numbers(5), 1), 1, training=True)
+    assert loader.retune(1)
+    assert (loader.num_workers, loader.refusal) == (0, "Filtering makes its iterators itself")
+
+
+def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as `seed_everything(workers=True)` does, and LightningCLI by default
+    loader = ElasticLoader(DataLoader(Numbers(6), 2, num_workers=1), 2, training=True)
+    _auto_add_worker_init_fn(loader, rank=0)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

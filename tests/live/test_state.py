@@ -1,0 +1,110 @@
+"""What a joiner is given, and which objects may be in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+import lightning.pytorch.callbacks as lightning_callbacks
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from sklearn.preprocessing import StandardScaler
+
+from lightning_dlrover.live.state import (
+    CALLBACK_CLOCKS,
+    CALLBACK_FIELDS,
+    LoggedValue,
+    is_lightnings,
+)
+from lightning_dlrover.rdzv.group import transfer
+
+
+class Size(enum.Enum):
+    SMALL = 1
+
+
+@dataclasses.dataclass
+class Words:
+    known: dict[str, int]
+
+
+@dataclasses.dataclass
+class Checked:
+    """Runs code of its own when it is made."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        raise AssertionError("ran")
+
+
+class Scaler:
+    def __init__(self) -> None:
+        self.mean = 2.0
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+def sent(value: object, own: object = None) -> object:
+    """What a worker whose own state holds `own` makes of another one's `value`."""
+    return transfer.outline(transfer.pack(value), (LoggedValue,), transfer.names_in(transfer.pack(own)))
+
+
+@pytest.mark.parametrize("value", [Size.SMALL, Words({"a": 1}), [Size.SMALL, Words({})]])
+def test_enums_and_dataclasses_are_accepted_unasked(value: object) -> None:
+    assert sent(value) == value
+
+
+def test_classes_of_the_own_state_are_accepted() -> None:
+    received = sent(Scaler(), own=Scaler())
+    assert isinstance(received, Scaler)
+    assert received.mean == 2.0
+    fitted = sent(StandardScaler().fit([[1.0], [3.0]]), own=StandardScaler())
+    assert isinstance(fitted, StandardScaler)
+    assert fitted.mean_ == pytest.approx([2.0])
+    maker = sent(functools.partial(torch.nn.Linear, 3), own=functools.partial(torch.nn.Linear, 2))
+    assert isinstance(maker, functools.partial)
+    assert maker.args == (3,)
+
+
+def test_other_classes_are_refused_by_name() -> None:
+    with pytest.raises(transfer.TransferError, match="Scaler, which is not taken from others"):
+        sent(Scaler(), own=Words({}))
+    checked = object.__new__(Checked)
+    checked.value = 1
+    with pytest.raises(transfer.TransferError, match="Checked, which is not taken from others"):
+        sent(checked)
+
+
+def test_class_inside_a_class_is_refused_with_advice() -> None:
+    with pytest.raises(transfer.TransferError, match="move its class, which is inside another one"):
+        sent(Outer.Inner(), own=Outer.Inner())
+
+
+def test_object_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(transfer.TransferError, match=r"lambda.*leave it out of state_dict and on_save_checkpoint"):
+        transfer.pack({"kept": lambda: 1})
+
+
+@pytest.mark.parametrize("table", [CALLBACK_FIELDS, CALLBACK_CLOCKS])
+def test_private_fields_of_lightnings_callbacks_exist(table: dict[str, tuple[str, ...]]) -> None:
+    arguments: dict[str, dict[str, object]] = {"StochasticWeightAveraging": {"swa_lrs": 0.1}}
+    for name, fields in table.items():
+        callback = getattr(lightning_callbacks, name)(**arguments.get(name, {}))
+        assert [field for field in fields if not hasattr(callback, field)] == [], name
+
+
+def test_subclasses_of_lightnings_callbacks_are_recognised() -> None:
+    class Kept(lightning_callbacks.ModelCheckpoint):
+        pass
+
+    class ModelCheckpoint(Callback):
+        """Of that name, and no more."""
+
+    assert is_lightnings(Kept(), "ModelCheckpoint")
+    assert not is_lightnings(ModelCheckpoint(), "ModelCheckpoint")

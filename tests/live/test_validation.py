@@ -1,0 +1,54 @@
+"""How the samples of a validation are dealt out, at its start and after a loss."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from lightning_dlrover.live.validation import (
+    Positions,
+    deal,
+)
+
+
+def dealt(missing: list[int], started: list[int], samples_per_batch: int, in_step: bool) -> list[list[Positions]]:
+    positions = np.array(missing, dtype=np.int64)
+    return [deal(positions, started, rank, samples_per_batch, in_step) for rank in range(len(started))]
+
+
+def random_case(seed: int) -> tuple[list[int], list[int], int]:
+    """Samples that are left, batches that each worker has begun (within one of each other), samples per batch."""
+    rng = random.Random(seed)
+    size = rng.randint(1, 5)
+    begun = rng.randint(0, 3)
+    started = [begun + rng.randint(0, 1) for _ in range(size)]
+    missing = sorted(rng.sample(range(200), rng.randint(size, 60)))
+    return missing, started, rng.randint(1, 12)
+
+
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("in_step", [False, True])
+def test_every_missing_sample_is_dealt_once(seed: int, in_step: bool) -> None:
+    missing, started, samples_per_batch = random_case(seed)
+    by_rank = dealt(missing, started, samples_per_batch, in_step)
+    assert sorted(i for batches in by_rank for batch in batches for i in batch) == missing
+    assert all(len(batch) for batches in by_rank for batch in batches)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_workers_end_with_equal_numbers_of_batches(seed: int) -> None:
+    missing, started, samples_per_batch = random_case(seed)
+    by_rank = dealt(missing, started, samples_per_batch, in_step=True)
+    assert len({begun + len(batches) for begun, batches in zip(started, by_rank, strict=True)}) == 1
+
+
+def test_few_samples_are_repeated_rather_than_hang_a_step() -> None:
+    by_rank = dealt([5], [3, 3], 8, in_step=True)
+    assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], [[5]]]
+
+
+def test_few_samples_go_to_some_where_steps_have_no_collectives() -> None:
+    by_rank = dealt([5], [3, 3], 8, in_step=False)
+    assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], []]

@@ -1,0 +1,158 @@
+"""What each worker needs by itself: measured in real process groups, and carried by votes."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.observe.pulse import (
+    NUM_SAID,
+    OwnClock,
+    OwnTime,
+    Pulse,
+    throttled_s,
+)
+from lightning_dlrover.rdzv.group import waits
+
+SLOW_S = 0.3
+
+
+class _Round:
+    def now(self) -> tuple[int, bool]:
+        return 1, False
+
+
+def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> None:
+    """Two steps of DDP with buffers, in which rank 1 sleeps in one part of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    round_ = _Round()
+    if is_guarded:
+        waits.end_waits_with(weakref.WeakMethod(round_.now))
+    clock = OwnClock()
+    clock.stop_in_waits()
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    clock.stop_in_forward(model)
+    if is_guarded:
+        waits.guard_replica(model)
+    slow = SLOW_S if rank == 1 else 0.0
+    own = []
+    for _ in range(3):
+        dist.barrier()
+        started = clock.read()
+        time.sleep(slow if part == "forward" else 0)
+        loss = model(torch.randn(8, 4)).sum()
+        if part == "backward":
+            loss.register_hook(lambda gradient: time.sleep(slow))
+        clock.backward_begins(loss)
+        loss.backward()
+        clock.backward_ended()
+        if part == "collective":
+            time.sleep(slow)
+            dist.all_reduce(torch.ones(1))
+        own.append(clock.read().since(started).busy_s)
+    Path(results, str(rank)).write_text(str(sorted(own)[1]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("part", ["forward", "backward", "collective"])
+def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: str, is_guarded: bool) -> None:
+    mp.spawn(_train, (str(tmp_path / "store"), str(tmp_path), part, is_guarded), nprocs=2)
+    fast, slow = (float((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    assert 0 < fast < SLOW_S / 2
+    assert slow > SLOW_S * 0.95
+
+
+@pytest.mark.parametrize(
+    ("own", "stat"),
+    [
+        ("0::/job/worker\n", "job/worker/cpu.stat"),
+        ("0::/job/worker\n", "job/cpu.stat"),  # the quota of the group above holds for it, too
+        ("7:cpu,cpuacct:/job\n5:memory:/other\n", "cpu,cpuacct/job/cpu.stat"),
+    ],
+)
+def test_seconds_without_quota_are_those_of_the_control_group_that_has_one(tmp_path: Path, own: str, stat: str) -> None:
+    proc, file = tmp_path / "proc/self/cgroup", tmp_path / "cgroup" / stat
+    for each in (proc, file):
+        each.parent.mkdir(parents=True)
+    proc.write_text(own)
+    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 0.0
+    name, value = ("throttled_time", 2_500_000_000) if "cpuacct" in own else ("throttled_usec", 2_500_000)
+    file.write_text(f"nr_periods 7\n{name} {value}\n")
+    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 2.5
+
+
+def test_time_without_a_core_is_told_apart() -> None:
+    if not os.path.exists("/proc/thread-self/schedstat"):
+        pytest.skip("this kernel does not tell how long a thread waits for a core")
+    clock = OwnClock()
+    started = clock.read()
+    cpu = time.thread_time()
+    while time.thread_time() - cpu < 0.2:
+        pass
+    own = clock.read().since(started)
+    # Whatever else runs here: what was not spent computing was spent waiting for a core.
+    assert own.busy_s - own.queued_s == pytest.approx(0.2, abs=0.05)
+    clock.close()
+
+
+def vote(pulses: list[Pulse], round_number: int) -> None:
+    said = [pulse.say(round_number, rank, len(pulses)) for rank, pulse in enumerate(pulses)]
+    assert {len(numbers) for numbers in said} == {NUM_SAID * len(pulses)}
+    least = [min(numbers) for numbers in zip(*said, strict=True)]
+    for pulse in pulses:
+        pulse.hear(least, step_time_s=0.5)
+
+
+def step(pulses: list[Pulse]) -> None:
+    for rank, pulse in enumerate(pulses):
+        pulse.step_ended(compute=OwnTime(0.1 * (rank + 1), 0.01 * rank), data=OwnTime(0.02, 0.0))
+
+
+def test_a_vote_brings_the_times_of_all_workers_to_all() -> None:
+    pulses = [Pulse() for _ in range(3)]
+    vote(pulses, 1)  # what came before belongs to no round
+    for _ in range(4):
+        step(pulses)
+    vote(pulses, 1)
+    for pulse in pulses:
+        (seen,) = pulse.heard(1)
+        assert (seen.num_steps, seen.step_time_s) == (4, 0.5)
+        assert seen.compute_s == pytest.approx((0.1, 0.19, 0.28))
+        assert seen.data_s == pytest.approx((0.02,) * 3)
+        assert seen.queued_s == pytest.approx((0.0, 0.01, 0.02))
+        assert len(pulse.threads) == 3
+
+
+def test_times_of_another_round_are_not_given_out_for_this_one() -> None:
+    """Ranks change between rounds: the slow one's times would be taken for somebody else's."""
+    pulses = [Pulse() for _ in range(2)]
+    vote(pulses, 1)
+    step(pulses)
+    vote(pulses, 1)
+    assert len(pulses[0].heard(1)) == 1
+    assert pulses[0].heard(2) == []
+    step(pulses)  # it holds the change of the world
+    vote(pulses, 2)
+    assert pulses[0].heard(2) == []
+    step(pulses)
+    vote(pulses, 2)
+    assert len(pulses[0].heard(2)) == 1
+
+
+def test_a_worker_that_says_nothing_yet_leaves_the_others_without_a_comparison() -> None:
+    pulses = [Pulse() for _ in range(2)]
+    vote(pulses, 1)
+    pulses[0].step_ended(OwnTime(0.1, 0.0), OwnTime(0.0, 0.0))
+    vote(pulses, 1)
+    assert pulses[0].heard(1) == []

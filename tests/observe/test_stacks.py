@@ -1,0 +1,65 @@
+"""Stack traces of this process, for people."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_dlrover.observe.stacks import (
+    MAX_CHARACTERS,
+    innermost_user_place,
+    is_in_debugger,
+    stacks,
+)
+
+
+@contextmanager
+def waiting_threads(num: int, name: str) -> Iterator[None]:
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, name=f"{name}{i}") for i in range(num)]
+    for thread in threads:
+        thread.start()
+    yield
+    end.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_main_thread_comes_first_and_threads_of_ours_are_left_out() -> None:
+    with waiting_threads(2, "user-"), waiting_threads(2, "dlrover-"):
+        text = stacks()
+    assert text.startswith("thread MainThread:")
+    assert "in test_the_main_thread_comes_first" in text
+    assert ("thread user-0:" in text, "thread user-1:" in text, "dlrover-0" in text) == (True, True, False)
+
+
+def test_however_deep_and_many_the_text_stays_small_and_shows_the_innermost_calls() -> None:
+    def deep(calls: int) -> str:
+        return deep(calls - 1) if calls else innermost()
+
+    def innermost() -> str:
+        return stacks()
+
+    with waiting_threads(50, "user-"):
+        text = deep(300)
+    assert len(text) <= MAX_CHARACTERS
+    assert "calls left out" in text
+    assert "in innermost" in text
+
+
+def test_the_innermost_place_is_one_of_the_users_code() -> None:
+    found: list[str] = []
+
+    def user_code(end: threading.Event) -> None:
+        watcher = threading.Thread(target=lambda: (found.append(innermost_user_place()), end.set()))
+        watcher.start()
+        end.wait()  # the innermost call is one of the standard library
+
+    user_code(threading.Event())
+    assert found[0].startswith(__file__)
+    assert found[0].endswith("in user_code")
+
+
+def test_nobody_debugs_this_test() -> None:
+    assert not is_in_debugger()

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.rdzv.agents.rounds import (
+    AgentView,
+    Limits,
+    SeenAgent,
+    candidates,
+    is_urgent,
+    members_of_next_round,
+    next_notice,
+    participants,
+    waits,
+)
+from lightning_dlrover.rdzv.job.records import (
+    AgentNotice,
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+)
+
+
+def _agent(name: str, state: str, round_number: int = 0, since: int = 0) -> SeenAgent:
+    record = AgentRecord(name, "host", 1, 1, "waiting", round_number=round_number)
+    return SeenAgent(dataclasses.replace(record, state=state), since)
+
+
+def _view(round_: AgentRound | None, *agents: SeenAgent, is_confirmed: bool = True) -> AgentView:
+    confirmed = AgentNotice(1, confirmed_round=round_.number) if round_ is not None and is_confirmed else None
+    return AgentView({seen.record.agent_id: seen for seen in agents}, round_, confirmed)
+
+
+ONE_TO_TWO = Limits(1, 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_steps=st.integers(1, 60),
+    choices=st.data(),
+    limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
+)
+def test_whatever_agents_do_no_round_starts_beside_a_running_one(
+    num_steps: int, choices: st.DataObject, limits: Limits
+) -> None:
+    """Agents come, enter, leave and die in any order, and any of them convenes from the records alone; rounds that have
+    started never overlap, keep to the limits and have all their members inside when they start."""
+    view = _view(None)
+    started: dict[str, int] = {}  # the round whose workers each agent runs, as it knows itself
+    for step in range(num_steps):
+        agents = dict(view.agents)
+        action = choices.draw(st.sampled_from(["come", "enter", "enter", "leave", "die", "convene", "convene", "start"]))
+        members = [agent for agent in (view.round.agents if view.round else []) if agent in agents]
+        if action == "come" and len(agents) < 6:
+            agents[f"a{step}"] = _agent(f"a{step}", "waiting", view.round_number, step)
+        elif action == "enter" and (late := [a for a in members if agents[a].record.round_number < view.round_number]):
+            agents[late[0]] = _agent(late[0], "running", view.round_number, agents[late[0]].since_revision)
+        elif action == "leave" and members:
+            agent = choices.draw(st.sampled_from(members))
+            agents[agent] = _agent(agent, "waiting", view.round_number, agents[agent].since_revision)
+            started.pop(agent, None)
+        elif action == "die" and agents:
+            agent = choices.draw(st.sampled_from(sorted(agents)))
+            del agents[agent]
+            started.pop(agent, None)
+        elif action == "start" and view.is_confirmed:
+            inside = [agent for agent in members if agents[agent].record.state == "running"]
+            started |= dict.fromkeys(inside, view.round_number)
+        view = dataclasses.replace(view, agents=agents)
+        if action == "convene":
+            notice = next_notice(view, step)
+            if notice.confirmed_round == view.round_number and not view.is_confirmed and view.round is not None:
+                assert all(agents[a].record.round_number == view.round_number for a in view.round.agents)
+            next_members = members_of_next_round(view, limits, choices.draw(st.booleans()))
+            if next_members:
+                assert not started
+                assert limits.min_nodes <= len(next_members) <= limits.max_nodes
+                assert len(set(next_members)) == len(next_members)
+                view = dataclasses.replace(view, round=AgentRound(view.round_number + 1, next_members, "complete"))
+                assert participants(view) == next_members
+            else:
+                view = dataclasses.replace(view, notice=notice)
+        assert len(set(started.values())) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    entered=st.lists(st.booleans(), min_size=1, max_size=5),
+    dead=st.sets(st.integers(0, 4)),
+    is_confirmed=st.booleans(),
+    limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
+)
+def test_a_convener_that_takes_over_in_any_state_comes_to_rest(
+    entered: list[bool], dead: set[int], is_confirmed: bool, limits: Limits
+) -> None:
+    """Members enter what they are told to; then all living agents are in a round that started, or too few are left."""
+    names = [f"a{i}" for i in range(len(entered))]
+    round_ = AgentRound(3, names, "complete")
+    agents = [
+        _agent(name, *(("running", 3) if entered[i] or is_confirmed else ("waiting", 2)), since=i)  # type: ignore[arg-type]
+        for i, name in enumerate(names)
+        if i not in dead
+    ]
+    view = _view(round_, *agents, is_confirmed=is_confirmed)
+    for _ in range(6):
+        members = members_of_next_round(view, limits, last_call_is_over=True)
+        if members:
+            view = dataclasses.replace(view, round=AgentRound(view.round_number + 1, members, "complete"))
+        inside = participants(view)
+        everyone = {a: _agent(a, "running", view.round_number) if a in inside else seen for a, seen in view.agents.items()}
+        view = dataclasses.replace(view, agents=everyone)
+        view = dataclasses.replace(view, notice=next_notice(view, term=7))
+    assert next_notice(view, term=7) == view.notice
+    if participants(view):
+        assert view.is_confirmed
+    else:
+        assert len(candidates(view)) < limits.min_nodes
+
+
+def test_a_round_waits_for_last_call_unless_it_is_full() -> None:
+    view = _view(None, _agent("a", "waiting"))
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=False) == []
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == ["a"]
+    full = _view(None, _agent("a", "waiting"), _agent("b", "waiting"))
+    assert members_of_next_round(full, ONE_TO_TWO, last_call_is_over=False) == ["a", "b"]
+
+
+def test_running_agents_are_told_of_a_late_one() -> None:
+    round_ = AgentRound(1, ["a"], "complete")
+    late = next_notice(_view(round_, _agent("a", "running", 1), _agent("b", "waiting", 1)), term=2)
+    assert (late.round_number, late.num_inside, late.num_waiting, late.num_members_waiting) == (1, 1, 1, 0)
+
+
+def test_survivors_keep_their_order_and_come_before_newcomers() -> None:
+    round_ = AgentRound(1, ["c", "b", "a"], "complete")
+    left = [_agent(name, "waiting", 1, since) for since, name in enumerate("abc")]
+    view = _view(round_, _agent("new", "waiting", 1, 9), *left)
+    assert members_of_next_round(view, Limits(1, 3), last_call_is_over=True) == ["c", "b", "a"]
+
+
+def test_an_admitted_agent_that_has_not_noticed_yet_still_belongs_to_the_round() -> None:
+    round_ = AgentRound(2, ["a", "b"], "complete")
+    view = _view(round_, _agent("a", "running", 2), _agent("b", "waiting", 1))
+    assert participants(view) == ["a", "b"]
+    assert candidates(view) == []
+
+
+def test_a_dead_member_does_not_hold_up_the_next_round() -> None:
+    round_ = AgentRound(2, ["dead", "b"], "complete")
+    view = _view(round_, _agent("b", "waiting", 2))
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == ["b"]
+
+
+def test_a_closed_run_forms_no_round() -> None:
+    view = _view(AgentRound(2, [], "closed"), _agent("b", "waiting", 2))
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == []
+
+
+def test_each_waiting_agent_says_what_it_waits_for() -> None:
+    first, second = _agent("a", "waiting"), _agent("b", "waiting")
+    first = dataclasses.replace(first, record=dataclasses.replace(first.record, min_nodes=3))
+    assert waits(_view(None, first)) == {"a": "waits for 2 more nodes of at least 3"}
+    assert waits(_view(None, first, second))["a"] == "waits for 1 more node of at least 3"
+    running = AgentRound(1, ["c"], "complete")
+    assert waits(_view(running, _agent("c", "running", 1), second)) == {"c": "", "b": "waits for 1 running node to make room"}
+    assert waits(_view(AgentRound(1, [], "closed"), second)) == {"b": "the run is closed: about to end"}
+
+
+def test_a_round_is_confirmed_with_the_address_of_its_first_node_once_all_have_entered() -> None:
+    first = SeenAgent(AgentRecord("a", "host", 1, 1, "running", round_number=2, address="10.0.0.1", port=99), 0)
+    round_ = AgentRound(2, ["a", "b"], "complete")
+    notice = next_notice(_view(round_, first, _agent("b", "waiting", 1), is_confirmed=False), term=5)
+    assert notice.confirmed_round == 0
+    notice = next_notice(_view(round_, first, _agent("b", "running", 2), is_confirmed=False), term=5)
+    assert (notice.confirmed_round, notice.master_address, notice.master_port, notice.term) == (2, "10.0.0.1", 99, 5)
+
+
+def test_a_round_that_lost_a_member_before_it_was_confirmed_is_void_and_its_members_wait() -> None:
+    view = _view(
+        AgentRound(2, ["dead", "b", "c"], "complete"), _agent("b", "running", 2), _agent("c", "waiting", 1), is_confirmed=False
+    )
+    assert participants(view) == []
+    assert members_of_next_round(view, Limits(2, 3), last_call_is_over=True) == ["b", "c"]
+    assert members_of_next_round(view, Limits(3, 3), last_call_is_over=True) == []
+
+
+def test_a_confirmed_round_goes_on_without_a_member_that_died() -> None:
+    view = _view(AgentRound(2, ["dead", "b"], "complete"), _agent("b", "running", 2), _agent("c", "waiting", 2))
+    assert participants(view) == ["b"]
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == []
+    assert next_notice(view, term=1).num_inside == 1
+
+
+def test_all_are_told_when_the_last_living_member_has_finished() -> None:
+    round_ = AgentRound(1, ["a", "dead", "c"], "complete")
+    assert next_notice(_view(round_, _agent("a", "finished", 1), _agent("c", "running", 1)), term=1).num_unfinished == 1
+    assert next_notice(_view(round_, _agent("a", "finished", 1), _agent("c", "finished", 1)), term=1).num_unfinished == 0
+
+
+def test_no_round_forms_in_a_live_job_or_one_that_has_ended() -> None:
+    waiting = _view(None, _agent("a", "waiting"))
+    for job in (JobRecord("training", True, 1, 2, "0"), JobRecord("finished", False, 1, 2, "0")):
+        assert members_of_next_round(dataclasses.replace(waiting, job=job), ONE_TO_TWO, last_call_is_over=True) == []
+    assert members_of_next_round(waiting, ONE_TO_TWO, last_call_is_over=True) == ["a"]
+
+
+def test_all_are_told_of_a_member_that_was_lost_but_not_of_one_that_signed_off() -> None:
+    round_ = AgentRound(1, ["a", "b", "c"], "complete")
+    view = _view(round_, _agent("a", "running", 1), _agent("b", "running", 1))
+    assert next_notice(view, term=1).num_lost == 1
+    heard = next_notice(dataclasses.replace(view, signed_off={"c"}), term=1)
+    assert heard.num_lost == 0
+    assert next_notice(dataclasses.replace(view, notice=heard), term=2).num_lost == 0  # its word is gone meanwhile
+    assert next_notice(dataclasses.replace(view, round=dataclasses.replace(round_, state="closed")), term=1).num_lost == 0
+
+
+def test_no_round_is_held_open_when_only_members_of_the_last_one_wait() -> None:
+    round_ = AgentRound(1, ["a", "b", "c"], "complete")
+    members = [_agent("a", "waiting", 1), _agent("c", "waiting", 1)]
+    assert members_of_next_round(_view(round_, *members), Limits(1, 4), last_call_is_over=False) == ["a", "c"]
+    newcomer = _agent("d", "waiting", 1)
+    assert members_of_next_round(_view(round_, *members, newcomer), Limits(1, 4), last_call_is_over=False) == []
+
+
+def test_agents_are_told_at_once_of_what_they_act_on_and_of_mere_counts_later() -> None:
+    told = AgentNotice(1, confirmed_round=3, num_agents=9, num_inside=9)
+    assert is_urgent(told, None)
+    assert is_urgent(dataclasses.replace(told, confirmed_round=4), told)
+    assert is_urgent(dataclasses.replace(told, num_waiting=1), told)
+    assert is_urgent(dataclasses.replace(told, num_lost=1), told)
+    assert is_urgent(dataclasses.replace(told, over="has finished"), told)
+    assert not is_urgent(dataclasses.replace(told, num_agents=10, num_unfinished=8), told)
+    one_waits = dataclasses.replace(told, num_waiting=1)
+    assert not is_urgent(dataclasses.replace(one_waits, num_waiting=2), one_waits)
+    assert not is_urgent(told, one_waits)

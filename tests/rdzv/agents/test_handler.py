@@ -1,0 +1,604 @@
+"""The `etcd-v3` backend under stock torchrun, with real processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torchrun_agent import Agent, eventually
+
+from lightning_dlrover.rdzv.agents.handler import (
+    EtcdRendezvousHandler,
+    create_backend,
+)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.group import left_state
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    AgentRound,
+    ControllerRecord,
+    JobRecord,
+    Keys,
+    WorkerRecord,
+    decode,
+    encode,
+)
+
+StartAgent = Callable[..., Agent]
+MakeHandler = Callable[..., EtcdRendezvousHandler]
+
+# Steps until the world has the wanted size, then ends; a lost peer makes the collective raise.
+STEPS = """
+import datetime, os, time
+import torch, torch.distributed as dist
+wanted, num_steps = int(os.environ["WANTED"]), int(os.environ["STEPS"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+rank, world = dist.get_rank(), dist.get_world_size()
+print(f"STARTED {rank}/{world} restart={os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+done = 0
+while done < num_steps:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world
+    done += world == wanted
+    time.sleep(0.02)
+print(f"DONE {rank}/{world}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def _started(agent: Agent, line: str) -> None:
+    eventually(lambda: line in agent.output, f"{line!r} was printed", 60)
+
+
+# -- plain scripts: TorchElastic's contract
+
+
+def test_a_plain_script_runs_on_one_node(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
+    agent = start_agent(STEPS, nproc=2, env={"WANTED": "2", "STEPS": "3"})
+    assert agent.wait() == 0, agent.output
+    assert sorted(agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
+    _, left = client.get_prefix(keys.root)
+    assert [kv.key for kv in left] == [keys.agent_round]
+
+
+def test_a_plain_script_runs_on_two_nodes(start_agent: StartAgent) -> None:
+    agents = [start_agent(STEPS, nnodes="2", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0], agents[0].output + agents[1].output
+    assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
+
+
+def test_a_late_node_scales_a_plain_script_up(start_agent: StartAgent) -> None:
+    env = {"WANTED": "2", "STEPS": "5"}
+    first = start_agent(STEPS, nnodes="1:2", env=env)
+    _started(first, "STARTED 0/1")
+    second = start_agent(STEPS, nnodes="1:2", env=env)
+    assert [first.wait(90), second.wait(90)] == [0, 0], first.output + second.output
+    assert first.lines("DONE") == ["DONE 0/2"]  # who was there first stays first
+    assert "restart=1" not in first.output  # a change of membership is no failure
+
+
+def test_the_others_go_on_without_a_node_that_died(start_agent: StartAgent) -> None:
+    dying = start_agent(STEPS, nnodes="1:2", env={"WANTED": "1", "STEPS": "5"})
+    survivor = start_agent(STEPS, nnodes="1:2", max_restarts=1, env={"WANTED": "1", "STEPS": "5"})
+    for agent in (dying, survivor):
+        eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
+    dying.kill_with_workers()
+    assert survivor.wait(90) == 0, survivor.output
+    assert survivor.lines("DONE") == ["DONE 0/1"]
+
+
+def test_an_agent_killed_alone_does_not_hold_up_the_exit_of_the_others(start_agent: StartAgent) -> None:
+    env = {"WANTED": "2", "STEPS": "100"}
+    agents = [start_agent(STEPS, nnodes="2", env=env) for _ in range(2)]
+    for agent in agents:
+        eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
+    agents[0].process.kill()  # its worker goes on as an orphan, and finishes
+    assert agents[1].wait(60) == 0, agents[1].output  # stock: 300 s
+
+
+def test_a_wrong_endpoint_ends_torchrun_with_an_error_that_names_it(start_agent: StartAgent) -> None:
+    agent = start_agent("", endpoint="127.0.0.1:1", conf="etcd_timeout=1")
+    assert agent.wait(60) != 0
+    assert "no etcd v3 answered at 127.0.0.1:1 within 1 s" in agent.output
+
+
+def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent, keys: Keys) -> None:
+    assert start_agent("").wait() == 0
+    again = start_agent("print('STARTED')")
+    assert again.wait() == 1
+    assert not again.lines("STARTED")
+    assert "Traceback" not in again.output
+    [line] = [line for line in again.output.splitlines() if keys.run_id in line]
+    assert line.endswith("start a new job with another --rdzv-id")
+
+
+def test_spare_node_of_a_successful_run_ends_with_0(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
+    running = start_agent(script)
+    _started(running, "STARTED")
+    spare = start_agent(script)
+    eventually(lambda: len(client.get_prefix(keys.agents)[1]) == 2, "the spare has registered")
+    end.touch()
+    assert running.wait() == 0, running.output
+    assert spare.wait() == 0, spare.output
+    assert not spare.lines("STARTED")
+    assert "Traceback" not in spare.output
+    assert "was finished by other nodes before this one was needed" in spare.output
+
+
+def test_a_failed_run_can_be_started_again(start_agent: StartAgent) -> None:
+    assert start_agent("raise SystemExit(3)").wait() != 0
+    assert start_agent("").wait() == 0
+
+
+def test_an_agent_ended_by_a_signal_is_gone_at_once(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
+    agent = start_agent("import time; print('STARTED', flush=True); time.sleep(60)", conf="lease_ttl=60")
+    _started(agent, "STARTED")
+    assert len(client.get_prefix(keys.agents)[1]) == 1
+    agent.process.send_signal(signal.SIGTERM)
+    agent.wait(40)
+    assert client.get_prefix(keys.agents)[1] == []
+
+
+def test_a_worker_is_told_where_the_jobs_state_is(
+    start_agent: StartAgent, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Any
+) -> None:
+    (tmp_path / "pw").write_text("hush\n")
+    agent = start_agent(
+        "import os\nfor k, v in sorted(os.environ.items()):\n    print(f'ENV {k}={v}') if k[:8] == 'DLROVER_' else 0",
+        nnodes="1:3",
+        conf="last_call_timeout=0,lease_ttl=7,wait_timeout=90,etcd_timeout=6",
+        env={"DLROVER_USER": "left from an outer job"},
+    )
+    assert agent.wait() == 0, agent.output
+    told = dict(line.removeprefix("ENV ").split("=", 1) for line in agent.lines("ENV"))
+    assert told.pop("DLROVER_AGENT_ID")
+    assert told.pop("DLROVER_AGENT_PID") == str(agent.process.pid)
+    told.pop("DLROVER_HISTORY", None)  # of the tests themselves
+    assert told == {
+        "DLROVER_ENDPOINT": etcd.endpoint,
+        "DLROVER_PREFIX": "/dlrover",
+        "DLROVER_RUN_ID": keys.run_id,
+        "DLROVER_MIN_NODES": "1",
+        "DLROVER_MAX_NODES": "3",
+        "DLROVER_HISTORY_TTL_S": "604800",
+        "DLROVER_LEASE_TTL_S": "7",
+        "DLROVER_WAIT_TIMEOUT_S": "90",
+        "DLROVER_FORM_TIMEOUT_S": "120",
+        "DLROVER_START_TIMEOUT_S": "60",
+        "DLROVER_REGROUP_TIMEOUT_S": "120",
+        "DLROVER_COLLECTIVE_TIMEOUT_S": "1800",
+        "DLROVER_ETCD_TIMEOUT_S": "6",
+    }
+
+
+# -- live jobs
+
+LIVE = """
+import os, sys, time
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig, Put, absent
+from lightning_dlrover.rdzv.job.records import JobRecord, Keys, WorkerRecord, encode
+keys = Keys(os.environ["DLROVER_RUN_ID"], os.environ["DLROVER_PREFIX"])
+agent, rank, world = os.environ["DLROVER_AGENT_ID"], os.environ["RANK"], os.environ["WORLD_SIZE"]
+client = EtcdClient(EtcdConfig(os.environ["DLROVER_ENDPOINT"]))
+client.txn([absent(keys.job)], [Put(keys.job, encode(JobRecord("training", True, 1, 4, "test")))])
+worker = f"{agent}-{os.getpid()}"
+record = WorkerRecord(worker, agent, "host", os.getpid(), int(os.environ["LOCAL_RANK"]), "127.0.0.1", 1, "ready")
+lease = client.lease(60).keep_alive()
+client.put(keys.workers + worker, encode(record), lease)
+print(f"STARTED {rank}/{world} {os.getpid()}", flush=True)
+while client.get(keys.root + f"end/{rank}") is None:
+    time.sleep(0.05)
+client.close()
+print("DONE", flush=True)
+"""
+
+
+def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
+    first = start_agent(LIVE, nnodes="1:3", nproc=2)
+    _started(first, "STARTED 1/2")
+    second = start_agent(LIVE, nnodes="1:3")
+    _started(second, "STARTED 2/3")  # ranks are true at joining time
+    third = start_agent(LIVE, nnodes="1:3")
+    _started(third, "STARTED 3/4")
+    for rank in range(2):
+        client.put(keys.root + f"end/{rank}", b"")
+    assert first.wait(15) == 0, first.output  # not held up by the others, nor do they restart
+    client.put(keys.root + "end/3", b"")
+    assert third.wait(15) == 0, third.output
+    client.put(keys.root + "end/2", b"")
+    assert second.wait(15) == 0, second.output
+    assert [len(agent.lines("STARTED")) for agent in (first, second, third)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("place", ["job", "agent_round", "agents/stranger", "workers/stranger", "round", "plan"])
+def test_garbage_in_a_record_of_a_running_job_does_not_end_its_agents(
+    place: str, start_agent: StartAgent, client: EtcdClient, keys: Keys
+) -> None:
+    agent = start_agent(LIVE, nnodes="1:2")
+    _started(agent, "STARTED 0/1")
+    client.put(keys.live + place, b"{]")
+    if place in ("job", "agent_round", "agents/stranger"):
+        eventually(lambda: "ignored a record" in agent.output, "the agent to see it", 10)
+    client.put(keys.root + "end/0", b"")
+    assert agent.wait(15) == 0, agent.output
+    assert agent.lines("DONE")
+
+
+def test_first_round_agents_of_a_live_job_do_not_wait_for_each_other_at_exit(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys
+) -> None:
+    agents = [start_agent(LIVE, nnodes="2") for _ in range(2)]
+    for agent in agents:
+        eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
+    first, second = sorted(agents, key=lambda agent: agent.lines("STARTED")[0])
+    client.put(keys.root + "end/0", b"")
+    assert first.wait(15) == 0, first.output
+    client.put(keys.root + "end/1", b"")
+    assert second.wait(15) == 0, second.output
+
+
+def test_a_killed_live_worker_is_reported_and_replaced_without_touching_the_others(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys
+) -> None:
+    first = start_agent(LIVE, nnodes="1:2")
+    _started(first, "STARTED 0/1")
+    second = start_agent(LIVE, nnodes="1:2", max_restarts=1)
+    _started(second, "STARTED 1/2")
+    pid = int(second.lines("STARTED")[0].split()[-1])
+    dead = next(kv.key for kv in client.get_prefix(keys.workers)[1] if f"-{pid}" in kv.key)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: client.get(dead) is None, "the dead worker's record is gone", 10)  # its lease: 60 s
+    eventually(lambda: len(second.lines("STARTED")) == 2, "a new worker has started", 60)
+    assert len(first.lines("STARTED")) == 1
+    for rank in range(2):
+        client.put(keys.root + f"end/{rank}", b"")
+    assert [first.wait(15), second.wait(15)] == [0, 0]
+
+
+def test_with_the_live_hint_a_late_node_starts_beside_workers_that_are_still_importing(
+    start_agent: StartAgent, tmp_path: Any
+) -> None:
+    enough = tmp_path / "enough"
+    script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.05)"
+    first = start_agent(script, nnodes="1:2", conf="live=1,last_call_timeout=60")
+    _started(first, "STARTED")
+    second = start_agent(script, nnodes="1:2", conf="live=1,last_call_timeout=60")
+    _started(second, "STARTED")
+    enough.touch()
+    assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
+    assert [len(agent.lines("STARTED")) for agent in (first, second)] == [1, 1]
+
+
+# -- the handler alone
+
+
+@pytest.fixture
+def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Any:
+    made: list[RendezvousHandler] = []
+
+    def make(min_nodes: int = 1, max_nodes: int = 1, **conf: str) -> RendezvousHandler:
+        conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
+        params = RendezvousParameters("etcd-v3", etcd.endpoint, run_id, min_nodes, max_nodes, **conf)
+        made.append(create_backend()(params))
+        return made[-1]
+
+    yield make
+    for handler in made:
+        handler.shutdown()
+
+
+def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: MakeHandler) -> None:
+    inside = make_handler(1, 1)
+    inside.next_rendezvous()
+    with pytest.raises(RendezvousTimeoutError, match="maximum of 1 nodes"):
+        make_handler(1, 1, join_timeout="1").next_rendezvous()
+    assert inside.num_nodes_waiting() == 0
+
+
+def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> None:
+    before = set(threading.enumerate())
+    params = RendezvousParameters("etcd-v3", etcd.endpoint, run_id, 1, 1, last_call_timeout="0")
+    handler = create_backend()(params)
+    store = handler.next_rendezvous().store
+    assert set(threading.enumerate()) - before
+    del handler
+    gc.collect()
+    eventually(lambda: not set(threading.enumerate()) - before, "all of its threads have ended", 15)
+    store.set("key", "value")  # may be that of a process group
+    assert store.get("key") == b"value"
+    store.close()
+
+
+def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_handler: MakeHandler) -> None:
+    with pytest.raises(RendezvousTimeoutError, match="only 1 of at least 2"):
+        make_handler(2, 2, join_timeout="1").next_rendezvous()
+
+
+def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(make_handler(2, 2, join_timeout="0.5").next_rendezvous)
+        with pytest.raises(TimeoutError):
+            waiting.result(2.0)
+        client.delete(keys.controller)
+        with pytest.raises(RendezvousTimeoutError, match=r"only 1 of at least 2.*join_timeout=SECONDS"):
+            waiting.result(10)
+
+
+def test_every_round_has_a_store_and_a_port_of_its_own_and_old_stores_are_deleted(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys
+) -> None:
+    handler = make_handler()
+    ports = set()
+    for number in range(1, 5):
+        info = handler.next_rendezvous()
+        assert not info.store.check(["k"])
+        info.store.set("k", str(number))
+        assert (info.rank, info.world_size) == (0, 1)
+        assert info.bootstrap_store_info is not None
+        ports.add(info.bootstrap_store_info.master_port)
+        assert client.get(f"{keys.store}{number - 2}/key/k") is None
+    assert len(ports) == 4
+    assert not handler.use_agent_store
+    handler.shutdown()
+    assert client.get_prefix(keys.store)[1] == []
+
+
+def test_ranks_of_a_round_are_distinct_and_all_agree_on_the_master(make_handler: MakeHandler) -> None:
+    handlers = [make_handler(3, 3) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert {info.world_size for info in infos} == {3}
+    assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1
+
+
+def test_an_agent_taken_for_dead_registers_again(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
+    handler = make_handler()
+    handler.next_rendezvous()
+    assert handler._lease is not None
+    client._revoke(handler._lease.id)
+
+    def is_back() -> bool:
+        handler.num_nodes_waiting()
+        return len(client.get_prefix(keys.agents)[1]) == 1 and not handler._lease.lost.is_set()  # type: ignore[union-attr]
+
+    eventually(is_back, "the agent is registered again", 10)
+
+
+def test_a_closed_run_admits_nobody_and_wakes_those_who_wait(make_handler: MakeHandler) -> None:
+    waiting, other = make_handler(2, 2), make_handler(2, 2)
+    assert not other.is_closed()
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(waiting.next_rendezvous)
+        other.set_closed()
+        with pytest.raises(RendezvousClosedError, match="another --rdzv-id"):
+            result.result(10)
+    assert other.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        other.next_rendezvous()
+
+
+@pytest.mark.parametrize(("phase", "text"), [("finished", "has finished"), ("failed", "has failed .*bad luck")])
+def test_a_job_that_is_over_cannot_be_joined(
+    phase: str, text: str, make_handler: MakeHandler, client: EtcdClient, keys: Keys
+) -> None:
+    job = JobRecord(phase, True, 1, 1, "test", message="bad luck")  # type: ignore[arg-type]
+    client.put(keys.job, encode(job))
+    with pytest.raises(RendezvousClosedError, match=text):
+        make_handler().next_rendezvous()
+
+
+@pytest.mark.parametrize("name", ["job", "agent_round"])
+def test_a_corrupt_record_is_named_with_its_run_and_key(
+    name: str, make_handler: MakeHandler, client: EtcdClient, keys: Keys
+) -> None:
+    key = getattr(keys, name)
+    client.put(key, b"not a record")
+    with pytest.raises(RendezvousStateError, match=f"{keys.run_id}.*{key}"):
+        make_handler().next_rendezvous()
+
+
+def test_only_the_agents_own_dead_workers_are_deleted(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
+    handler = make_handler()
+    handler.next_rendezvous()
+    own = decode(AgentRecord, client.get_prefix(keys.agents)[1][0].value, "").agent_id
+    for worker, agent in (("mine", own), ("foreign", "another-agent")):
+        record = WorkerRecord(worker, agent, "host", 1, 0, "127.0.0.1", 1, "ready")
+        client.put(keys.workers + worker, encode(record))
+    handler.next_rendezvous()
+    assert [kv.key for kv in client.get_prefix(keys.workers)[1]] == [keys.workers + "foreign"]
+
+
+def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
+    make_handler: MakeHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = '{"role": "default", "rank": 0, "local_world_size": %d}'
+    monkeypatch.setenv(left_state.VARIABLE, "/of/an/outer/job")
+    single = make_handler()
+    single.next_rendezvous().store.set("torchelastic/role_info/0", role % 1)
+    assert left_state.VARIABLE not in os.environ
+    single.shutdown()
+    # As an agent leaves it that was killed.
+    orphan = left_state.ROOT / f"{left_state.PREFIX}of-nobody"
+    orphan.mkdir()
+    (orphan / ".owner").touch()
+    handler = make_handler(key_prefix="/several")
+    handler.next_rendezvous().store.set("torchelastic/role_info/0", role % 2)
+    folder = Path(os.environ[left_state.VARIABLE])
+    assert folder.parent == left_state.ROOT
+    assert folder.is_dir()
+    assert not orphan.exists()
+    (folder / "state").touch()
+    handler.shutdown()
+    assert not folder.exists()
+
+
+def test_the_record_of_an_agent_says_what_it_does(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLROVER_NODE", "node-7")
+    info = make_handler(nproc="3").next_rendezvous()
+    (entry,) = client.get_prefix(keys.agents)[1]
+    record = decode(AgentRecord, entry.value, entry.key)
+    assert (record.state, record.round_number, record.num_workers) == ("running", 1, 3)
+    assert record.labels == {"node": "node-7"}
+    assert entry.lease_id
+    # What the agent itself writes into its store is believed more than the configuration.
+    info.store.set("torchelastic/role_info/0", '{"role": "default", "rank": 0, "local_world_size": 2}')
+    (entry,) = client.get_prefix(keys.agents)[1]
+    assert decode(AgentRecord, entry.value, entry.key).num_workers == 2
+    round_entry = client.get(keys.agent_round)
+    assert round_entry is not None
+    assert decode(AgentRound, round_entry.value, "").agents == [record.agent_id]
+
+
+# -- the convener dies
+
+
+# An agent without workers that dies right after the write that its arguments name.
+DOOMED = """
+import os, signal, sys, threading
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, Put
+from lightning_dlrover.rdzv.agents.handler import create_backend
+endpoint, run_id, key, content = sys.argv[1:]
+txn = EtcdClient.txn
+def deadly_txn(self, compare, success, failure=()):
+    result = txn(self, compare, success, failure)
+    for op in success:
+        if isinstance(op, Put) and op.key.endswith(key) and content.encode() in op.value and result.succeeded:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return result
+EtcdClient.txn = deadly_txn
+conf = {"last_call_timeout": "60", "lease_ttl": "2"}
+create_backend()(RendezvousParameters("etcd-v3", endpoint, run_id, 2, 3, **conf)).next_rendezvous()
+threading.Event().wait()
+"""
+
+AT_A_ROUND = ("agent_round", '"number":1')
+AT_ITS_CONFIRMATION = ("agent_notice", '"confirmed_round":1')
+WHILE_NODES_WAIT = ("agent_notice", '"num_waiting":2')
+
+
+@pytest.fixture
+def doomed(etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts an agent that convenes until it dies."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(key: str, content: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", DOOMED, etcd.endpoint, run_id, key, content]))
+        eventually(lambda: client.get(keys.agent_convener), "the doomed agent convenes", 60)
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("when", [AT_A_ROUND, WHILE_NODES_WAIT], ids=lambda when: when[0])
+def test_a_convener_killed_before_its_round_began_is_replaced_and_the_others_form_one(
+    when: tuple[str, str], doomed: Callable[..., subprocess.Popen[bytes]], make_handler: MakeHandler
+) -> None:
+    convener = doomed(*when)
+    handlers = [make_handler(2, 3, lease_ttl="2", join_timeout="60") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(handlers[0].next_rendezvous)]
+        if when == WHILE_NODES_WAIT:  # a third node would fill the round at once
+            assert convener.wait(60) == -signal.SIGKILL
+        joining.append(pool.submit(handlers[1].next_rendezvous))
+        infos = [each.result(90) for each in joining]
+    assert convener.wait(60) == -signal.SIGKILL
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert [info.world_size for info in infos] == [2, 2]
+    assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1
+
+
+def test_nodes_whose_ranks_were_to_be_assigned_by_a_killed_one_start_again_without_it(
+    doomed: Callable[..., subprocess.Popen[bytes]], start_agent: StartAgent
+) -> None:
+    convener = doomed(*AT_ITS_CONFIRMATION)
+    agents = [start_agent(STEPS, nnodes="2:3", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
+    assert convener.wait(60) == -signal.SIGKILL  # as node rank 0 of a round of three
+    assert [agent.wait(120) for agent in agents] == [0, 0], agents[0].output + agents[1].output
+    assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
+    assert all("a node was lost while ranks were assigned" in agent.output for agent in agents)
+
+
+def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still_told_of(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys
+) -> None:
+    handlers = [make_handler(2, 3) for _ in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+        entry = client.get(keys.agent_convener)
+        assert entry is not None
+        convener = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
+        other = next(handler for handler in handlers if handler is not convener)
+        convener._client.close()  # all its threads end, its lease is not revoked
+        late = pool.submit(make_handler(2, 3, join_timeout="60").next_rendezvous)
+        eventually(lambda: other.num_nodes_waiting() == 1, "the survivor is told of the late node", 30)
+        assert client.get(keys.agent_convener) != entry
+        assert {other.next_rendezvous().world_size, late.result(30).world_size} == {2}
+
+
+# -- configuration
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("last_call", "3"),
+        ("join_timeout", "soon"),
+        ("join_timeout", "0"),
+        ("join_timeout", "nan"),
+        ("lease_ttl", "-1"),
+        ("wait_timeout", "10m"),
+        ("form_timeout", "inf"),
+        ("last_call_timeout", "-1"),
+        ("live", "maybe"),
+        ("nproc", "0"),
+        ("key_prefix", "dlrover"),
+        ("password_file", "/no/such/file"),
+        ("ca_cert", "/no/such/file"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(key: str, value: str, make_handler: MakeHandler) -> None:
+    with pytest.raises(ValueError, match=key):
+        make_handler(**{key: value})
+
+
+def test_a_user_without_a_password_is_refused(make_handler: MakeHandler) -> None:
+    with pytest.raises(ValueError, match="both user and password"):
+        make_handler(user="me")
+
+
+def test_an_unreachable_endpoint_is_refused_by_its_name() -> None:
+    params = RendezvousParameters("etcd-v3", "127.0.0.1:1", "r", 1, 1, etcd_timeout="0.5")
+    with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1"):
+        create_backend()(params)

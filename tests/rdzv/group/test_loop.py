@@ -1,0 +1,136 @@
+"""Who gives the state to whom, when workers agree, and what makes their models alike. Real loops: tests/e2e."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dlrover.rdzv.group.loop import (
+    Step,
+    _Loop,
+    handover,
+    model_fingerprint,
+    updates_made,
+)
+from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.live.member import (
+    Formation,
+    RoundEndedError,
+    WorldError,
+)
+
+# --- who has the state --------------------------------------------------------------------------------------------------------
+
+WORKERS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("made", list(product([None, 6, 7], repeat=4)))
+def test_everyone_gets_the_most_advanced_state_from_somebody_who_has_it(
+    made: tuple[int | None, ...],
+) -> None:
+    updates = dict(zip(WORKERS, made, strict=True))
+    newest = max((u for u in made if u is not None), default=0)
+    has_newest = {w for w in WORKERS if updates[w] == newest} or {WORKERS[0]}
+    plan = handover(WORKERS, updates)
+    for sender, receiver in (*plan.behind, *plan.joining):
+        assert sender in has_newest
+        assert receiver not in has_newest
+        has_newest.add(receiver)
+    assert has_newest == set(WORKERS)
+    assert {w for _, w in plan.behind} == {w for w in WORKERS if updates[w] is not None and updates[w] != newest}
+
+
+def test_joiners_are_given_the_state_by_as_many_others_as_there_are() -> None:
+    plan = handover(WORKERS, {"a": 5, "b": 5, "c": None, "d": None})
+    assert plan.joining == [("a", "c"), ("b", "d")]
+
+
+def test_hello_that_is_no_number_ends_the_round() -> None:
+    round_ = RoundRecord(3, ["a", "b"], "", "start", planned=True)
+    assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
+    with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
+        updates_made(Formation(round_, {"a": b"7", "b": b"garbage"}, 0))
+
+
+# --- models -------------------------------------------------------------------------------------------------------------------
+
+
+def model(width: int = 4, **more: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), **more})
+
+
+def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() -> None:
+    torch.manual_seed(1)
+    one = model()
+    torch.manual_seed(2)
+    assert model_fingerprint(one) == model_fingerprint(model())
+
+
+@pytest.mark.parametrize("other", [model(5), model(more=nn.Linear(1, 1)), model().double(), nn.Linear(3, 4)])
+def test_another_shape_name_or_type_is_another_fingerprint(other: nn.Module) -> None:
+    assert model_fingerprint(other) != model_fingerprint(model())
+
+
+# --- aborted reductions -------------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class AbortedWorld:
+    """A world of two workers with NCCL whose round ends in the middle of a step: waits succeed, as a stream's do."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.broken = False
+        self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
+        self.worker_id = "a"
+
+    def broken_error(self) -> WorldError:
+        return WorldError("the round has ended")
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self.broken and isinstance(error, WorldError)
+
+
+class OneStepLoop(_Loop):
+    """A loop that has entered its job, and ends where it would form the next round."""
+
+    def _enter(self) -> None:
+        self._has_state = True
+
+    def _recover(self) -> None:
+        raise StopIteration
+
+
+def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, float]:
+    """One step of a loop, and by how much it has changed the weight."""
+    world: Any = AbortedWorld(backend)
+    weight = torch.ones(1000, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    loop = OneStepLoop(world, 2, 0, {}, 0.1).run()
+    step = next(loop)
+    with step:
+        weight.sum().backward()
+        world.broken = is_aborted
+        optimizer.step()
+    loop.close()
+    optimizer.step()  # outside of a loop nobody asks
+    return step, float(weight.detach().cpu()[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_aborted_reduction_is_followed_by_no_update(device: str) -> None:
+    step, weight = attempt_step("cpu:gloo,cuda:nccl", device, is_aborted=True)
+    assert not step.was_made
+    assert weight == pytest.approx(0.9)  # by the step outside
+
+
+@pytest.mark.parametrize("backend, is_aborted", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
+def test_whole_gradients_are_applied(backend: str, is_aborted: bool) -> None:
+    step, weight = attempt_step(backend, "cpu", is_aborted)  # a collective of gloo's that ends without an error is whole
+    assert step.was_made
+    assert weight == pytest.approx(0.8)

@@ -1,0 +1,151 @@
+"""What workers compare before and while they wait for each other, without workers; see also tests/e2e/test_mismatches.py."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group.meeting import (
+    Counts,
+    Meeting,
+    Place,
+    Purpose,
+    Sighting,
+    can_go_on,
+    difference,
+    place_of,
+    shown,
+)
+from lightning_dlrover.rdzv.live.member import (
+    RoundEndedError,
+    WorldError,
+)
+
+USER = Place("/home/me/train.py:3 in main", "", "train.py:3")
+
+
+def seen(compared: int, begun: int, waits_for: str = "") -> Sighting:
+    return Sighting(Counts(compared, begun), "", waits_for)
+
+
+# --- who can go on ------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
+    program = random.Random(0).choices(["compared", "gradients", "buffers"], k=40)
+    places = [seen(0, 0)]
+    for kind in program:
+        counts = places[-1].counts
+        compared = counts.compared + (kind == "compared")
+        begun = counts.begun + (kind != "compared")
+        places.append(seen(compared, begun, "" if kind == "compared" else kind))
+    assert all(can_go_on(one, other) for one, other in itertools.product(places, repeat=2))
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (seen(4, 7), seen(3, 8, "gradients")),  # each is ahead of the other
+        (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # in one place, for different things
+    ],
+)
+def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
+    assert not can_go_on(one, other)
+    assert not can_go_on(other, one)
+
+
+# --- who has come to a place --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meetings() -> Iterator[list[Meeting]]:
+    """Those of two workers, with one store."""
+    store = dist.HashStore()
+
+    def make(rank: int) -> Meeting:
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        return Meeting(group, rank, 2, 4, lambda: 0, lambda: store, lambda: "", lambda: False, lambda: None)
+
+    made = [make(0), make(1)]
+    yield made
+    for meeting in made:
+        meeting.close()
+        meeting.join(5)
+
+
+def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[Meeting]) -> None:
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in meetings]
+        assert [answer.result(5) for answer in answers] == [True, True]
+
+
+def test_worker_gets_no_answer_after_the_round(meetings: list[Meeting]) -> None:
+    with pytest.raises(RoundEndedError, match="waited for the others at here"):
+        meetings[0].all_reach("here", lambda: True, 5.0)
+
+
+def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
+    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
+        meetings[0].all_reach("here", lambda: False, 0.05)
+
+
+# --- what is compared ---------------------------------------------------------------------------------------------------------
+
+
+def test_purpose_holds_kind_and_details() -> None:
+    keys = {Purpose("reduce").key, Purpose("reduce", "[2]").key, Purpose("reduce", "[3]").key, Purpose("gather", "[3]").key}
+    assert len(keys) == 4
+    assert all(0 <= key < 1 << 62 for key in keys)
+
+
+def test_lines_of_barriers_may_differ_and_those_of_reductions_not() -> None:
+    other = Place("/home/me/train.py:9 in main", "", "train.py:9")
+    assert Purpose("barrier", place=USER).key == Purpose("barrier", place=other).key
+    assert Purpose("reduce", place=USER, same_line=True).key != Purpose("reduce", place=other, same_line=True).key
+
+
+def test_folder_of_a_script_may_differ_between_hosts() -> None:
+    other = Place("/mnt/job/train.py:3 in main", "", "train.py:3")
+    assert Purpose("reduce", place=USER, same_line=True).key == Purpose("reduce", place=other, same_line=True).key
+
+
+def test_caller_within_lightning_is_compared() -> None:
+    other = Place(USER.user, "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint", USER.line)
+    assert Purpose("barrier", place=USER).key != Purpose("barrier", place=other).key
+
+
+def test_place_is_the_innermost_line_outside_of_libraries() -> None:
+    library: dict[str, object] = {"__name__": "lightning.pytorch.core.module", "sys": sys}
+    exec("def all_gather():\n    return sys._getframe()", library)
+    place = place_of(library["all_gather"]())  # type: ignore[operator]
+    assert place.user.endswith("in test_place_is_the_innermost_line_outside_of_libraries")
+    assert place.caller == "lightning.pytorch.core.module.all_gather"
+    assert place.line.startswith("test_meeting.py:")
+
+
+def test_shown_place_is_not_compared() -> None:
+    frame = sys._getframe()
+    first = Purpose("vote", place=shown(frame))
+    second = Purpose("vote", place=shown(frame))
+    assert first.key == second.key
+    assert first.place != second.place
+
+
+# --- what people read ---------------------------------------------------------------------------------------------------------
+
+
+def test_error_groups_ranks_by_place() -> None:
+    text = difference([(0, "a barrier"), (1, "a reduction"), (2, "a reduction"), (3, "a reduction"), (5, "a reduction")])
+    assert "  rank 0: a barrier\n  ranks 1-3, 5: a reduction\n" in text
+
+
+def test_error_names_counts_where_only_they_differ() -> None:
+    text = difference([(0, "the vote"), (1, "the vote")], [Counts(1, 7), Counts(1, 8)])
+    assert "  rank 0: the vote [7 collectives begun in this round]\n  rank 1: the vote [8 " in text

@@ -1,0 +1,188 @@
+"""Objects with tensors between two real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dlrover.rdzv.group.transfer import (
+    INLINE_BYTES,
+    TransferError,
+    _packed,
+    _unpacked,
+)
+
+BOTH = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from lightning_dlrover.rdzv import transfer
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+sys.path.insert(0, sys.argv[3])
+import test_transfer
+
+store = dist.FileStore(folder + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+if rank == 0:
+    for message in test_transfer.messages():
+        transfer.send(message, 1)
+    kept = test_transfer.messages()[-1]
+    transfer.send(kept, 1)
+    for message in test_transfer.refused():
+        transfer.send(message, 1)
+else:
+    received = [transfer.receive(0) for _ in test_transfer.messages()]
+    test_transfer.check(received)
+    transfer.receive(0)
+    for _ in test_transfer.refused():
+        try:
+            print("not refused:", transfer.receive(0))
+        except transfer.TransferError as error:
+            print("refused:", error)
+assert transfer.all_gather({"rank": rank, "t": torch.full((2000,), rank)}) == [
+    {"rank": r, "t": test_transfer.Same(torch.full((2000,), r))} for r in range(2)
+]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+BIG = INLINE_BYTES  # elements: several times the limit for any type
+
+
+def messages() -> list[object]:
+    """What training states hold: nested containers, shared, strided, empty and odd tensors."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(BIG, 3, generator=generator)
+    return [
+        None,
+        {"a": [1, "two", (3.0, None)], "b": b"bytes"},
+        {"small": torch.arange(3), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 7)},
+        {"big": weight, "step": 3, "nested": [{"more": torch.arange(BIG)}]},
+        {"transposed": weight.t(), "strided": weight[::2], "view": weight[5]},
+        {"same": weight, "again": weight},
+        [torch.ones(BIG, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64)],
+        {"parameter": torch.nn.Parameter(weight), "needs_grad": weight.clone().requires_grad_()},
+        {"complex": torch.complex(weight, weight), "sparse": torch.eye(4).to_sparse()},
+        *plain_values(),
+        torch.optim.Adam([torch.nn.Parameter(weight.clone())]).state_dict(),
+    ]
+
+
+class Evil:
+    """Runs code where it is unpickled, as anything may that a pickle can name."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("code of another worker was run",))
+
+
+def refused() -> list[object]:
+    return [Evil(), {"nested": [torch.ones(3), Evil()]}, os.system, torch.load, Same(torch.ones(1))]
+
+
+class Same:
+    """Equal to a tensor of the same values."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Tensor) and torch.equal(other, self.tensor)
+
+
+def plain_values() -> list[object]:
+    """What hooks of users put into checkpoints."""
+    return [
+        {
+            "path": Path("/a/b"),
+            "when": datetime(2026, 1, 2),
+            "sizes": frozenset({1}),
+            "range": range(3),
+            "name": Namespace(a=[1]),
+        },
+        {"float": np.float64(2.5), "array": np.arange(6).reshape(2, 3).tolist(), "bool": np.bool_(True), "none": float},
+        OrderedDict(a=Counter("abca")),
+    ]
+
+
+def check(received: list[object]) -> None:
+    expected = messages()
+    assert len(received) == len(expected)
+    for got, sent in zip(received, expected, strict=True):
+        assert_equal(got, sent)
+    shared = received[5]
+    assert isinstance(shared, dict)
+    assert shared["same"] is shared["again"]
+
+
+def assert_equal(got: object, sent: object) -> None:
+    if isinstance(sent, torch.Tensor):
+        assert isinstance(got, torch.Tensor)
+        assert got.dtype == sent.dtype
+        assert got.layout == sent.layout
+        assert torch.equal(got.to_dense(), sent.to_dense())
+    elif isinstance(sent, dict):
+        assert isinstance(got, dict)
+        assert list(got) == list(sent)
+        for key in sent:
+            assert_equal(got[key], sent[key])
+    elif isinstance(sent, list):
+        assert isinstance(got, list)
+        for got_item, sent_item in zip(got, sent, strict=True):
+            assert_equal(got_item, sent_item)
+    else:
+        assert got == sent
+
+
+def test_whatever_a_training_state_holds_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BOTH, str(rank), str(tmp_path), str(Path(__file__).parent)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+        answers = [line for line in outputs[1].splitlines() if "refused" in line or "code of" in line]
+        assert [line.split(":")[0] for line in answers] == ["refused"] * len(refused()), outputs[1]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])
+def test_what_is_not_data_is_refused_by_its_name_with_what_to_do(sent: object) -> None:
+    with pytest.raises(TransferError, match=r"holds \S+, which is not taken from others; (if it is harmless|keep it)"):
+        _unpacked(_packed(sent)[0], ())
+
+
+@pytest.mark.parametrize("body", [b"", b"PK\x03\x04", b"\x80\x02X\x04\x00", bytes(range(256)) * 8])
+def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
+    with pytest.raises(TransferError, match="what is not data"):
+        _unpacked(body, ())
+
+
+def test_a_view_of_a_large_tensor_does_not_take_all_of_it_along() -> None:
+    body, large = _packed({"row": torch.zeros(1000, 1000)[3]})
+    assert len(body) < 8 * INLINE_BYTES
+    assert large == []
+
+
+def test_a_state_dict_keeps_what_it_knows_about_versions() -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    assert _unpacked(_packed(state)[0], ())._metadata == state._metadata  # type: ignore[attr-defined]

@@ -1,0 +1,201 @@
+"""Elections, rounds and burials as transactions: what each is guarded by, and what a death between two of them leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_dlrover.rdzv.etcd.client import (
+    Compare,
+    Delete,
+    KeyValue,
+    Op,
+    Put,
+)
+from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
+    JobRecord,
+    Keys,
+    RoundRecord,
+    WorkerRecord,
+    WorkerState,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.convener import (
+    Convener,
+    Write,
+    burial,
+)
+from lightning_dlrover.rdzv.live.membership import read_view
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+)
+
+KEYS = Keys("job", "/test")
+PATIENCE = Patience(start_s=60.0, regroup_s=120.0)
+
+
+class Records:
+    """etcd, reduced to transactions on a dict."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, KeyValue] = {}
+        self.revision = 0
+        self.put(KEYS.job, encode(JobRecord("training", True, 1, 4, "1")))
+
+    def put(self, key: str, value: bytes, lease_id: int = 0) -> None:
+        self.apply((), (Put(key, value, lease_id),))
+
+    def worker(self, worker_id: str, state: WorkerState = "ready", number: int = 0) -> None:
+        record = WorkerRecord(worker_id, f"agent-{worker_id}", "host", 1, 0, "address", 1, state, number)
+        self.put(KEYS.workers + worker_id, encode(record), lease_id=1)
+
+    def apply(self, compare: tuple[Compare, ...], ops: tuple[Op, ...]) -> bool:
+        if not Write("round", compare, ops).may_succeed(self.entries):
+            return False
+        self.revision += 1
+        for op in ops:
+            old = self.entries.get(op.key)
+            if isinstance(op, Put):
+                first = old.create_revision if old else self.revision
+                self.entries[op.key] = KeyValue(op.key, op.value, first, self.revision, 1, op.lease_id)
+            else:
+                self.entries.pop(op.key, None)
+        return True
+
+    def run(self, write: Write | None) -> bool:
+        return write is not None and self.apply(write.compare, write.ops)
+
+    @property
+    def view(self) -> View:
+        return read_view(self.entries, KEYS, {}, lambda key, error: None)
+
+    @property
+    def round(self) -> RoundRecord:
+        return decode(RoundRecord, self.entries[KEYS.round].value, KEYS.round)
+
+
+def next_write(convener: Convener, records: Records, now_s: float = 0.0) -> Write | None:
+    return convener.next_write(dict(records.entries), records.view, now_s)
+
+
+def elected(records: Records, worker_id: str) -> Convener:
+    convener = Convener(KEYS, worker_id, 7, PATIENCE)
+    write = next_write(convener, records)
+    assert write is not None
+    assert write.purpose == "elect"
+    assert records.run(write)
+    return convener
+
+
+def job_of(*workers: str) -> tuple[Records, Convener]:
+    """A job whose first worker convenes and has formed round 1 with the others."""
+    records = Records()
+    for worker in workers:
+        records.worker(worker)
+    convener = elected(records, workers[0])
+    assert records.run(next_write(convener, records))
+    assert records.round.members == list(workers)
+    for worker in workers:
+        records.worker(worker, "active", 1)
+    return records, convener
+
+
+def test_the_election_key_goes_with_its_holders_lease_and_only_one_gets_it() -> None:
+    records = Records()
+    records.worker("a")
+    first, second = (Convener(KEYS, name, lease, PATIENCE) for name, lease in (("a", 7), ("b", 8)))
+    writes = [next_write(c, records) for c in (first, second)]
+    assert [records.run(w) for w in writes] == [True, False]
+    assert records.entries[KEYS.convener].lease_id == 7
+
+
+def test_nobody_convenes_on_records_that_do_not_show_its_election() -> None:
+    records = Records()
+    records.worker("a")
+    convener = Convener(KEYS, "a", 7, PATIENCE)
+    before, view = dict(records.entries), records.view
+    assert records.run(convener.next_write(before, view, 0.0))
+    again = convener.next_write(before, view, 0.0)
+    assert again is not None
+    assert again.purpose == "elect"
+    write = next_write(convener, records)
+    assert write is not None
+    assert write.purpose == "round"
+
+
+def test_a_round_is_not_written_by_who_lost_its_office_nor_over_another_round() -> None:
+    records, convener = job_of("a", "b")
+    records.worker("c")
+    late = next_write(convener, records)
+    assert late is not None
+    assert late.round is not None
+    assert sorted(late.round.members) == ["a", "b", "c"]
+    records.apply((), (Delete(KEYS.convener),))
+    successor = elected(records, "b")
+    assert not records.run(late)
+    assert records.run(next_write(successor, records))
+    assert records.round.number == 2
+    # Even in office again, an old decision is not carried out: the round that it follows is gone.
+    assert not records.run(replace(late, compare=late.compare[1:]))
+
+
+def test_a_round_whose_answer_was_lost_is_not_written_twice() -> None:
+    records, convener = job_of("a", "b")
+    records.worker("c")
+    old, view = dict(records.entries), records.view
+    assert records.run(convener.next_write(old, view, 0.0))
+    assert not records.run(convener.next_write(old, view, 1.0))
+    assert next_write(convener, records) is None
+    assert records.round.number == 2
+
+
+def test_an_office_whose_holder_has_no_record_is_taken_away_by_anybody() -> None:
+    records, _ = job_of("a", "b")
+    records.apply((), (Delete(KEYS.workers + "a"),))
+    other = Convener(KEYS, "b", 8, PATIENCE)
+    write = next_write(other, records)
+    assert write is not None
+    assert write.purpose == "unseat"
+    assert records.run(write)
+    assert not records.run(write)
+    assert KEYS.convener not in records.entries
+
+
+def test_who_dies_in_any_step_of_a_burial_leaves_a_job_that_goes_on() -> None:
+    for num_writes in range(3):
+        records, _ = job_of("a", "b")
+        records.put(KEYS.drains + "a", encode(DrainRecord("a", "because")))
+        for write in burial(records.entries, KEYS, "a")[:num_writes]:
+            assert records.run(write)
+        if num_writes == 0:
+            records.apply((), (Delete(KEYS.workers + "a"),))  # its lease ends
+        survivor = Convener(KEYS, "b", 8, PATIENCE)
+        for _ in range(4):
+            records.run(next_write(survivor, records))
+        assert (records.round.number, records.round.members, records.round.convener) == (2, ["b"], "b")
+
+
+def test_a_burial_ends_only_the_life_that_was_seen() -> None:
+    records, _ = job_of("a", "b")
+    writes = burial(dict(records.entries), KEYS, "b")
+    records.apply((), (Delete(KEYS.workers + "b"),))
+    records.worker("b")
+    assert [records.run(write) for write in writes] == [False]
+    assert burial(records.entries, KEYS, "nobody") == []
+
+
+def test_patience_is_counted_anew_for_each_situation_and_after_an_interruption() -> None:
+    records, convener = job_of("a", "b", "c")
+    records.worker("a", "reforming", 1)
+    assert next_write(convener, records, 1000.0) is None
+    records.worker("c", "reforming", 1)
+    assert next_write(convener, records, 1110.0) is None
+    assert next_write(convener, records, 1229.0) is None
+    convener.interrupt()
+    assert next_write(convener, records, 1231.0) is None
+    write = next_write(convener, records, 1352.0)
+    assert write is not None
+    assert write.round is not None
+    assert (write.round.members, write.round.kind) == (["a", "c"], "loss")

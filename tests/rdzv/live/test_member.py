@@ -1,0 +1,109 @@
+"""What a worker does when its round breaks at the very end of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.rdzv.job.records import (
+    JobRecord,
+    RoundRecord,
+    WorkerRecord,
+)
+from lightning_dlrover.rdzv.live.member import (
+    Formation,
+    LeftOutError,
+    Member,
+    WorldError,
+    run_blocking,
+)
+from lightning_dlrover.rdzv.live.rounds import View
+
+ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
+
+
+def view_of(phase: Any, *workers: str) -> View:
+    records = {w: WorkerRecord(w, "agent", "host", 1, 0, "address", 1, "active", 5) for w in workers}
+    return View(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
+
+
+class Means:
+    """A worker that finds its round broken; nothing else ever happens."""
+
+    worker_id = "a"
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    async def until(
+        self, found: Callable[[View], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> Any:
+        result = found(self.view)
+        assert result is not None, f"waits for {what}"
+        return result
+
+    async def write(self, *args: object, **kwargs: object) -> None: ...
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None: ...
+
+    async def destroy(self) -> None: ...
+
+
+@pytest.mark.parametrize("phase, error", [("finished", LeftOutError), ("failed", WorldError)])
+def test_a_round_that_breaks_in_the_last_step_of_a_finished_job_leaves_nothing_to_do(
+    phase: str, error: type[Exception]
+) -> None:
+    member = Member(Means(view_of(phase, "a")))  # type: ignore[arg-type]
+    member.formation = Formation(ROUND, {}, 0)
+    with pytest.raises(error, match=phase) as raised:
+        run_blocking(member.recover(b"state"))
+    assert type(raised.value) is error
+
+
+def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
+    view = view_of("finished", "a")
+    assert view.job is not None
+    following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
+    view = replace(view, job=replace(view.job, fits_begun=2, fits_finished=1), round=following)
+    member = Member(Means(view))  # type: ignore[arg-type]
+    member.formation = Formation(ROUND, {}, 0)
+    assert run_blocking(member._next_after(ROUND)) == following
+
+
+def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
+    members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
+    view = view_of("training", "a", "c")
+    assert view.job is not None
+    answers = {name: replace(record, state="reforming") for name, record in view.workers.items()}
+    view = replace(view, round=members, workers=answers, job=replace(view.job, min_workers=3))
+    leaving = replace(view, drains=frozenset({"a"}))
+    with pytest.raises(LeftOutError, match="while c wait"):
+        run_blocking(Member(Means(leaving))._next_after(members))  # type: ignore[arg-type]
+    silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # it may be dead
+    for waits in (view, silent, replace(view, drains=frozenset({"c"}))):
+        with pytest.raises(AssertionError, match="waits for the round after round 5"):
+            run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
+
+
+def test_drained_worker_does_not_wait_for_the_first_round() -> None:
+    view = replace(view_of("starting", "a"), round=None, drains=frozenset({"a"}))
+    with pytest.raises(LeftOutError, match="before the first round"):
+        run_blocking(Member(Means(view)).start("starting"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "phase, workers, in_vain",
+    [
+        ("training", "ab", False),
+        ("training", "a", False),
+        ("finished", "ab", False),
+        ("finished", "a", True),
+        ("failed", "a", True),
+    ],
+)
+def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
+    view = view_of(phase, *workers)
+    assert Member(Means(view)).will_never_form(view, 5) == in_vain  # type: ignore[arg-type]

@@ -1,0 +1,559 @@
+"""The membership protocol against a real etcd: who convenes, who is buried, who is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import pytest
+
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    EtcdClient,
+    EtcdConfig,
+    EtcdUnavailableError,
+    Put,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    RecordError,
+    RoundRecord,
+    SearchRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live import membership
+from lightning_dlrover.rdzv.live.membership import (
+    EvictedError,
+    JobClosedError,
+    Membership,
+    MembershipConfig,
+    MembershipError,
+    dead_workers,
+    read_view,
+    silent_workers,
+)
+from lightning_dlrover.rdzv.live.rounds import View
+
+T = TypeVar("T")
+
+VERSION = "1"
+
+
+class Worker:
+    """A registered worker with a port that answers as long as it lives."""
+
+    def __init__(self, client: EtcdClient, run_id: str, **config: Any) -> None:
+        self.client = client
+        self.port = socket.create_server(("127.0.0.1", 0))
+        values: dict[str, Any] = {
+            "run_id": run_id,
+            "prefix": "/dlrover",
+            "agent_id": f"agent-{self.port.getsockname()[1]}",
+            "local_rank": 0,
+            "min_workers": 1,
+            "max_workers": 4,
+            "version": VERSION,
+            "address": "127.0.0.1",
+            "port": self.port.getsockname()[1],
+        }
+        self._ended = False
+        self.membership = Membership(client, MembershipConfig(**{**values, **config}))
+
+    @property
+    def worker_id(self) -> str:
+        return self.membership.worker_id
+
+    def wait_for(self, found: Callable[[View], T | None], what: str = "something") -> T:
+        return self.membership.wait_for(found, 15.0, what)
+
+    def wait_for_round(self, number: int) -> RoundRecord:
+        return self.wait_for(lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}")
+
+    def enter(self, number: int) -> RoundRecord:
+        """Take part in a round as a worker does that has formed it."""
+        round_ = self.wait_for_round(number)
+        self.membership.update("active", round_.number)
+        return round_
+
+    def stop(self) -> None:
+        """Do nothing any more, but keep what was written: a stopped process, or a dead one whose lease still lasts."""
+        self.membership._closing = True
+        self.membership._thread.join()
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.membership.close()
+            self.port.close()
+
+
+@pytest.fixture
+def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
+    """Starts workers, each with a client of its own, as in processes of their own."""
+    with ExitStack() as stack:
+
+        def make(endpoint: str = etcd.endpoint, **config: Any) -> Worker:
+            worker = Worker(stack.enter_context(EtcdClient(EtcdConfig(endpoint))), run_id, **config)
+            stack.callback(worker.end)
+            return worker
+
+        yield make
+
+
+def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worker]:
+    """Workers that train together."""
+    workers = [start(min_workers=size, **config) for _ in range(size)]
+    for worker in workers:
+        worker.membership.register()
+    for worker in workers:
+        worker.enter(1)
+    for worker in workers:
+        worker.wait_for(lambda view: all(w.state == "active" for w in view.workers.values()) or None)
+    return workers
+
+
+def eventually(found: Callable[[], T | None], timeout_s: float = 15.0) -> T:
+    deadline = time.monotonic() + timeout_s
+    while (result := found()) is None or result is False:
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+    return result
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_start_together_get_one_round_with_all_of_them(start: Callable[..., Worker]) -> None:
+    workers = job_of(start, 3)
+    rounds = [worker.membership.view.round for worker in workers]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert rounds[0] is not None
+    assert sorted(rounds[0].members) == sorted(worker.worker_id for worker in workers)
+
+
+def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker]) -> None:
+    (first,) = job_of(start, 1)
+    late = start()
+    assert late.membership.register() == "standby"
+    first.wait_for(lambda view: view.workers.get(late.worker_id))
+    assert first.membership.view.round is not None
+    assert first.membership.view.round.number == 1
+    late.membership.update("ready")
+    assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
+
+
+def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2, max_workers=2)
+    spare = start(min_workers=2, max_workers=2)
+    spare.membership.register()
+    spare.membership.update("ready")
+    second.membership.drain("preemption notice")
+    round_ = first.wait_for_round(2)
+    assert second.worker_id not in round_.members or first.worker_id not in round_.members
+    assert spare.worker_id in round_.members
+
+
+def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., Worker]) -> None:
+    workers = job_of(start, 3)
+    election = workers[0].client.get(workers[0].membership.keys.convener)
+    assert election is not None
+    round_ = workers[0].membership.view.round
+    assert round_ is not None
+    assert round_.convener == election.value.decode()
+
+
+def test_a_convener_that_lost_its_key_cannot_write_a_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+    """Its view may be old, but its write is fenced on the key's create revision."""
+    (convener,) = job_of(start, 1)
+    membership, keys = convener.membership, convener.membership.keys
+    convener.stop()
+    seen = membership._mirror.snapshot()
+    seen[keys.workers + "joiner"] = dataclasses.replace(
+        seen[keys.workers + convener.worker_id],
+        value=encode(WorkerRecord("joiner", "agent", "host", 1, 0, "127.0.0.1", 1, "ready", version=VERSION)),
+    )
+    client.txn([], [Delete(keys.convener)])
+    client.txn([], [Put(keys.convener, b"somebody else")])
+    before = client.get(keys.round)
+    # What a convener does that was stopped while the others went on: it still sees itself in office, and a joiner.
+    membership._seen = (seen, read_view(seen, keys, {}, lambda key, error: None))
+    membership._mirror.wait_for = lambda *_: pytest.fail("a round was written")  # type: ignore[method-assign]
+    membership._convene()
+    assert client.get(keys.round) == before
+
+
+def test_an_election_key_of_nobody_is_taken_away(start: Callable[..., Worker], client: EtcdClient) -> None:
+    (first,) = job_of(start, 1)
+    client.put(first.membership.keys.convener, b"\xff nobody")
+    late = start()
+    late.membership.register()
+    late.membership.update("ready")
+    assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
+
+
+def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., Worker]) -> None:
+    workers = job_of(start, 2)
+    round_ = workers[0].membership.view.round
+    assert round_ is not None
+    convener = next(worker for worker in workers if worker.worker_id == round_.convener)
+    other = next(worker for worker in workers if worker is not convener)
+    late = start(min_workers=1)
+    late.membership.register()
+    late.membership.update("ready")
+    convener.membership.close()
+    new = other.wait_for(lambda view: view.round if view.round and convener.worker_id not in view.round.members else None)
+    assert new.convener in (other.worker_id, late.worker_id)
+
+
+# --- the dead ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_port_that_refuses_proves_a_death() -> None:
+    def record(name: str, address: str, port: int) -> WorkerRecord:
+        return WorkerRecord(name, "agent", "host", 1, 0, address, port, "active")
+
+    with ExitStack() as stack:
+        alive = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # its queue is full then: it answers nobody, like a host that is gone
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(silent.getsockname())
+        with socket.create_server(("127.0.0.1", 0)) as closing:
+            gone = closing.getsockname()[1]
+        records = [
+            record("alive", "127.0.0.1", alive.getsockname()[1]),
+            record("dead", "127.0.0.1", gone),
+            record("silent", "127.0.0.1", silent.getsockname()[1]),
+            record("unknown", "no-such-host.invalid", 9),
+        ]
+        began = time.monotonic()
+        assert dead_workers(records) == ["dead"]
+        assert silent_workers(records) == ["silent", "unknown"]
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
+    workers = job_of(start, 2)
+    round_ = workers[0].membership.view.round
+    assert round_ is not None
+    dead = next(worker for worker in workers if worker.worker_id == round_.convener)
+    survivor = next(worker for worker in workers if worker is not dead)
+    keys = dead.membership.keys
+    dead.membership.drain("about to die")
+    survivor.wait_for(lambda view: True if dead.worker_id in view.drains else None)
+    dead.stop()
+    dead.port.close()
+    survivor.membership.bury_the_dead([dead.worker_id, survivor.worker_id])
+    assert client.get(keys.workers + dead.worker_id) is None
+    assert client.get(keys.drains + dead.worker_id) is None
+    election = client.get(keys.convener)
+    assert election is None or election.value == survivor.worker_id.encode()
+    new = survivor.wait_for(lambda view: view.workers if dead.worker_id not in view.workers else None)
+    assert survivor.worker_id in new
+
+
+def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    first.membership.bury([second.worker_id])
+    eventually(lambda: second.membership.evicted)
+    with pytest.raises(EvictedError, match="has to start again as a new worker"):
+        second.membership.update("active", 2)
+    with pytest.raises(EvictedError):
+        second.wait_for(lambda view: None)
+    second.membership.close()
+    assert first.client.get(first.membership.keys.workers + second.worker_id) is None
+
+
+def test_a_worker_that_came_back_under_its_name_is_not_buried_for_its_former_life(
+    start: Callable[..., Worker], client: EtcdClient
+) -> None:
+    first, second = job_of(start, 2)
+    key = first.membership.keys.workers + second.worker_id
+    seen = first.membership._mirror.snapshot()
+    entry = client.get(key)
+    assert entry is not None
+    client.delete(key)
+    client.put(key, entry.value)
+    first.membership._mirror.snapshot = lambda: seen  # type: ignore[method-assign]
+    first.membership.bury([second.worker_id])
+    assert client.get(key) is not None
+
+
+def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    third = start(min_workers=2)  # with whom the first can go on
+    third.membership.register()
+    third.membership.update("ready")
+    for worker in (first, second, third):
+        worker.enter(2)
+    with second.membership._write_lock:  # as if it was stopped
+        second.membership._lease.revoke()
+        first.wait_for_round(3)
+    eventually(lambda: second.membership.evicted)
+    new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
+    assert new
+
+
+def test_a_worker_that_must_leave_at_once_is_not_made_to_wait_until_it_is_replaced(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    second.membership.drain("its host is taken away")
+    assert not first.membership.replace(second.worker_id, "slow")
+    assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
+    assert first.membership.view.replacements == frozenset()
+
+
+def test_a_worker_that_was_to_be_replaced_leaves_at_once_when_it_must(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    assert first.membership.replace(second.worker_id, "slow")
+    second.membership.drain("its host is taken away")
+    assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
+    assert first.membership.view.replacements == frozenset()
+
+
+def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_replaced(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    assert first.membership.replace(second.worker_id, "slow")
+    first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
+    with second.membership._write_lock:  # its host is gone
+        second.membership._lease.revoke()
+        first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
+    assert first.membership.view.replacements == frozenset()
+
+
+def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_on_without_it(
+    start: Callable[..., Worker],
+) -> None:
+    first, second = job_of(start, 2)
+    before = first.membership.view.round
+    second.membership.drain("leave when another one is there")
+    leases = [worker.membership._lease for worker in (first, second)]
+    for lease in leases:  # both, as when etcd was out of reach
+        lease.revoke()
+    eventually(lambda: all(worker.membership._lease not in leases for worker in (first, second)))
+    for worker in (first, second):
+        worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
+        assert not worker.membership.evicted
+        worker.membership.update("active", 1)
+    assert first.membership.view.round == before
+
+
+def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gave up waiting for an answer asks again, and the first request may still be on its way to etcd."""
+    worker = start()
+    sent = []
+    carry_out = worker.client.txn
+
+    def txn(compare: Any, success: Any) -> Any:
+        sent.append((compare, success))
+        return carry_out(compare, success)
+
+    monkeypatch.setattr(worker.client, "txn", txn)
+    worker.membership.register()
+    worker.membership.update("standby")
+    worker.membership.update("ready")
+    key = worker.membership.keys.workers + worker.worker_id
+    earlier = [(compare, ops) for compare, ops in sent if [op.key for op in ops] == [key]]
+    assert len(earlier) == 3
+    for compare, ops in earlier:
+        assert not carry_out(compare, ops).succeeded
+    entry = worker.client.get(key)
+    assert entry is not None
+    assert decode(WorkerRecord, entry.value, key).state == "ready"
+
+
+def test_a_worker_whose_write_was_carried_out_without_an_answer_writes_on(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    worker.membership.register()
+    carry_out = worker.client.txn
+
+    def txn(compare: Any, success: Any) -> Any:
+        carry_out(compare, success)
+        raise EtcdUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.client, "txn", txn)
+        with pytest.raises(EtcdUnavailableError):
+            worker.membership.update("standby")
+    worker.membership.update("standby")
+    worker.membership.update("ready", 3)
+    assert worker.wait_for(lambda view: view.workers[worker.worker_id] if view.workers[worker.worker_id].round_number else None)
+
+
+# --- etcd goes away -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+    first, second = job_of(start, 2, endpoint=private_etcd.endpoint, lease_ttl_s=10)
+    private_etcd.kill()
+    with pytest.raises(TimeoutError):
+        first.membership.wait_for(lambda view: True if view.round and view.round.number > 1 else None, 1.0, "a round")
+    private_etcd.start()
+    late = start(endpoint=private_etcd.endpoint, min_workers=2, lease_ttl_s=10)
+    assert late.membership.register() == "standby"
+    late.membership.update("ready")
+    round_ = first.wait_for_round(2)
+    assert set(round_.members) == {first.worker_id, second.worker_id, late.worker_id}
+    for worker in (first, second, late):
+        assert not worker.membership.evicted
+        worker.end()  # while its etcd is there
+
+
+# --- who may join -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["finished", "failed"])
+def test_a_job_that_has_ended_is_not_joined(phase: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+    record = JobRecord(phase, True, 1, 4, VERSION, message="out of luck")  # type: ignore[arg-type]
+    client.put(keys.job, encode(record))
+    with pytest.raises(JobClosedError, match=f"has {phase}: out of luck; start a new run"):
+        start().membership.register()
+
+
+def test_job_lost_in_a_later_fit_is_an_error(start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.job, encode(JobRecord("finished", True, 1, 4, VERSION, fits_begun=2, fits_finished=1)))
+    with pytest.raises(MembershipError, match="lost in fit number 2 of the script") as raised:
+        start().membership.register()
+    assert not isinstance(raised.value, JobClosedError)
+
+
+def test_a_worker_of_another_release_is_refused(start: Callable[..., Worker]) -> None:
+    job_of(start, 1)
+    with pytest.raises(MembershipError, match=r"is run by lightning-dlrover 1, this worker has 2: install"):
+        start(version="2").membership.register()
+
+
+@pytest.mark.parametrize("place", ["job", "round"])
+def test_a_job_whose_records_cannot_be_read_is_not_joined(
+    place: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
+) -> None:
+    job_of(start, 1)
+    client.put(keys.live + place, b"garbage")
+    with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.live}{place}' holds 7 bytes"):
+        start().membership.register()
+
+
+# --- records ------------------------------------------------------------------------------------------------------------------
+
+
+def test_garbage_leaves_the_last_readable_version_in_force_and_is_reported_once(client: EtcdClient, keys: Keys) -> None:
+    good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
+    client.put(keys.round, good)
+    client.put(keys.drains + "a", encode(DrainRecord("a", "because")))
+    cache: dict[str, Any] = {}
+    reported: list[str] = []
+
+    def view() -> View:
+        def bad(key: str, error: RecordError) -> None:
+            reported.append(key)
+
+        return read_view({e.key: e for e in client.get_prefix(keys.live)[1]}, keys, cache, bad)
+
+    assert view().round is not None
+    client.put(keys.round, b"garbage")
+    client.put(keys.drains + "b", b"garbage")
+    for _ in range(3):
+        seen = view()
+        assert seen.round is not None
+        assert seen.round.number == 4
+        assert seen.drains == {"a"}
+    assert sorted(reported) == sorted([keys.round, keys.drains + "b"])
+
+
+def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+
+    def one_more(job: JobRecord) -> JobRecord:
+        return dataclasses.replace(job, global_batch_size=job.global_batch_size + 1)
+
+    for _ in range(10):
+        first.membership.update_job(one_more)
+        second.membership.update_job(one_more)
+    entry = first.client.get(first.membership.keys.job)
+    assert entry is not None
+    assert decode(JobRecord, entry.value, entry.key).global_batch_size == 20
+
+
+def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
+    (worker,) = job_of(start, 1)
+    for number in range(5):
+        worker.membership.event("test", str(number))
+    worker.membership.flush()
+    texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
+    assert texts == [str(number) for number in range(5)]
+
+
+def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+    (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
+    private_etcd.kill()
+    worker.membership.put_search(1, SearchRecord("{}"))  # raises nothing: training goes on
+    private_etcd.start()
+    found = eventually(lambda: worker.membership.search(1))
+    assert found == SearchRecord("{}")
+    worker.end()  # while its etcd is there
+
+
+def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_EVENTS", 20)
+    workers = job_of(start, 2)
+    keys = workers[0].membership.keys
+    for number in range(60):
+        workers[0].client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
+    workers[1].membership.event("test", "newest")
+    workers[1].membership.flush()
+    texts = [event.text for event in workers[1].membership.past_events()]
+    assert len(texts) <= 22  # two workers may write beside each other
+    assert "newest" in texts
+    assert "0" not in texts
+
+
+def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[..., Worker], client: EtcdClient) -> None:
+    (worker,) = job_of(start, 1)
+    client.put(worker.membership.keys.events + "0", b"garbage")
+    client.put(worker.membership.keys.events + "1", encode(EventRecord("test", 1.0, "kept")))
+    assert "kept" in [event.text for event in worker.membership.past_events()]
+
+
+def other_host(worker_id: str, address: str, port: int = 1) -> WorkerRecord:
+    return WorkerRecord(worker_id, "agent", "elsewhere", 1, 0, address, port, "active", 1)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
+def test_workers_of_several_hosts_do_not_meet_over_loopback(
+    address: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
+) -> None:
+    client.put(f"{keys.workers}far", encode(other_host("far", address)))
+    with pytest.raises(MembershipError, match=r"loopback address 127.*--rdzv-endpoint=ADDRESS:PORT"):
+        start().membership.register()
+    assert client.get(f"{keys.workers}far") is not None
+
+
+def test_a_refusal_from_another_host_is_no_proof_of_death_before_it_was_reached(
+    start: Callable[..., Worker], client: EtcdClient
+) -> None:
+    worker = start()
+    worker.membership.register()
+    key = worker.membership.keys.workers + "far"
+    with socket.create_server(("127.0.0.1", 0)) as closed_again:
+        port = closed_again.getsockname()[1]
+    client.put(key, encode(other_host("far", "127.0.0.1", port)))
+    worker.wait_for(lambda view: view.workers.get("far"))
+    worker.membership.bury_the_dead(["far"])
+    assert client.get(key) is not None
+    worker.membership.reached.add("far")
+    worker.membership.bury_the_dead(["far"])
+    assert client.get(key) is None

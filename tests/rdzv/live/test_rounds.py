@@ -1,0 +1,525 @@
+"""The membership protocol as a pure function: what holds for every view, then the cases one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    JobRecord,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+)
+from lightning_dlrover.rdzv.live.rounds import (
+    Patience,
+    View,
+    awaited,
+    cause,
+    lacks_workers,
+    losses,
+    next_round,
+    waits,
+)
+
+JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
+NAMES = [f"w{i}" for i in range(7)]
+
+
+def worker(name: str, state: str = "active", number: int = 1) -> WorkerRecord:
+    return WorkerRecord(name, f"agent-{name}", "host", 1, 0, "127.0.0.1", 1000 + int(name[1:]), state, number)  # type: ignore[arg-type]
+
+
+def view(members: str = "", others: str = "", gone: str = "", **changes: object) -> View:
+    """Members of round 1 and others by digit; `gone` members have no record; others are ready."""
+    workers = {f"w{i}": worker(f"w{i}") for i in members if i not in gone}
+    workers |= {f"w{i}": worker(f"w{i}", "ready", 0) for i in others}
+    round_ = RoundRecord(1, [f"w{i}" for i in members], "", "grow", planned=True) if members else None
+    return replace(View(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
+
+
+def test_nobody_joins_while_one_who_was_left_out_still_hands_over_to_the_round() -> None:
+    seen = view("01", "2")
+    assert next_round(seen, 0.0) is not None
+    leaver = {"w3": worker("w3", "active", 0)}
+    assert next_round(replace(seen, workers={**seen.workers, **leaver}), 0.0) is None
+    assert next_round(view("01", "2", gone="1", workers={"w0": worker("w0"), **leaver}), 0.0) is not None
+
+
+LATER = replace(JOB, phase="finished", fits_begun=2, fits_finished=1)
+
+
+@pytest.mark.parametrize(
+    "seen, members",
+    [
+        (view("012", gone="1", job=LATER), ["w0", "w2"]),
+        (view("012", "3", gone="1", job=LATER), ["w0", "w2"]),
+        (view("012", drains=frozenset({"w0"}), job=LATER), ["w1", "w2"]),
+        (view("01", "2", job=LATER), None),
+        (view("01", "2", gone="01", job=LATER), None),
+        (view("012", gone="1", job=replace(LATER, fits_finished=2)), None),
+    ],
+)
+def test_later_fits_lose_workers_and_gain_none(seen: View, members: list[str] | None) -> None:
+    successor = next_round(seen, 1e9)
+    assert (successor.members if successor is not None else None) == members
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    low = draw(st.integers(1, 3))
+    job = replace(JOB, min_workers=low, max_workers=draw(st.integers(low, 5)))
+    number = draw(st.integers(1, 9))
+    kind = draw(st.sampled_from(["start", "grow", "loss", "retry"]))
+    members = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
+    round_ = RoundRecord(number, members, "", kind, planned=kind in ("start", "grow")) if members else None  # type: ignore[arg-type]
+    workers = {}
+    for name in draw(st.permutations(NAMES)):
+        if draw(st.booleans()):
+            state = draw(st.sampled_from(["starting", "standby", "ready", "active", "reforming"]))
+            workers[name] = worker(name, state, draw(st.sampled_from([0, number - 1, number])))
+    plan = PlanRecord(draw(st.integers(1, 6)), "planner", "", binding=draw(st.booleans())) if draw(st.booleans()) else None
+    drains = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
+    replacements = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
+    agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
+    return View(job, round_, plan, workers, agents, drains, replacements - drains)
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_a_new_round_has_living_distinct_members_and_the_next_number(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    assert proposal == next_round(seen, waited_s)
+    if proposal is None:
+        return
+    assert seen.job is not None
+    assert proposal.number == (seen.round.number + 1 if seen.round else 1)
+    assert len(set(proposal.members)) == len(proposal.members)
+    assert set(proposal.members) <= set(seen.workers)
+    if proposal.kind == "stop":
+        assert proposal.members == []
+        assert set(seen.survivors) <= seen.drains
+        return
+    first = seen.workers[proposal.members[0]]
+    assert (proposal.store_address, proposal.store_port) == (first.address, first.port)
+
+
+def test_survivors_below_min_lack_workers_until_one_comes() -> None:
+    two = replace(JOB, min_workers=2)
+    assert lacks_workers(view("01", gone="1", job=two))
+    assert not lacks_workers(view("01", "2", gone="1", job=two))
+    assert not lacks_workers(view("01", gone="1"))
+    assert not lacks_workers(view("01", job=two))
+
+
+def test_starting_workers_below_min_lack_others() -> None:
+    one = {"w0": worker("w0", "starting", 0)}
+    assert lacks_workers(view(workers=one, job=replace(JOB, min_workers=2)))
+    assert not lacks_workers(view(workers=one))
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_rank_0_of_a_new_round_held_the_state_if_anyone_did(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or not proposal.members or not seen.holders:
+        return
+    kept = [w for w in proposal.members if w in seen.holders]
+    assert kept
+    if proposal.planned and seen.survivors:
+        assert proposal.members[0] in seen.holders
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_joiners_never_take_a_round_above_the_cap(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or seen.round is None or not proposal.planned:
+        return
+    added = [w for w in proposal.members if w not in seen.round.members]
+    leaving_later = bool(set(proposal.members) & (seen.drains | seen.replacements))
+    assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
+
+
+def test_nothing_changes_while_all_is_as_planned() -> None:
+    assert next_round(view("012"), 1e9) is None
+
+
+def test_a_ready_worker_joins_in_the_middle_of_those_that_train() -> None:
+    proposal = next_round(view("10", others="2"), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2", "w0"], "grow", True)
+
+
+@pytest.mark.parametrize(
+    "members, leaving, joining, cap, expected",
+    [
+        ("0", "", "1", 4, "01"),
+        ("012", "", "34", 5, "01342"),
+        ("0123", "1", "4", 4, "0423"),
+        ("0123", "12", "4", 4, "043"),
+        ("0123", "0", "4", 4, "1423"),  # a joiner is never rank 0
+        ("012", "", "", 2, "02"),
+        ("01234", "", "", 3, "014"),
+        ("012", "", "", 1, "0"),
+    ],
+)
+def test_ranks_are_arranged_so_that_blocks_of_rows_move_little(
+    members: str, leaving: str, joining: str, cap: int, expected: str
+) -> None:
+    plan = PlanRecord(cap, "user", "", binding=True)
+    seen = view(members, others=joining, drains=frozenset(f"w{i}" for i in leaving), plan=plan)
+    assert seen.job is not None
+    proposal = next_round(replace(seen, job=replace(seen.job, max_workers=9)), 0.0)
+    assert proposal is not None
+    assert "".join(w[1:] for w in proposal.members) == expected
+
+
+def test_a_ready_worker_waits_while_the_plan_has_no_room() -> None:
+    assert next_round(view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)), 0.0) is None
+
+
+def test_a_recommendation_keeps_nobody_out() -> None:
+    proposal = next_round(view("01", others="2", plan=PlanRecord(2, "planner", "", binding=False)), 0.0)
+    assert proposal is not None
+    assert len(proposal.members) == 3
+
+
+def test_a_smaller_plan_keeps_the_first() -> None:
+    proposal = next_round(view("012", plan=PlanRecord(1, "planner", "", binding=True)), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0"], "shrink")
+
+
+def test_a_drained_worker_is_replaced_by_a_spare_in_one_round() -> None:
+    seen = view("01", others="2", drains=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w1", "w2"], "replace")
+
+
+def test_a_worker_to_be_replaced_stays_until_another_one_is_ready() -> None:
+    plan = PlanRecord(2, "user", "", binding=True)
+    assert next_round(view("01", replacements=frozenset({"w1"}), plan=plan), 1e9) is None
+    proposal = next_round(view("01", others="2", replacements=frozenset({"w1"}), plan=plan), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w2"], "replace")
+
+
+def test_one_new_worker_replaces_one() -> None:
+    proposal = next_round(view("012", others="3", replacements=frozenset({"w1", "w2"})), 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w0", "w3", "w2"]
+
+
+def test_a_worker_that_was_missing_comes_before_a_replacement() -> None:
+    seen = view("01", others="2", replacements=frozenset({"w0", "w1"}), job=replace(JOB, min_workers=3))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w2", "w1"], "grow")
+
+
+def test_the_only_worker_is_replaced_in_two_rounds() -> None:
+    plan = PlanRecord(1, "planner", "", binding=True)
+    first = next_round(view("0", others="1", replacements=frozenset({"w0"}), plan=plan), 0.0)
+    assert first is not None
+    assert first.members == ["w0", "w1"]
+    second = next_round(view("01", replacements=frozenset({"w0"}), plan=plan), 0.0)
+    assert second is not None
+    assert second.members == ["w1"]
+
+
+def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
+    seen = view("012", replacements=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(
+    ("others", "drains", "replacements", "wanted", "reason"),
+    [
+        ("", "1", "", 2, "w1 left when asked to"),
+        ("2", "1", "", 2, "w2 joined (user: why); w1 left when asked to"),
+        ("2", "", "1", 2, "w2 joined (user: why); w1 left when asked to"),
+        ("", "", "", 1, "w1 left (user: why)"),
+        ("", "", "1", 1, "w1 left (user: why)"),
+        ("2", "", "", 3, "w2 joined (user: why)"),
+    ],
+)
+def test_plan_is_no_reason_for_who_was_asked_to_leave(
+    others: str, drains: str, replacements: str, wanted: int, reason: str
+) -> None:
+    plan = PlanRecord(wanted, "user", "why", binding=True)
+    asked, replaced = frozenset(f"w{i}" for i in drains), frozenset(f"w{i}" for i in replacements)
+    proposal = next_round(view("01", others=others, drains=asked, replacements=replaced, plan=plan), 0.0)
+    assert proposal is not None
+    assert proposal.reason == reason
+
+
+def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:
+    proposal = next_round(view("0", others="1", drains=frozenset({"w0"})), 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w0", "w1"]
+
+
+def test_the_job_stops_when_every_worker_was_asked_to_leave() -> None:
+    proposal = next_round(view("01", drains=frozenset({"w0", "w1"})), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == ([], "stop")
+
+
+def test_the_only_worker_stays_until_its_replacement_has_started() -> None:
+    starting = replace(view("0", drains=frozenset({"w0"})), workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)})
+    assert next_round(starting, 1e9) is None
+    both_leave = next_round(replace(starting, drains=frozenset({"w0", "w1"})), 0.0)
+    assert both_leave is not None
+    assert both_leave.kind == "stop"
+
+
+def test_a_drained_worker_stays_when_too_few_would_be_left() -> None:
+    seen = view("01", drains=frozenset({"w1"}), job=replace(JOB, min_workers=2))
+    assert next_round(seen, 0.0) is None
+
+
+def test_after_a_loss_the_others_go_on_at_once() -> None:
+    proposal = next_round(view("012", gone="0"), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2"], "loss", False)
+
+
+def test_after_a_loss_below_the_minimum_the_job_waits_for_spares() -> None:
+    few = view("01", gone="0", job=replace(JOB, min_workers=2))
+    assert next_round(few, 1e9) is None
+    with_spare = replace(few, workers={**few.workers, "w2": worker("w2", "ready", 0)})
+    proposal = next_round(with_spare, 0.0)
+    assert proposal is not None
+    assert proposal.members == ["w1"]
+
+
+@pytest.mark.parametrize(
+    "drained, members",
+    [("2", None), ("12", ["w1", "w2"]), ("3", None)],
+    ids=["one stays", "all leave", "only a joiner leaves"],
+)
+def test_workers_that_all_leave_finish_their_step_below_min(drained: str, members: list[str] | None) -> None:
+    few = view("012", gone="0", job=replace(JOB, min_workers=3))
+    proposal = next_round(replace(few, drains=frozenset(f"w{i}" for i in drained)), 1e9)
+    assert (proposal.members if proposal is not None else None) == members
+
+
+def test_joiners_that_lost_all_holders_still_wait_for_min() -> None:
+    few = view("01", gone="0", job=replace(JOB, min_workers=2))
+    joiner = {"w1": worker("w1", "ready", 1)}
+    for drains in (frozenset[str](), frozenset({"w1"})):
+        assert next_round(replace(few, workers=joiner, drains=drains), 1e9) is None
+
+
+def test_a_round_that_failed_is_formed_again_once_everyone_says_so() -> None:
+    seen = view("01")
+    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
+    assert next_round(one, 0.0) is None
+    assert awaited(one) == ["w1"]
+    both = replace(one, workers={**one.workers, "w1": worker("w1", "reforming", 1)})
+    proposal = next_round(both, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w1"], "retry")
+
+
+def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
+    seen = view("01")
+    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
+    proposal = next_round(one, 10.0, Patience(regroup_s=9.0))
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0"], "loss")
+
+
+@pytest.mark.parametrize(
+    "seen, lost",
+    [
+        (view("012", gone="0"), ["w0"]),
+        (view("012", gone="012", others="3"), ["w0", "w1", "w2"]),
+        (view("012", plan=PlanRecord(2, "user", "", binding=True)), []),
+        (view("01", drains=frozenset({"w1"})), []),
+        (view("01", workers={"w0": worker("w0"), "w1": worker("w1", "reforming", 1)}), ["w0"]),
+    ],
+    ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
+)
+def test_only_members_that_nobody_asked_to_leave_count_as_lost(seen: View, lost: list[str]) -> None:
+    proposal = next_round(seen, 1e9)
+    assert proposal is not None
+    assert losses(seen, proposal) == lost
+
+
+@pytest.mark.parametrize(
+    "number, members",
+    [(0, ["w0", "w2"]), (1, ["w0"])],
+    ids=["a joiner on its way may have the state already", "a joiner that stepped back has not"],
+)
+def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: int, members: list[str]) -> None:
+    seen = view("012", gone="1")
+    seen = replace(seen, workers={**seen.workers, "w2": worker("w2", "ready", number)})
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert proposal.members == members
+
+
+def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: object) -> View:
+    """Round 1 did not form: every member says so, and `reports` which others it could not reach."""
+    seen = view(members, **changes)
+    assert seen.round is not None
+    records = {
+        f"w{i}": replace(worker(f"w{i}", "reforming"), unreachable=[f"w{j}" for j in reports.get(i, "")]) for i in members
+    }
+    return replace(seen, workers={**seen.workers, **records}, round=replace(seen.round, apart_attempts=attempts))
+
+
+@pytest.mark.parametrize(
+    "reports, together",
+    [
+        ({"0": "3", "1": "3", "2": "3"}, "012"),
+        ({"3": "012"}, "012"),
+        ({"0": "123"}, "123"),
+        ({"0": "23", "1": "23"}, "01"),
+        ({"2": "013"}, "013"),
+        ({"0": "2", "2": "0"}, "013"),
+    ],
+    ids=["nobody reaches one", "one reaches nobody", "rank 0 reaches nobody", "two halves", "one of the middle", "one pair"],
+)
+def test_members_that_do_not_reach_each_other_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
+    for attempts in (0, 1):
+        again = next_round(apart("0123", reports, attempts), 0.0)
+        assert again is not None
+        assert (len(again.members), again.kind, again.apart_attempts) == (4, "retry", attempts + 1)
+    parted = next_round(apart("0123", reports), 0.0)
+    assert parted is not None
+    assert (parted.members, parted.kind) == ([f"w{i}" for i in together], "loss")
+    assert set(losses(apart("0123", reports), parted)) == {"w0", "w1", "w2", "w3"} - set(parted.members)
+
+
+def test_members_that_do_not_reach_each_other_try_on_when_neither_side_would_be_enough() -> None:
+    proposal = next_round(apart("0123", {"0": "23", "1": "23"}, job=replace(JOB, min_workers=3)), 0.0)
+    assert proposal is not None
+    assert (len(proposal.members), proposal.kind) == (4, "retry")
+
+
+def test_an_attempt_that_failed_for_another_reason_ends_the_count() -> None:
+    proposal = next_round(apart("01", {}), 0.0)
+    assert proposal is not None
+    assert (proposal.kind, proposal.apart_attempts) == ("retry", 0)
+
+
+def test_a_joiner_that_does_not_reach_a_member_is_not_taken_in_until_it_does() -> None:
+    seen = view("01", others="2")
+    cut_off = replace(seen, workers={**seen.workers, "w2": replace(seen.workers["w2"], unreachable=["w1"])})
+    assert next_round(cut_off, 0.0) is None
+    assert next_round(seen, 0.0) is not None
+
+
+def test_workers_that_all_lost_their_state_start_again() -> None:
+    seen = view("01", gone="0")
+    seen = replace(seen, workers={"w1": worker("w1", "ready", 1)})
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w1"], "start")
+
+
+def test_the_first_round_waits_for_every_announced_agent() -> None:
+    agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in ("w0", "w1")}
+    seen = View(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
+    assert next_round(seen, 1.0) is None
+    assert awaited(seen) == ["agent-w1"]
+    late = next_round(seen, 61.0)
+    assert late is not None
+    assert late.members == ["w0"]
+
+
+def test_a_finished_job_has_no_further_rounds() -> None:
+    assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
+
+
+# --- what people are told -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=500, deadline=None)
+@given(views())
+def test_whatever_the_view_who_is_said_to_be_about_to_go_on_does_so_and_who_is_awaited_is_named(seen: View) -> None:
+    told = waits(seen)
+    assert told.keys() == seen.workers.keys()
+    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in told.values()):
+        assert next_round(seen, 0.0) is not None, told
+    for worker, text in told.items():
+        if " to answer" in text or " to come" in text:
+            assert all(awaited_one in text for awaited_one in awaited(seen)), (worker, text)
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        (view("01"), {"w0": "", "w1": ""}),
+        (
+            view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)),
+            {"w0": "", "w1": "", "w2": "spare: waits for a plan that admits it, the plan wants 2"},
+        ),
+        (view("0123", others="4"), {"w4": "spare: waits for a plan that admits it, at most 4 are allowed"}),
+        (view("01", drains=frozenset({"w1"})), {"w0": "", "w1": "asked to leave: goes at one of the next steps"}),
+        (
+            view("01", workers={"w0": worker("w0", "reforming"), "w1": worker("w1")}),
+            {"w0": "round 1 broke: waits for w1 to answer", "w1": "round 1 broke: has not answered"},
+        ),
+        (
+            view("01", gone="1", job=replace(JOB, min_workers=3)),
+            {"w0": "round 1 lost w1: waits for 2 more workers of at least 3"},
+        ),
+        (
+            view("01", workers={"w0": worker("w0"), "w1": worker("w1", number=0)}),
+            {"w0": "waits for w1 to enter round 1", "w1": "enters round 1"},
+        ),
+        (
+            View(
+                job=JOB,
+                workers={"w0": worker("w0", "starting", 0)},
+                agents={"agent-w1": AgentRecord("agent-w1", "host", 1, 1, "running")},
+            ),
+            {"w0": "waits for agent-w1 to come"},
+        ),
+        (
+            View(job=replace(JOB, min_workers=2), workers={"w0": worker("w0", "starting", 0)}),
+            {"w0": "waits for 1 more worker of at least 2"},
+        ),
+        (view("0", workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)}), {"w1": "builds its model and data"}),
+    ],
+)
+def test_each_worker_says_what_it_waits_for_and_from_whom(seen: View, expected: dict[str, str]) -> None:
+    assert {w: text for w, text in waits(seen).items() if w in expected} == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.sampled_from([0.0, 1e9]))
+def test_whatever_the_view_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    if proposal is None or seen.stepped_back:  # those are asked again: neither lost nor gone
+        return
+    before = set(seen.round.members if seen.round else [])
+    found = cause(seen, proposal)
+    named = [worker for workers in found.values() for worker in workers]
+    assert len(named) == len(set(named))
+    assert set(named) == before ^ set(proposal.members)
+    assert set(found["joined"]) == set(proposal.members) - before
+
+
+def test_a_round_says_who_was_lost_and_who_was_asked_to_leave() -> None:
+    lost = next_round(view("012", gone="1"), 0.0)
+    assert lost is not None
+    assert cause(view("012", gone="1"), lost)["lost"] == ["w1"]
+    drained = view("01", others="2", drains=frozenset({"w0"}))
+    replaced = next_round(drained, 0.0)
+    assert replaced is not None
+    assert {name: workers for name, workers in cause(drained, replaced).items() if workers} == {
+        "joined": ["w2"],
+        "drained": ["w0"],
+    }

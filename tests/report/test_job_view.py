@@ -1,0 +1,204 @@
+"""How a job is found and read, while it lives and afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dlrover_process import eventually
+
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    Mirror,
+)
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    ControllerRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    WorkerRecord,
+    encode,
+)
+from lightning_dlrover.report.status import (
+    EventLog,
+    JobNotFoundError,
+    JobPlace,
+    find_job,
+    read_event_file,
+    read_job,
+    read_nodes,
+    show_status,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DLROVER_ENDPOINT", "DLROVER_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(folder: Path) -> JobPlace:
+    place = JobPlace("job", "127.0.0.1:1", "/mine")
+    (folder / "job").mkdir()
+    place.write(folder / "job")
+    return place
+
+
+def test_a_job_is_found_where_its_run_folder_says(tmp_path: Path) -> None:
+    place = written(tmp_path)
+    assert find_job("job", None, None, tmp_path) == place
+    assert [each.name for each in (tmp_path / "job").iterdir()] == ["job.json"]
+
+
+def test_what_is_given_counts_more_than_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path)
+    monkeypatch.setenv("DLROVER_ENDPOINT", "environment:1")
+    assert find_job("job", "given:1", None, tmp_path).endpoint == "given:1"
+    assert find_job("other", None, None, tmp_path).endpoint == "environment:1"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"run_id": "job"}'])
+def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.json").write_text(content)
+    with pytest.raises(JobNotFoundError, match=r"job\.json.*--endpoint"):
+        find_job("job", None, None, tmp_path)
+
+
+def put_event(client: EtcdClient, keys: Keys, number: int, at: float) -> None:
+    client.put(f"{keys.events}{number:020d}-w", encode(EventRecord("round", at, f"event {number}")))
+
+
+def test_the_event_file_is_complete_and_in_order_at_the_end(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    mirror = Mirror(client, keys.events)
+    log = EventLog(mirror, file)
+    put_event(client, keys, 1, 1.0)
+    put_event(client, keys, 2, 3.0)
+    assert [e.text for e in eventually(log.new, "the first events")][:1] == ["event 1"]
+    put_event(client, keys, 3, 2.0)  # a worker that was slow to tell
+    client.put(f"{keys.events}{4:020d}-w", b"garbage")
+    log.complete(client)
+    assert [e.at for e in read_event_file(file)] == [1.0, 2.0, 3.0]
+    log.complete(client)
+    assert len(file.read_bytes().splitlines()) == 3
+    mirror.close()
+
+
+def test_job_ends_though_its_event_file_was_removed(
+    client: EtcdClient, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "events.jsonl"
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        put_event(client, keys, 1, 1.0)
+        eventually(log.new, "the first event")
+        file.unlink()
+        log.complete(client)
+    assert f"{file} does not exist" in caplog.text
+
+
+def test_events_that_an_earlier_process_has_copied_are_no_news(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    with Mirror(client, keys.events) as mirror:
+        put_event(client, keys, 1, 1.0)
+        put_event(client, keys, 2, 2.0)
+        mirror.wait_for(lambda entries: True if len(entries) == 2 else None, 5.0)
+        assert len(EventLog(mirror, file).new()) == 2
+        put_event(client, keys, 3, 3.0)
+        mirror.wait_for(lambda entries: True if len(entries) == 3 else None, 5.0)
+        assert [event.text for event in EventLog(mirror, file).new()] == ["event 3"]
+    assert [event.at for event in read_event_file(file)] == [1.0, 2.0, 3.0]
+
+
+def test_a_half_written_line_does_not_hide_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(encode(EventRecord("round", 1.0, "whole")) + b"\n" + encode(EventRecord("round", 2.0, "cut"))[:20])
+    assert [e.text for e in read_event_file(file)] == ["whole"]
+
+
+def test_a_job_that_etcd_does_not_know_is_not_made_up(client: EtcdClient, keys: Keys) -> None:
+    with pytest.raises(JobNotFoundError, match=keys.run_id):
+        read_job(client, keys)
+
+
+@pytest.mark.parametrize("name", ["job", "plan", "round", "agent_round", "workers/a", "drains/a"])
+def test_every_record_that_cannot_be_read_is_a_problem(client: EtcdClient, keys: Keys, name: str) -> None:
+    client.put(keys.live + name, b"{")
+    problems = read_job(client, keys).problems
+    assert len(problems) == 1
+    assert repr(keys.live + name) in problems[0]
+
+
+@pytest.mark.parametrize("phase", ["starting", "training", "finished", "failed"])
+def test_a_job_without_processes_is_stopped_unless_it_has_ended(client: EtcdClient, keys: Keys, phase: str) -> None:
+    client.put(keys.job, encode(JobRecord(phase, True, 1, 2, "0")))  # type: ignore[arg-type]
+    place = JobPlace(keys.run_id, "host:1")
+    shown = show_status(place, read_job(client, keys), {}, [])
+    assert shown["phase"] == (phase if phase in ("finished", "failed") else "stopped")
+    client.put(keys.agents + "a", encode(AgentRecord("a", "host", 1, 1, "running")))
+    shown = show_status(place, read_job(client, keys), {}, [])
+    assert shown["phase"] == phase
+    json.dumps(shown)
+
+
+def test_event_file_is_made_up_for_after_a_full_disk(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """A limit of the size of files stands for the disk: the first write is cut, the others fail."""
+    file = tmp_path / "events.jsonl"
+    mirror = Mirror(client, keys.events)
+    log = EventLog(mirror, file)
+    size = len(encode(EventRecord("round", 1.0, "event 1"))) + 1
+    with limited_files(size + 20):
+        put_event(client, keys, 1, 1.0)
+        put_event(client, keys, 2, 2.0)
+        eventually(lambda: len(mirror.snapshot()) == 2, "the events")
+        assert [event.text for event in log.new()] == ["event 1", "event 2"]
+        assert log.new() == []
+    assert file.stat().st_size == size + 20
+    with limited_files(size + 30):
+        log.complete(client)
+    assert [event.text for event in read_event_file(file)] == ["event 1"]
+    log.complete(client)
+    assert [event.text for event in read_event_file(file)] == ["event 1", "event 2"]
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    mirror.close()
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_status_shows_how_far_joiners_are(client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 9, "0")))
+    apps = {f"node{number}": "handle" if number > 1 else "" for number in range(1, 7)}
+    client.put(keys.controller, encode(ControllerRecord("host", 1, "slurm", apps)))
+    client.put(keys.each_node + "node1", encode(NodeRecord("asked", asked_at=90.0)))
+    client.put(keys.each_node + "node2", encode(NodeRecord("started", "handle", asked_at=80.0)))
+    client.put(keys.each_node + "node3", b"garbage")
+    for number, state in ((3, None), (4, "standby"), (5, "ready"), (6, "active")):
+        agent = AgentRecord(f"a{number}", "host", number, 1, "running", {"node": f"node{number}"}, since=70.0)
+        client.put(f"{keys.agents}a{number}", encode(agent))
+        if state is not None:
+            worker = WorkerRecord(f"w{number}", agent.agent_id, "host", number, 0, "127.0.0.1", 1, state, since=60.0)  # type: ignore[arg-type]
+            client.put(f"{keys.workers}w{number}", encode(worker))
+    place, found = JobPlace(keys.run_id, "host:1"), read_job(client, keys)
+    shown = show_status(place, found, {}, [], now=100.0, nodes=read_nodes(client, keys))
+    assert [(each["node"], each["stage"], each["for_s"]) for each in shown["joining"]] == [
+        ("node1", "requested", 10.0),
+        ("node2", "starting", 20.0),
+        ("node3", "importing", 30.0),
+        ("node4", "building", 40.0),
+        ("node5", "ready", 40.0),
+    ]

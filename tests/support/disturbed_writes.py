@@ -1,0 +1,114 @@
+"""Every write into etcd as a place where a process can be killed, stopped, delayed or refused.
+
+`EtcdClient._call` is wrapped inside of the process, where all requests of the real code come by. A write is known by what it
+does to which record, `put round:grow` for example, and by how often the process has made such a write before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    EtcdUnavailableError,
+)
+
+__all__ = ["ACTIONS", "STOP_S", "Action", "Failpoint", "disturb_writes"]
+
+Action = Literal["kill", "stop", "delay", "fail", "lose"]
+ACTIONS: tuple[Action, ...] = ("kill", "stop", "delay", "fail", "lose")
+
+DELAY_S = 3.0
+STOP_S = 3.5  # longer than the leases of those who are stopped
+
+
+@dataclass(frozen=True)
+class Failpoint:
+    """What happens at the nth write of one name of one process.
+
+    kill: SIGKILL before it. stop: SIGSTOP before it, for longer than the lease. delay: it is made late. fail: it is not made.
+    lose: it is made, its answer gets lost.
+    """
+
+    slot: str
+    write: str
+    nth: int
+    action: Action
+
+
+def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
+    """Tell `note` of every write that this process makes from now on, and of the moment in which one is disturbed."""
+    original: Callable[..., Any] = EtcdClient._call
+    made: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def call(client: EtcdClient, action: str, service: str, method: str, request: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _name_of(method, request)
+        if name is None:
+            return original(client, action, service, method, request, *args, **kwargs)
+        with lock:
+            made[name] += 1
+            nth = made[name]
+        note("write", name=name, nth=nth)
+        if point is None or (name, nth) != (point.write, point.nth):
+            return original(client, action, service, method, request, *args, **kwargs)
+        note("failpoint", action=point.action)
+        if point.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif point.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif point.action == "delay":
+            time.sleep(DELAY_S)
+        elif point.action == "fail":
+            raise EtcdUnavailableError(f"cannot {action}: a failpoint")
+        answer = original(client, action, service, method, request, *args, **kwargs)
+        if point.action == "lose":
+            raise EtcdUnavailableError(f"cannot {action}: a failpoint has lost the answer")
+        return answer
+
+    EtcdClient._call = call  # type: ignore[method-assign]
+
+
+def _name_of(method: str, request: Any) -> str | None:
+    """What a request writes; None for one that only reads."""
+    if method in ("LeaseGrant", "LeaseRevoke", "LeaseKeepAlive"):
+        return method
+    if method == "Put":
+        return f"put {_record(request.key, request.value)}"
+    if method == "DeleteRange":
+        return f"delete {_record(request.key)}"
+    if method != "Txn":
+        return None
+    for op in request.success:
+        if op.WhichOneof("request") == "request_put":
+            return f"put {_record(op.request_put.key, op.request_put.value)}"
+        if op.WhichOneof("request") == "request_delete_range":
+            return f"delete {_record(op.request_delete_range.key)}"
+    return None
+
+
+def _record(key: bytes, value: bytes = b"") -> str:
+    """`live/workers/host-12-ab` becomes `workers/own` or `workers/other`; what a record says about itself follows a colon."""
+    parts = key.decode().split("/")[3:]  # behind prefix and run id
+    if parts[0] == "live":
+        parts = parts[1:]
+    name = parts[0]
+    if name in ("workers", "drains") and len(parts) > 1:
+        own = f"-{os.getpid()}-" in parts[1]
+        name += "/own" if own else "/other"
+    try:
+        record = json.loads(value)
+    except ValueError:
+        return name
+    said = next((record[field] for field in ("state", "phase") if field in record), None) if isinstance(record, dict) else None
+    if name == "round":
+        said = record["kind"]
+    return f"{name}:{said}" if said else name

@@ -1,0 +1,180 @@
+"""`dlrover` as a user starts it: a process of its own, followed from outside.
+
+Everything that a command starts inherits a mark in its environment, so that a test can tell what it has left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.report.status import read_event_file
+
+__all__ = ["Dlrover", "eventually"]
+
+T = TypeVar("T")
+
+MARK = "DLROVER_TEST_MARK"
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def eventually(found: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
+    """What `found` returns as soon as it is something."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        result = found()
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Dlrover:
+    """A folder in which `dlrover` commands are run."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.temporary.mkdir()
+
+    @property
+    def temporary(self) -> Path:
+        """Where everything that is started here puts its temporary files."""
+        return self.folder / "tmp"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_"))}
+        return {**ours, MARK: self.mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+
+    def __call__(self, *arguments: object, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+        """The outcome of a command that ends by itself."""
+        command = [sys.executable, "-m", "lightning_dlrover.cli", *map(str, arguments)]
+        return self.process(command, timeout_s, **env)
+
+    def process(self, command: Sequence[str], timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**self.environment, **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def start(self, *arguments: object, run_id: str = "job") -> Run:
+        """`dlrover run` in the background, with `run_id` as its name."""
+        command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--rdzv-id", run_id, *map(str, arguments)]
+        return self.follow(command, run_id)
+
+    def follow(self, command: Sequence[str], run_id: str) -> Run:
+        """Run, in the background, what runs a job of this name."""
+        output = self.folder / f"output-{len(self.runs)}"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                # A foreground job of a terminal leads a process group of its own.
+                process_group=0,
+            )
+        self.runs.append(Run(self, run_id, process, output))
+        return self.runs[-1]
+
+    def processes(self) -> dict[int, str]:
+        """All processes that were started here and still run: process id and command line."""
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline())
+        return found
+
+    def assert_all_ended(self, timeout_s: float = 15.0) -> None:
+        """Nothing that was started here runs any more, and nothing is left in the folder for temporary files."""
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: not self.processes(), "the end of all processes", timeout_s)
+        assert self.processes() == {}
+        assert sorted(each.name for each in self.temporary.iterdir()) == []
+
+    def end(self) -> None:
+        """End what a failed test has left."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for run in self.runs:
+            run.process.wait(10)
+
+
+@dataclass
+class Run:
+    """One `dlrover run`, or what has started it."""
+
+    dlrover: Dlrover
+    run_id: str
+    process: subprocess.Popen[bytes]
+    output_file: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.dlrover.folder / "runs" / self.run_id
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    @property
+    def events(self) -> list[EventRecord]:
+        return read_event_file(self.folder / "events.jsonl")
+
+    def wait_for(self, found: Callable[[], T | None], what: str, timeout_s: float = 45.0) -> T:
+        """What `found` returns as soon as it is something, while the job runs."""
+
+        def look() -> T | None:
+            code = self.process.poll()
+            result = found()
+            assert result or code is None, f"it ended with code {code} before {what}:\n{self.output[-6000:]}"
+            return result
+
+        try:
+            return eventually(look, what, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
+
+    def wait_for_output(self, pattern: str, timeout_s: float = 45.0) -> re.Match[str]:
+        return self.wait_for(lambda: re.search(pattern, self.output), f"{pattern!r} in the output", timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """What `dlrover status --json` says."""
+        done = self.dlrover("status", "--json", self.run_id)
+        assert done.returncode == 0, done.stderr
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def wait_for_exit(self, timeout_s: float = 30.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout_s:.0f} s:\n{self.output[-6000:]}") from None

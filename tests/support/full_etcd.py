@@ -1,0 +1,27 @@
+"""Make an etcd refuse writes as one does whose database has reached its quota."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_dlrover.rdzv.etcd.client import (
+    EtcdClient,
+    etcdrpc,
+)
+
+
+@contextmanager
+def full(client: EtcdClient) -> Iterator[None]:
+    """Etcd's own alarm is raised, which is all that being full comes down to for its clients."""
+    _alarm(client, etcdrpc.AlarmRequest.ACTIVATE)
+    try:
+        yield
+    finally:
+        _alarm(client, etcdrpc.AlarmRequest.DEACTIVATE)
+
+
+def _alarm(client: EtcdClient, action: int) -> None:
+    status = client._call("read the status", "Maintenance", "Status", etcdrpc.StatusRequest())
+    request = etcdrpc.AlarmRequest(action=action, memberID=status.header.member_id, alarm=etcdrpc.NOSPACE)
+    client._call("change an alarm", "Maintenance", "Alarm", request)

@@ -1,0 +1,65 @@
+"""Tables on disk are read whole and into the model that they are of, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.optim import RowWiseAdagrad
+
+from lightning_dlrover.tables.checkpoint import (
+    CheckpointError,
+    load_tables,
+    save_tables,
+)
+from lightning_dlrover.tables.sharded import ShardedTables
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+
+
+class Model(nn.Module):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=50, feature_names=["f"])
+        self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
+        _apply_optimizer_in_backward(OPTIMIZERS[optimizer], self.tables.parameters(), {"lr": 0.1})
+
+
+@pytest.fixture(autouse=True)
+def one_worker() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def built(optimizer: str) -> ShardedTables:
+    tables = ShardedTables(Model(optimizer), torch.device("cpu"))
+    tables.build(tables.first_plan(["w"]), ["w"])
+    for number, block in enumerate(tables.blocks()):
+        block.values.fill_(float(number + 1))
+    return tables
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+@pytest.mark.parametrize("loaded", OPTIMIZERS)
+def test_a_state_is_read_as_it_was_written_or_its_checkpoint_is_refused(tmp_path: Path, saved: str, loaded: str) -> None:
+    save_tables(built(saved), tmp_path)
+    tables = built(loaded)
+    for block in tables.blocks():
+        block.values.zero_()
+    if loaded not in (saved, "sgd"):  # which has no state
+        with pytest.raises(CheckpointError, match="another optimizer"):
+            load_tables(tables, tmp_path)
+        return
+    load_tables(tables, tmp_path)
+    assert [bool((b.values == float(i + 1)).all()) for i, b in enumerate(tables.blocks())] == [True] * len(tables.blocks())

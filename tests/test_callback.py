@@ -1,0 +1,193 @@
+"""The callback in a real Trainer of one process: what it measures, logs, plans and says."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover import callback as callback_module
+from lightning_dlrover.live.training import remaining_batches
+from lightning_dlrover.observe.profiler import StepProfiler
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.rdzv.group.world import Formation
+from lightning_dlrover.rdzv.job.records import RoundRecord
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.fail_at = -1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise ArithmeticError("the model's own")
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def loader(num_rows: int = 800) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.randn(num_rows, 8)), batch_size=8)
+
+
+def trainer(tmp_path: Path, callback: DLRoverCallback, **kwargs: object) -> L.Trainer:
+    defaults = {
+        "strategy": DLRoverStrategy(),
+        "accelerator": "cpu",
+        "callbacks": [callback],
+        "max_epochs": 2,
+        "logger": CSVLogger(str(tmp_path), name="", version=""),
+        "log_every_n_steps": 10,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**defaults, **kwargs})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    run = trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0.01))
+    run.fit(Model(), loader(), loader(16))
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    windows = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    found = [w for w in windows if w.get("dlrover/step_time_s")]
+    assert found
+    for window in found:
+        parts = sum(float(window[f"dlrover/{part}_s"]) for part in STEP_PARTS)
+        assert parts == pytest.approx(float(window["dlrover/step_time_s"]), rel=1e-3)
+        assert float(window["dlrover/num_workers"]) == 1
+        assert float(window["dlrover/global_batch"]) == 8
+    last = [r.getMessage() for r in said.records if r.getMessage().startswith("DLRover: ")]
+    assert len(last) == 1
+    assert "`dlrover run` resizes a job while it trains" in last[0]
+
+
+def test_planning_can_be_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0)).fit(Model(), loader())
+    assert not [r for r in said.records if r.getMessage().startswith("DLRover: ")]
+
+
+def test_one_callback_may_be_used_for_several_fits(tmp_path: Path) -> None:
+    callback = DLRoverCallback(window_s=0.01, plan_every_s=0.01)
+    for number in range(2):
+        run = trainer(tmp_path / str(number), callback, max_steps=30)
+        run.fit(Model(), loader())
+        assert run.global_step == 30
+
+
+def test_the_scripts_own_error_is_not_hidden(tmp_path: Path) -> None:
+    model = Model()
+    model.fail_at = 5
+    with pytest.raises(ArithmeticError, match="the model's own"):
+        trainer(tmp_path, DLRoverCallback(window_s=0.001)).fit(model, loader())
+
+
+def test_another_strategy_is_refused_with_the_line_to_change(tmp_path: Path) -> None:
+    run = trainer(tmp_path, DLRoverCallback(), strategy="auto")
+    with pytest.raises(TypeError, match=r"strategy=DLRoverStrategy\(\)"):
+        run.fit(Model(), loader())
+
+
+@pytest.mark.parametrize("window_s, plan_every_s", [(0.0, 1.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_settings_without_meaning_are_refused(window_s: float, plan_every_s: float) -> None:
+    with pytest.raises(ValueError, match="window_s"):
+        DLRoverCallback(window_s, plan_every_s)
+
+
+def test_what_cannot_be_tuned_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"tune names \['batch_size'\].*num_workers, loader_workers"):
+        DLRoverCallback(tune=["num_workers", "batch_size"])  # type: ignore[list-item]
+
+
+class TwoSteps(Model):
+    """Takes two optimizer steps for each batch, as a generator and its critic do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+class Remaining(L.Callback):
+    """What is left after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        self.seen.append(remaining_batches(trainer))
+
+
+@pytest.mark.parametrize(
+    "model, limits",
+    [
+        (Model, {"max_epochs": 2}),
+        (Model, {"max_epochs": 2, "accumulate_grad_batches": 4}),
+        (Model, {"max_epochs": -1, "max_steps": 10, "accumulate_grad_batches": 4}),
+        (TwoSteps, {"max_epochs": 2}),
+        (TwoSteps, {"max_epochs": 5, "max_steps": 80}),
+    ],
+)
+def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_takes(
+    model: type[Model], limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: list[StepProfile] = []
+    close_window = StepProfiler.close_window
+
+    def closed(self: StepProfiler, *args: object) -> StepProfile | None:
+        profile = close_window(self, *args)  # type: ignore[arg-type]
+        windows.extend([profile] if profile is not None else [])
+        return profile
+
+    monkeypatch.setattr(StepProfiler, "close_window", closed)
+    remaining = Remaining()
+    callback = DLRoverCallback(window_s=0.001, plan_every_s=0)
+    trainer(tmp_path, callback, callbacks=[callback, remaining], **limits).fit(model(), loader(160))
+    num = 40
+    assert len(remaining.seen) == num
+    # What is left of a number of steps is known by the batches of one.
+    assert remaining.seen == pytest.approx([num - 1.0 - i for i in range(num)], abs=3)
+    assert remaining.seen[-1] == 0
+    assert len(windows) > 2
+    for before, after in pairwise(windows):
+        assert after.first_step == before.first_step + before.num_steps
+
+
+def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_module, "_new_place", lambda strategy, *_: strategy.live.formation.round.number)
+    callback = DLRoverCallback()
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
+    strategy: Any = SimpleNamespace(live=SimpleNamespace(formation=None))
+    for record in [RoundRecord(number, ["w"], "", "loss", False) for number in range(1, 50)]:
+        strategy.live.formation = None  # of a round in which no step was made
+        strategy.live.formation = Formation(record, {}, 0)
+        assert callback._place(trainer, strategy) == record.number

@@ -1,0 +1,105 @@
+"""`torch.compile` compiles the same frames with the callback as without it, wherever a script uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.observe.descriptors import Descriptors
+
+Place = Literal["nowhere", "function", "full_graph", "submodule", "submodule_in_place", "model", "module"]
+"""What is compiled."""
+
+NUM_STEPS = 4
+
+
+class Counter:
+    """A backend that runs the graphs as they are."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        self.num_graphs += 1
+        return graph.forward
+
+
+class Net(nn.Module):
+    """Dynamo leaves torch's own modules alone when they are compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.layers(rows)
+        return result
+
+
+class Model(L.LightningModule):
+    def __init__(self, place: Place, backend: Counter) -> None:
+        super().__init__()
+        self.net: Any = Net()
+        self.loss: Any = nn.functional.mse_loss
+        if place in ("function", "full_graph"):
+            self.loss = torch.compile(lambda x, y: ((x - y) ** 2).mean(), backend=backend, fullgraph=place == "full_graph")
+        elif place == "submodule":
+            self.net = torch.compile(self.net, backend=backend)
+        elif place == "submodule_in_place":
+            self.net.compile(backend=backend)
+        elif place == "module":
+            self.compile(backend=backend)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        result: Tensor = self.loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
+        return result
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trained(place: Place, callbacks: list[L.Callback]) -> int:
+    """Compiled graphs of a short training."""
+    torch._dynamo.reset()
+    backend = Counter()
+    model: Any = Model(place, backend)
+    if place == "model":
+        model = torch.compile(model, backend=backend)
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),
+        accelerator="cpu",
+        callbacks=callbacks,
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8))
+    assert trainer.global_step == NUM_STEPS
+    return backend.num_graphs
+
+
+@pytest.mark.parametrize("place", get_args(Place))
+def test_callback_leaves_compilation_alone(place: Place) -> None:
+    plain = trained(place, [])
+    assert (plain > 0) == (place not in ("nowhere", "module"))  # the step is no forward
+    callback = DLRoverCallback(plan_every_s=0)
+    assert trained(place, [callback]) == plain
+    # What was seen of a compiled model is no description of it.
+    assert (callback._descriptors == Descriptors()) == (place != "nowhere")

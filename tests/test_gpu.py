@@ -1,0 +1,205 @@
+"""What a GPU changes: results that come late, and state that belongs on the device. The CPU runs the same tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+
+from lightning_dlrover.live import training as live_module
+from lightning_dlrover.live.epoch_metrics import restore_partial
+from lightning_dlrover.live.state import seed_for
+from lightning_dlrover.live.training import (
+    LiveTraining,
+    _Update,
+)
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.meeting import (
+    Meeting,
+    Purpose,
+    shown,
+)
+from lightning_dlrover.rdzv.live.member import WorldError
+from lightning_dlrover.strategy import DLRoverStrategy
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+class AbortedWorld:
+    """A world whose round ends while a collective is on the stream."""
+
+    broken = False
+    worker_id = "a"
+
+    def broken_error(self) -> WorldError:
+        return WorldError("the round has ended")
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self.broken and isinstance(error, WorldError)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> LiveTraining:
+    """One of two workers on a GPU; where there is none, on a device that has computed everything at once."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(live_module, "wait_for_device", lambda device: None)
+    found = LiveTraining.__new__(LiveTraining)
+    found.world = AbortedWorld()  # type: ignore[assignment]
+    found.formation = SimpleNamespace(size=2, rank=0)  # type: ignore[assignment]
+    found._strategy = SimpleNamespace(root_device=torch.device("cuda"))  # type: ignore[assignment]
+    found._entered, found._in_step, found.is_standby = True, False, False
+    found._batch = found._collective = 0
+    found._results, found._missed = {}, {}
+    return found
+
+
+# --- aborted collectives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", DEVICES)
+def test_gradients_of_an_ended_round_are_refused(machine: str, live: LiveTraining) -> None:
+    live.check_gradients()
+    live.world.broken = True  # type: ignore[misc]
+    with pytest.raises(WorldError, match="the round has ended"):
+        live.check_gradients()
+
+
+@pytest.mark.parametrize("machine", DEVICES)
+def test_reduction_cut_short_by_an_abort_is_done_again(
+    machine: str, live: LiveTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = []
+    world: Any = live.world
+
+    def reduce() -> float:
+        values.append(len(values))
+        world.broken = len(values) == 1  # no error: the stream goes on after an abort
+        return values[-1]
+
+    def recover() -> bool:
+        world.broken = False
+        return False
+
+    monkeypatch.setattr(live, "_recover", recover)
+    assert live.collective(reduce) == 1
+    assert values == [0, 1]
+
+
+@each_device
+def test_result_of_another_worker_comes_to_the_own_device(device: str) -> None:
+    strategy = DLRoverStrategy.__new__(DLRoverStrategy)
+    strategy._is_alone = False
+    received = transfer.loads(transfer.dumps(torch.ones(2, device=device)))
+    assert received.device.type == "cpu"
+    strategy._collective = lambda *args, **kwargs: received  # type: ignore[method-assign]
+    own = torch.zeros(2, device=device)
+    assert strategy.reduce(own).device == own.device
+    assert strategy.all_gather(own).device == own.device
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logged_value_that_was_kept_returns_to_its_device(device: str) -> None:
+    metric = SimpleNamespace(
+        is_tensor=True,
+        value=torch.zeros((), device=device),
+        cumulated_batch_size=torch.zeros((), device=device),
+        meta=SimpleNamespace(is_mean_reduction=True),
+        reset=lambda: None,
+    )
+    kept = transfer.loads(transfer.dumps((torch.ones(()), torch.ones(()))))
+    restore_partial({"loss": metric}, nn.Identity(), {"logged": {"loss": kept}, "states": {}})
+    assert {metric.value.device.type, metric.cumulated_batch_size.device.type} == {device}
+
+
+# --- state --------------------------------------------------------------------------------------------------------------------
+
+
+def worker(device: str) -> tuple[LiveTraining, nn.Module, torch.optim.Optimizer, Any]:
+    """One worker's part of mixed precision with Adam."""
+    module = nn.Linear(64, 64).to(device)
+    optimizer = torch.optim.Adam(module.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
+    progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    live = LiveTraining.__new__(LiveTraining)
+    live._trainer = SimpleNamespace(  # type: ignore[assignment]
+        lightning_module=module,
+        optimizers=[optimizer],
+        precision_plugin=MixedPrecision("16-mixed", device, scaler),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(manual_optimization=SimpleNamespace(optim_step_progress=progress))),
+    )
+    return live, module, optimizer, scaler
+
+
+def make_update(module: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, device: str, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    scaler.scale(module(torch.ones(2, 64, device=device)).mean() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@each_device
+def test_missed_update_brings_state_and_scale_to_the_own_device(device: str) -> None:
+    source, ahead, its_optimizer, its_scaler = worker(device)
+    target, behind, optimizer, scaler = worker(device)
+    make_update(behind, optimizer, scaler, device)
+    for factor in (float("inf"), 1.0):  # gradients that overflow halve the scale
+        make_update(ahead, its_optimizer, its_scaler, device, factor)
+    assert its_scaler.state_dict() != scaler.state_dict()
+    target._apply(_Update(**transfer.loads(transfer.dumps(vars(source._capture())))))
+    assert its_scaler.state_dict() == scaler.state_dict()
+    assert {value.device.type for value in optimizer.state[behind.weight].values() if value.dim()} == {device}
+    for module, its, own in ((ahead, its_optimizer, its_scaler), (behind, optimizer, scaler)):
+        make_update(module, its, own, device)
+    assert behind.weight.device.type == device
+    assert torch.equal(ahead.weight, behind.weight)  # type: ignore[arg-type]
+    assert its_scaler.get_scale() == scaler.get_scale()
+
+
+@each_device
+def test_seed_of_the_job_rules_the_device(device: str) -> None:
+    def draw(place: tuple[int, int]) -> list[float]:
+        torch.rand(3, device=device)
+        seed_for(7, place)
+        return torch.rand(3, device=device).tolist()
+
+    assert draw((5, 0)) == draw((5, 0))
+    assert draw((5, 0)) != draw((5, 1))
+    assert draw((5, 0)) != draw((6, 0))
+
+
+# --- votes --------------------------------------------------------------------------------------------------------------------
+
+
+@each_device
+def test_vote_does_not_wait_for_the_stream(device: str) -> None:
+    store = dist.HashStore()
+    is_busy: Callable[[], bool] = lambda: True  # noqa: E731
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000_000)  # cycles: two seconds or more
+        end = torch.cuda.Event()
+        end.record()
+        is_busy = lambda: not end.query()  # noqa: E731
+
+    def vote(rank: int) -> list[int]:
+        group = dist.ProcessGroupGloo(store, rank, 2)
+        meeting = Meeting(group, rank, 2, 16, lambda: 0, lambda: None, lambda: "", lambda: True, lambda: None)
+        try:
+            purpose = Purpose("the vote between two steps", "step 1", shown(sys._getframe()))
+            return meeting.counted(meeting.vote(purpose, [5 + rank, -rank]), 2)
+        finally:
+            meeting.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(vote, (0, 1), timeout=60)) == [[5, -1]] * 2
+    assert is_busy()

@@ -1,0 +1,240 @@
+"""What a worker's watch does, step by step, about memory that grows: with whom it waits, and until when."""
+
+from __future__ import annotations
+
+import faulthandler
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from memory_windows import MIB, window
+
+from lightning_dlrover.rdzv.job.records import (
+    EventRecord,
+    JobRecord,
+    NodesRecord,
+    PlanRecord,
+)
+from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.watch import watchdog
+from lightning_dlrover.watch.watchdog import (
+    DEFAULT_LEAD_S,
+    _GilWatch,
+    _Memory,
+)
+
+JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
+WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)
+
+
+@dataclass
+class FakeMembership:
+    """The records as this worker sees them; whoever is asked for never comes, unless the test says so."""
+
+    worker_id: str = "w"
+    view: View = field(default_factory=lambda: View(job=JOB))
+    events: list[EventRecord] = field(default_factory=list)
+    num_checkpoints: int = 0
+    nodes: NodesRecord | None = None
+
+    def past_events(self) -> list[EventRecord]:
+        return self.events
+
+    def has_controller(self) -> bool:
+        return True
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        self.view = replace(self.view, replacements=frozenset({worker_id}))
+        return True
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
+        self.view = replace(self.view, plan=change(self.view.plan) or self.view.plan)
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        self.num_checkpoints += 1
+
+    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        self.events.append(EventRecord(kind, self.events[-1].at + 1 if self.events else 1.0, text, data))
+
+    @property
+    def acts(self) -> list[str]:
+        return [e.data["act"] for e in self.events]
+
+
+class Growing:
+    """A worker that needs a MiB more in every second, in windows of 2 s; time is what the test says."""
+
+    def __init__(self, membership: FakeMembership, round_number: int = 1) -> None:
+        live: Any = SimpleNamespace(
+            world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, progress=SimpleNamespace(counts=(0,))
+        )
+        self.watch = _Memory(live)
+        self.window = replace(WINDOW, round_number=round_number)
+        self.now = 1000.0
+        self.mib = 400.0
+
+    def train(self, seconds: float) -> None:
+        for _ in range(round(seconds / 2)):
+            self.now += 2.0
+            self.mib += 2.0
+            steps = round(10 * (self.now - 1002.0))
+            self.watch.windows.append(replace(self.window, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
+            self.watch.look(self.now)
+
+
+def test_memory_is_saved_by_a_checkpoint_if_the_worker_that_was_asked_for_does_not_come() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    worker.train(450.0)  # 100 s before the limit, less a reserve
+    assert membership.acts[-1] == "wait"
+    worker.train(20.0)
+    assert membership.acts[-1] == "replace"
+    assert membership.num_checkpoints == 0
+    worker.train(60.0)
+    assert membership.acts[-1] == "checkpoint"
+    assert membership.num_checkpoints == 1
+    assert worker.mib < 950
+
+
+def test_a_replacement_of_another_worker_that_never_comes_does_not_keep_memory_from_being_saved() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    membership.view = replace(membership.view, replacements=frozenset({"a straggler"}))
+    worker.train(540.0)
+    assert membership.acts[-1] == "checkpoint"
+    assert worker.mib < 950
+
+
+def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
+    membership = FakeMembership()
+    worker = Growing(membership)
+    worker.train(450.0)
+    membership.view = replace(membership.view, replacements=frozenset({"another worker"}))
+    worker.train(DEFAULT_LEAD_S - 4)
+    assert membership.acts[-1] == "wait"
+    membership.view = replace(membership.view, replacements=frozenset())
+    worker.train(2.0)
+    assert membership.acts[-1] == "replace"
+    assert membership.view.replacements == {"w"}
+
+
+def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not_helped() -> None:
+    plan = PlanRecord(1, "planner", "", binding=True)
+    nodes = NodesRecord("slurm", "mark", min_memory_mb=1000, max_memory_mb=3000)
+    membership = FakeMembership(view=View(job=JOB, plan=plan), nodes=nodes)
+    worker = Growing(membership)
+    worker.train(470.0)
+    assert membership.acts[-1] == "replace"
+    membership.view = replace(membership.view, replacements=frozenset())
+    successor = Growing(membership, round_number=2)  # which is as large
+    successor.now, successor.mib = worker.now, worker.mib
+    successor.train(20.0)
+    assert membership.acts[-1] == "enlarge"
+    assert membership.view.plan == replace(plan, node_memory_mb=3000)
+    assert membership.view.replacements == {"w"}
+
+
+@pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
+@pytest.mark.parametrize("is_successor", [True, False])
+def test_forecast_is_inherited_whatever_the_clocks_show(skew_s: float, is_successor: bool) -> None:
+    """The first worker's clock differs; only who came in the next round with newcomers has taken its place."""
+    first = FakeMembership()
+    Growing(first).train(470.0)
+    assert first.acts[-1] == "replace"
+    events = [replace(event, at=event.at + skew_s) for event in first.events]
+    rounds = [["w"], ["second"], ["second", "third"]]
+    events += [EventRecord("round", 0.0, "", {"number": i, "members": members}) for i, members in enumerate(rounds, start=1)]
+    successor = Growing(FakeMembership("second" if is_successor else "third", events=events), 2 if is_successor else 3)
+    successor.mib = 900.0
+    successor.train(2.0)
+    assert (successor.watch._of_replaced(events) is not None) == is_successor
+
+
+# --- times without the GIL -----------------------------------------------------------------------------------------------
+
+
+def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[object] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *given, **_: armed.append(given))
+    watch = _GilWatch({})
+    for now in (0.0, 0.25, 14.0, 34.0, 34.25, 54.0):
+        watch.look(now)
+    [record] = caplog.records
+    assert "no Python thread of this worker ran for 20 s" in record.getMessage()
+    assert f"{__file__}:" in record.getMessage()
+    watch.look(700.0)
+    assert "ran for 646 s" in caplog.records[-1].getMessage()
+    watch.close()
+    assert armed == []
+
+
+def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
+    num_looks, looked_again = 0, threading.Event()
+
+    def wait_for_etcd(_: Any, now: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            looked_again.wait(3.0)  # nobody sets it meanwhile: as long as etcd does not answer
+        else:
+            looked_again.set()
+
+    for each in ("_Hangs", "_Stragglers"):
+        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(look=lambda *_, **__: None))
+    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "look": wait_for_etcd}))
+    watch = watchdog.Watchdog(SimpleNamespace())  # type: ignore[arg-type]
+    assert looked_again.wait(30.0)
+    watch.close()
+    assert "no Python thread" not in caplog.text
+
+
+BUSY = """
+import sys, threading
+from lightning_dlrover.observe.stacks import innermost_user_place, stacks
+
+def churn(depth):
+    for number in range(3):
+        try:
+            yield from churn(depth - 1) if depth else (1 / 0 for _ in [0])
+        except ZeroDivisionError:
+            yield number
+
+def work(end):
+    while not end.is_set():
+        sum(churn(4))
+
+end = threading.Event()
+sys.setswitchinterval(1e-4)
+
+def look():
+    try:
+        for _ in range(int(sys.argv[1])):
+            assert stacks().startswith("thread MainThread:")
+            innermost_user_place()
+        print("done")
+    finally:
+        end.set()
+
+threads = [threading.Thread(target=look, name="dlrover-looks"), threading.Thread(target=lambda: work(end), name="work")]
+for thread in threads:
+    thread.start()
+work(end)
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("num_looks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
+def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_looks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUSY)
+    command = [sys.executable, str(script), str(num_looks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
