@@ -56,6 +56,7 @@ from lightning_dlrover.live.training import (
 from lightning_dlrover.live.unused_parameters import UnusedParameters
 from lightning_dlrover.live.validation import exchange_metrics_through
 from lightning_dlrover.observe.pulse import OwnClock
+from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
 from lightning_dlrover.rdzv.group import transfer
@@ -94,7 +95,7 @@ from lightning_dlrover.tables.snapshot import SnapshotStore
 if TYPE_CHECKING:
     import lightning as L
 
-__all__ = ["DLRoverStrategy", "StepTimes"]
+__all__ = ["DLRoverStrategy"]
 
 TRAINER_FILE = "trainer.ckpt"
 TABLES_FOLDER = "tables"
@@ -119,20 +120,6 @@ class _Sharded:
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
-
-
-@dataclass
-class StepTimes:
-    """Seconds that the parts of the steps since the last `reset` took, added up."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    communication_s: float = 0.0  # blocked in a collective during forward and backward, which do not count it
-    run_s: float = 0.0  # all of these, and the optimizer's step
-    data_wait_s: float = 0.0
-
-    def reset(self) -> None:
-        self.forward_s = self.backward_s = self.communication_s = self.run_s = self.data_wait_s = 0.0
 
 
 class _ForwardRedirection:

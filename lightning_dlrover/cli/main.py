@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.components.targets.target import ESCAPED
+from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.output import complain, flush, printable, say, show
 
 if TYPE_CHECKING:

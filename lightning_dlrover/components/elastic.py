@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import torchx.specs as specs
 
-from lightning_dlrover.components.targets.target import ESCAPED
+from lightning_dlrover.components.escaped import ESCAPED
 
 __all__ = ["node", "train"]
 

@@ -25,15 +25,12 @@ __all__ = [
     "EXIT_FILE_VARIABLE",
     "GROUP_VARIABLE",
     "LEAVE_VARIABLE",
-    "MARK_VARIABLE",
     "NOTICE_VARIABLE",
     "PARENT_VARIABLE",
     "main",
     "notice_file",
 ]
 
-MARK_VARIABLE = "DLROVER_STARTED_BY"
-"""In the environment of every process of a node of this machine: whose it is."""
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
 """Process id of the parent that this node ends with; not set where nodes live on their own."""

@@ -7,23 +7,16 @@ waits for it, and tells the C library to keep what is freed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
-import psutil
 import torch
 
-from lightning_dlrover.components.targets.machine.control_groups import (
-    CGROUPS,
-    PROC,
-    cgroup_folders,
-)
+from lightning_dlrover.observe.resources import available_bytes
 
-__all__ = ["available_bytes", "reserve"]
+__all__ = ["reserve"]
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +28,6 @@ LARGEST_KEPT = 32 << 20
 """Where glibc's own adaptive threshold ends, too: larger blocks are given back, or they would leave gaps in the heap."""
 
 USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-
-
-def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Memory that this process may still take: of the machine, and of its control groups, all of whose limits hold."""
-    available: int = psutil.virtual_memory().available
-    for folder in cgroup_folders("memory", proc, cgroups):
-        for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # no limit, or another version of control groups
-                limit, used = (int((folder / name).read_text()) for name in names)
-                available = min(available, limit - used)
-    return available
 
 
 def reserve(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,10 +20,8 @@ from lightning_dlrover.observe.resources import (
     memory_limit_bytes,
     own_memory_limit_bytes,
 )
+from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.perf.samples import StepProfile
-
-if TYPE_CHECKING:
-    from lightning_dlrover.strategy import StepTimes
 
 __all__ = ["Model", "Place", "StepProfiler"]
 

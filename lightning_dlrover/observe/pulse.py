@@ -23,12 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.components.targets.machine.control_groups import (
+from lightning_dlrover.observe.cgroups import (
     CGROUPS,
     PROC,
     cgroup_folders,
 )
-from lightning_dlrover.planner.stragglers import OwnTimes
+from lightning_dlrover.perf.samples import OwnTimes
 
 __all__ = ["OwnClock", "OwnTime", "Pulse"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_dlrover.components.targets.machine.control_groups import (
+from lightning_dlrover.observe.cgroups import (
     CGROUPS,
     PROC,
     cgroup_folders,
@@ -26,6 +27,7 @@ __all__ = [
     "MachineLoad",
     "MemoryUse",
     "MemoryWatch",
+    "available_bytes",
     "available_cores",
     "cpu_use",
     "memory_limit_bytes",
@@ -261,3 +263,14 @@ def _private_bytes(pid: int) -> int:
         lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     return 0
+
+
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Memory that this process may still take: of the machine, and of its control groups, all of whose limits hold."""
+    available: int = psutil.virtual_memory().available
+    for folder in cgroup_folders("memory", proc, cgroups):
+        for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # no limit, or another version of control groups
+                limit, used = (int((folder / name).read_text()) for name in names)
+                available = min(available, limit - used)
+    return available

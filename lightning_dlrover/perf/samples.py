@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AGENT_BYTES", "STEP_PARTS", "StepProfile", "impossible_figure"]
+__all__ = ["AGENT_BYTES", "STEP_PARTS", "OwnTimes", "StepProfile", "impossible_figure"]
 
 AGENT_BYTES = 160 * 2**20
 """Of a node's memory, that its elastic agent takes: less is left to the worker, its loader workers included."""
@@ -75,3 +75,14 @@ def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
         *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
     )
     return problems[0] if problems else None
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """What each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
+
+    num_steps: int
+    step_time_s: float
+    compute_s: tuple[float, ...]
+    data_s: tuple[float, ...]
+    queued_s: tuple[float, ...]  # beside these two: ready to go on, but without a core

@@ -21,9 +21,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlrover.perf.samples import OwnTimes
+
 Floats = NDArray[np.float64]
 
-__all__ = ["OwnTimes", "Replacement", "Straggler", "find_straggler", "judge_replacement"]
+
+__all__ = ["Replacement", "Straggler", "find_straggler", "judge_replacement"]
 
 SPANS = (12, 24, 48)
 """A worker is judged by its newest observations of so many steps together, more where times vary much, and ..."""
@@ -51,17 +54,6 @@ NUM_KNOWN = 24
 
 MARGIN = 2.0
 """A replacement must save so many times what it costs: the new worker may turn out slower than the others, too."""
-
-
-@dataclass(frozen=True)
-class OwnTimes:
-    """What each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
-
-    num_steps: int
-    step_time_s: float
-    compute_s: tuple[float, ...]
-    data_s: tuple[float, ...]
-    queued_s: tuple[float, ...]  # beside these two: ready to go on, but without a core
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dlrover.live.reserve import available_bytes
+from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.rdzv.group import transfer, waits
 from lightning_dlrover.rdzv.group.world import (
     Formation,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.live.reserve import available_bytes
+from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.tables.arena import Arena
 from lightning_dlrover.tables.layout import (
     Region,

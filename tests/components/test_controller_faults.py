@@ -23,13 +23,13 @@ from lightning_dlrover.components.control.controller import (
     Limits,
 )
 from lightning_dlrover.components.control.reconcile import (
-    AppStatus,
     CancelNode,
     Give,
     Patience,
 )
 from lightning_dlrover.components.targets.target import (
     App,
+    AppStatus,
     NodeSize,
     NotTakenError,
     TargetError,

@@ -21,11 +21,9 @@ from torchx.runner import Runner, get_runner
 
 from lightning_dlrover.cli import main as cli
 from lightning_dlrover.components import elastic
+from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.components.targets.local import node_app
-from lightning_dlrover.components.targets.target import (
-    ESCAPED,
-    NodeSpec,
-)
+from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.agents.handler import HandlerConfig
 
 REPOSITORY = Path(__file__).parents[2]

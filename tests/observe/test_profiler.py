@@ -20,8 +20,8 @@ from lightning_dlrover.observe.profiler import (
     Place,
     StepProfiler,
 )
+from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.strategy import StepTimes
 
 PLACE = Place(
     round_number=1,

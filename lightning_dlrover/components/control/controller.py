@@ -36,7 +36,6 @@ from lightning_dlrover.components.control.post_mortem import (
 from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
-    AppStatus,
     CancelNode,
     Give,
     JobView,
@@ -53,6 +52,7 @@ from lightning_dlrover.components.targets.logs import (
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
+    AppStatus,
     NodeSize,
     NotTakenError,
     Target,

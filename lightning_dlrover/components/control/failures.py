@@ -10,10 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+
+from lightning_dlrover.components.targets.target import AppStatus
 
 __all__ = [
-    "AppStatus",
     "Node",
     "culprit",
     "early_failures",
@@ -24,8 +24,6 @@ __all__ = [
     "refusals",
     "stops_without_progress",
 ]
-
-AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_dlrover.components.control.failures import (
-    AppStatus,
     Node,
     culprit,
     early_failures,
@@ -25,7 +24,6 @@ from lightning_dlrover.components.control.failures import (
 __all__ = [
     "Action",
     "AddNode",
-    "AppStatus",
     "CancelNode",
     "Give",
     "JobView",

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.components.control.reconcile import AppStatus
 from lightning_dlrover.components.targets.kubernetes_api import (
     ApiError,
     KubernetesApi,
@@ -33,6 +32,7 @@ from lightning_dlrover.components.targets.kubernetes_pod import (
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
+    AppStatus,
     NodeSize,
     NodeSpec,
     NotTakenError,

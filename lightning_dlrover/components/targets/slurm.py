@@ -20,13 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dlrover.components.control.reconcile import AppStatus
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
+    AppStatus,
     NodeSize,
     NodeSpec,
     NotTakenError,

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from lightning_dlrover.components.control.reconcile import AppStatus
-
-__all__ = ["ANY_SIZE", "ESCAPED", "App", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+__all__ = ["ANY_SIZE", "App", "AppStatus", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
 
 
-ESCAPED = "--escaped"
-"""What follows this first argument of `dlrover run` is percent-encoded: others would take a part of it for theirs."""
+AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
 @dataclass(frozen=True)

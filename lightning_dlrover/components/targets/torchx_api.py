@@ -11,7 +11,7 @@ from typing import Any
 import torchx.specs as specs
 from torchx.runner import get_runner
 
-from lightning_dlrover.components.control.reconcile import AppStatus
+from lightning_dlrover.components.targets.target import AppStatus
 
 __all__ = ["TorchXRunner"]
 

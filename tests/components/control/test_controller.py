@@ -18,13 +18,13 @@ from lightning_dlrover.components.control.controller import (
     Limits,
 )
 from lightning_dlrover.components.control.reconcile import (
-    AppStatus,
     Give,
     Patience,
 )
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
+    AppStatus,
     NodeSize,
 )
 from lightning_dlrover.rdzv.etcd.client import (

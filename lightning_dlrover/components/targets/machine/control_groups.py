@@ -1,4 +1,4 @@
-"""Linux control groups, version 1 and 2: those that this process is in, and one with a memory limit for each node it starts.
+"""One Linux control group with a memory limit for each node that this process starts; version 1 and 2.
 
 A group of a node's own lies below that of the process that starts nodes, so the limits above it hold as before. In it are all
 of the node's processes; it stays until they have ended.
@@ -9,28 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from lightning_dlrover.components.node import MARK_VARIABLE
+from lightning_dlrover.observe.cgroups import CGROUPS, CONTROLLER, GROUP_NAME, PROC, cgroup_folders
 
-__all__ = ["CGROUPS", "PROC", "MemoryGroups", "NoMemoryGroupsError", "cgroup_folders", "enable", "is_of_one_node"]
+__all__ = ["MemoryGroups", "NoMemoryGroupsError", "enable"]
 
 log = logging.getLogger(__name__)
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 
-_GROUP = re.compile(r"dlrover-(\d+)-(.+)")
-"""Names of our groups: the process that has made them, and whose they are."""
-
-_CONTROLLER = "controller"
 _WAY_OUT = "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`"
 
 _EMPTY_S = 2.0
@@ -39,32 +31,6 @@ _EMPTY_S = 2.0
 
 class NoMemoryGroupsError(RuntimeError):
     """Memory of nodes cannot be limited here; says why, and what would help."""
-
-
-def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
-    """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and controller not in controllers.split(","):
-            continue
-        roots = [cgroups / controllers, cgroups / controller] if controllers else [cgroups, cgroups / "unified"]
-        for root in roots:
-            # In a container the path may be the host's, of which only the root is seen here.
-            folder = root / path.lstrip("/")
-            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
-
-
-def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a control group holds processes of one of the job's nodes alone: ours, or that of a node's own Slurm job."""
-    # Only what our controller has submitted is sure to be a job of one node: several may share one, as on this machine.
-    is_slurms = "DLROVER_NODE" in environ and MARK_VARIABLE not in environ
-    slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if is_slurms else ""
-    names = ((name, _GROUP.fullmatch(name)) for name in folder.parts)
-    return any(name == slurm_job or (ours is not None and ours[2] != _CONTROLLER) for name, ours in names)
 
 
 class MemoryGroups:
@@ -147,7 +113,7 @@ class MemoryGroups:
     def _remove_leftovers(self) -> None:
         """Those of processes that were killed before they could."""
         for folder in self._own.iterdir():
-            match = _GROUP.fullmatch(folder.name)
+            match = GROUP_NAME.fullmatch(folder.name)
             if match is not None and not psutil.pid_exists(int(match[1])):
                 with suppress(OSError):
                     folder.rmdir()
@@ -166,7 +132,7 @@ def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
         with suppress(OSError):
             if "memory" in (folder / "cgroup.controllers").read_text().split():
                 # One that we have moved into is no place for others.
-                moved = (match := _GROUP.fullmatch(folder.name)) is not None and match[2] == _CONTROLLER
+                moved = (match := GROUP_NAME.fullmatch(folder.name)) is not None and match[2] == CONTROLLER
                 return folder.parent if moved else folder, 2
             reason = f"control group {folder} has no memory controller"
             break  # those above it are not ours
@@ -193,7 +159,7 @@ def enable(group: Path, controller: str) -> None:
         inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
         if error.errno != errno.EBUSY or not inside <= family:
             raise
-    own = group / f"dlrover-{os.getpid()}-{_CONTROLLER}"
+    own = group / f"dlrover-{os.getpid()}-{CONTROLLER}"
     own.mkdir()
     for pid in inside:
         with suppress(ProcessLookupError):

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.components.targets.machine.control_groups import (
-    CGROUPS,
     MemoryGroups,
     NoMemoryGroupsError,
+)
+from lightning_dlrover.observe.cgroups import (
+    CGROUPS,
     cgroup_folders,
 )
 
@@ -171,7 +173,8 @@ def test_who_divides_a_group_of_version_2_moves_out_with_its_children_if_nobody_
     folder, controller = scope
     source = f"""
 import pathlib, subprocess, sys
-from lightning_dlrover.components.targets.machine.control_groups import cgroup_folders, enable
+from lightning_dlrover.components.targets.machine.control_groups import (enable,)
+from lightning_dlrover.observe.cgroups import (cgroup_folders,)
 scope = pathlib.Path({str(folder)!r})
 scope.joinpath("cgroup.procs").write_text("0")
 with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:

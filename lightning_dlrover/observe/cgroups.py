@@ -1,0 +1,49 @@
+"""Linux control groups that this process belongs to, version 1 and 2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["CGROUPS", "CONTROLLER", "GROUP_NAME", "MARK_VARIABLE", "PROC", "cgroup_folders", "is_of_one_node"]
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")
+"""Names of our groups: the process that has made them, and whose they are."""
+
+
+CONTROLLER = "controller"
+"""Last part of the name of the controller's own group."""
+
+MARK_VARIABLE = "DLROVER_STARTED_BY"
+"""Environment variable of all processes that a controller on this machine has started."""
+
+
+def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
+    """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        roots = [cgroups / controllers, cgroups / controller] if controllers else [cgroups, cgroups / "unified"]
+        for root in roots:
+            # In a container the path may be the host's, of which only the root is seen here.
+            folder = root / path.lstrip("/")
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+
+
+def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a control group holds processes of one of the job's nodes alone: ours, or that of a node's own Slurm job."""
+    # Only what our controller has submitted is sure to be a job of one node: several may share one, as on this machine.
+    is_slurms = "DLROVER_NODE" in environ and MARK_VARIABLE not in environ
+    slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if is_slurms else ""
+    names = ((name, GROUP_NAME.fullmatch(name)) for name in folder.parts)
+    return any(name == slurm_job or (ours is not None and ours[2] != CONTROLLER) for name, ours in names)
