@@ -24,6 +24,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Most tests wait for processes rather than compute: two at a time on two cores.
 test: lint
