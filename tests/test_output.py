@@ -102,16 +102,16 @@ def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-@pytest.mark.parametrize("place", ["_parser", "_check_target"])
-def test_early_ctrl_c_gets_one_line(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "name"), [("main", "build_parser"), ("run", "check_target")])
+def test_early_ctrl_c_gets_one_line(module: str, name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     program = f"""
 import os, signal, sys
-from lightning_dlrover import cli
-called = cli.{place}
-cli.{place} = lambda *given: (os.kill(os.getpid(), signal.SIGINT), called(*given))[1]
-sys.exit(cli.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))
+from lightning_dlrover.cli import main, {module}
+called = {module}.{name}
+{module}.{name} = lambda *given: (os.kill(os.getpid(), signal.SIGINT), called(*given))[1]
+sys.exit(main.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))
 """
     done = run(program, subprocess.PIPE, subprocess.PIPE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "dlrover: interrupted\n")

@@ -19,7 +19,8 @@ import yaml
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torchx.runner import Runner, get_runner
 
-from lightning_dlrover.cli import main as cli
+from lightning_dlrover.cli.options import TIMEOUTS
+from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.components.targets.local import node_app
@@ -106,7 +107,7 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     assert container["command"][-1] == "/work/train.py"
     name = manifest["metadata"]["name"]
     assert container["command"][3:5] == ["run", ESCAPED]
-    cli._parser().parse_args(["run", *map(unquote, container["command"][5:])])  # each option is one that `dlrover run` takes
+    build_parser().parse_args(["run", *map(unquote, container["command"][5:])])  # each option is one that `dlrover run` takes
     assert {
         f"--rdzv-id={name}",
         "--image=trainer:1",
@@ -199,8 +200,10 @@ def test_the_commands_on_the_page_about_torchx_work_as_written(installed: dict[s
 
 
 def test_timeouts_of_a_job_reach_its_agents() -> None:
-    options = cli._parser().parse_args(["run", "--join-timeout", "2h", "--lease-ttl", "7s", "--wait-timeout", "1d", "train.py"])
-    timeouts = {name: getattr(options, name) for name in cli._TIMEOUTS}
+    options = build_parser().parse_args(
+        ["run", "--join-timeout", "2h", "--lease-ttl", "7s", "--wait-timeout", "1d", "train.py"]
+    )
+    timeouts = {name: getattr(options, name) for name in TIMEOUTS}
     assert timeouts == {"join_timeout": 7200.0, "wait_timeout": 86400.0, "lease_ttl": 7.0}
     spec = NodeSpec("train.py", (), "h:1", "run", "/dlrover", 1, 2, timeouts=timeouts)
     [conf] = [a.partition("=")[2] for a in node_app(spec, "node1", "$").roles[0].args if a.startswith("--rdzv-conf=")]

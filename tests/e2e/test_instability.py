@@ -9,7 +9,7 @@ from typing import Any
 from harness import Job, Worker
 from unstable_jobs import UnstableSettings, train_unstable
 
-from lightning_dlrover.cli import main as cli
+from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord
 
@@ -115,7 +115,7 @@ def test_dlrover_stacks_shows_where_every_worker_stands(make_job: MakeJob, etcd:
     job = make_job(UnstableSettings(num_steps=3000), script=train_unstable)
     workers = [job.start() for _ in range(2)]
     train(job, 2)
-    assert cli.main(["stacks", "--endpoint", etcd.endpoint, job.run_id]) == 0
+    assert main(["stacks", "--endpoint", etcd.endpoint, job.run_id]) == 0
     output = capsys.readouterr().out
     for worker in workers:
         assert re.search(rf"rank \d, .*:{worker.pid}, in (step|between|checkpoint)", output)

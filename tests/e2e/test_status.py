@@ -14,14 +14,14 @@ from pathlib import Path
 from harness import Job, eventually
 from plain_loop import PlainSettings, run_plain_loop
 
-from lightning_dlrover.cli import main as cli
+from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeJob = Callable[..., Job]
 
 
 def status(capsys: object, endpoint: str, run_id: str) -> str:
-    cli.main(["status", "--endpoint", endpoint, run_id])
+    main(["status", "--endpoint", endpoint, run_id])
     return str(capsys.readouterr().out)  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ def test_of_a_node_that_waits_for_others_it_is_told_for_how_many_and_for_how_lon
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         pattern = r"waits for 2 more nodes of at least 3, for (\d+) s, gives up in (\d+) s"
-        eventually(lambda: cli.main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come")
+        eventually(lambda: main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come")
         match = said(capsys, etcd.endpoint, run_id, pattern)
         assert 0 <= int(match[1]) <= 60
         assert 400 <= int(match[2]) <= 500

@@ -1,0 +1,174 @@
+"""`dlrover cancel`: end a job and all of its nodes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.components.targets.target import NodeSpec
+from lightning_dlrover.output import show
+from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError, Put, modified
+from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, decode, encode
+from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, connect, is_locked, read_job, read_job_file
+
+if TYPE_CHECKING:
+    from lightning_dlrover.components.targets.target import Target
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.rdzv.job.records import Keys
+    from lightning_dlrover.report.status import JobPlace
+
+
+def cancel_command(options: argparse.Namespace) -> int:
+    """End a job and all of its nodes, with its controller where it has one."""
+    place = find_place(options.job, options)
+    deadline = time.monotonic() + options.timeout
+    try:
+        client = connect(place)
+    except EtcdUnavailableError:
+        count = _cancel_without_etcd(place, options.run_dir / options.job, deadline)
+        show(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
+        return EXIT_OK
+    with client:
+        view = read_job(client, place.keys).view  # says so if there is no such job
+        is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
+        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
+        _cancel_by_name(place, nodes.target, nodes.mark, deadline)
+        if has_etcd and not is_over:
+            _let_workers_leave(client, place, deadline)
+            _mark_as_cancelled(client, place.keys)
+            client.delete(place.keys.plan)
+            client.delete_prefix(place.keys.drains)
+    what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
+    show(f"job {place.run_id}: {what}")
+    return EXIT_OK
+
+
+def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
+    """End what a scheduler knows of a job whose etcd does not answer, and say how many nodes that were.
+
+    An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
+
+    Raises:
+        UsageError: it cannot be known, or asked for, without etcd.
+    """
+    silent = f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer"
+    try:
+        job = read_job_file(folder / JOB_FILE)
+    except JobNotFoundError:
+        raise UsageError(f"{silent}; start it first") from None
+    if is_locked(folder):
+        raise UsageError(
+            f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
+            "end it with Ctrl-C"
+        )
+    if job.target == "local":
+        raise UsageError(
+            f"{silent}, so nobody can be told to end it; its nodes end with the `dlrover run` that has started them, "
+            f"process {job.pid}"
+        )
+    return _cancel_by_name(place, job.target, job.mark, deadline)
+
+
+def _wait_for_controller(
+    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str
+) -> bool:
+    """Return once the job has no controller; False if its etcd has ended with that.
+
+    Raises:
+        UsageError: it still has one.
+        EtcdUnavailableError: nobody knows.
+    """
+    folder = options.run_dir / options.job
+    was_locked = is_locked(folder)
+    try:
+        while client.get(place.keys.controller) is not None:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"job {place.run_id!r} was asked to end, but its controller has not ended within {options.timeout:g} s; "
+                    "see its output, or kill it and cancel once more"
+                )
+            time.sleep(0.2)
+    except EtcdUnavailableError:
+        # A scheduler is asked for what is left; of nodes on another machine nobody can tell.
+        if is_locked(folder) or not (was_locked or target != "local"):
+            raise
+        return False
+    return True
+
+
+def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
+    """Let the job's controller, present or future, end all nodes."""
+    while True:
+        entry = client.get(keys.nodes)
+        # A job that torchrun has started has no nodes of ours.
+        nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
+        nodes = replace(nodes, stop=nodes.stop or reason)
+        revision = entry.mod_revision if entry else 0
+        if client.txn([modified(keys.nodes) == revision], [Put(keys.nodes, encode(nodes))]).succeeded:
+            return nodes
+
+
+def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> int:
+    """End what a scheduler knows of a job, and say how many nodes that were.
+
+    Raises:
+        UsageError: they have not ended in time.
+    """
+    spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
+    target: Target
+    if kind == "slurm":
+        from lightning_dlrover.components.targets.slurm import (
+            SlurmOptions,
+            SlurmTarget,
+        )
+
+        target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
+    elif kind.startswith("kubernetes"):
+        from lightning_dlrover.components.targets.kubernetes import known_target
+
+        target = known_target(spec, kind, None, poll_s=0.5)
+    else:
+        return 0  # nodes on this machine end with their `dlrover run`
+    target.open(mark)
+    cancelled: dict[str, float] = {}  # and when
+    while living := [app.handle for app in target.apps() if app.is_living]:
+        if time.monotonic() > deadline:
+            raise UsageError(f"job {place.run_id!r}: {kind} was told to end {', '.join(living)}, but still lists them")
+        if due := [handle for handle in living if time.monotonic() - cancelled.get(handle, -60.0) >= 30.0]:
+            target.cancel(due)
+            cancelled |= dict.fromkeys(due, time.monotonic())
+        time.sleep(0.1)
+    return len(cancelled)
+
+
+def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> None:
+    """End a job's workers that no controller has started, as far as they live.
+
+    Raises:
+        UsageError: they have not ended in time.
+    """
+    # The records of those that have just been killed go with their leases.
+    while workers := read_job(client, place.keys).view.workers:
+        for worker in workers:
+            if client.get(place.keys.drains + worker) is None:
+                client.put(place.keys.drains + worker, encode(DrainRecord(worker, "cancelled by `dlrover cancel`")))
+        if time.monotonic() > deadline:
+            raise UsageError(f"job {place.run_id!r}: its workers were asked to leave and have not: {', '.join(workers)}")
+        time.sleep(0.2)
+
+
+def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
+    """Let whoever asks later, or wants to join, know."""
+    while (entry := client.get(keys.job)) is not None:
+        job = decode(JobRecord, entry.value, entry.key)
+        if job.phase in ("finished", "failed"):
+            return
+        failed = encode(replace(job, phase="failed", message="cancelled by `dlrover cancel`"))
+        if client.txn([modified(keys.job) == entry.mod_revision], [Put(keys.job, failed)]).succeeded:
+            return

@@ -1,0 +1,84 @@
+"""`dlrover history`: what is remembered of jobs, for people and as a table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.learn.history import JobHistory, export_windows, history_url
+from lightning_dlrover.output import show
+from lightning_dlrover.planner.warm_start import PastJob
+
+if TYPE_CHECKING:
+    from lightning_dlrover.learn.history import JobEntry
+
+
+def history_command(options: argparse.Namespace) -> int:
+    """Do one of the actions of `dlrover history`."""
+    actions = {"list": _list_jobs, "show": _show_job, "export": _export}
+    return actions[options.action](options)
+
+
+def _list_jobs(options: argparse.Namespace) -> int:
+    with open_history(options) as history:
+        jobs = history.jobs()
+    for job in jobs:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
+        lasted = f"{job.updated_at - job.started_at:.0f} s"
+        tried = f"{job.num_settings} settings measured"
+        show(f"{job.key:<44} {when}  {lasted:>9}  {job.outcome:<9} {job.descriptor.device:<8} {tried}")
+    if not jobs:
+        show("no jobs are remembered yet")
+    return EXIT_OK
+
+
+def _show_job(options: argparse.Namespace) -> int:
+    with open_history(options) as history:
+        job = find_in_history(history, options.job)[0]
+        windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
+    show(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
+    for name, value in vars(job.descriptor).items():
+        show(f"  {name.replace('_', ' '):<20} {value if isinstance(value, str) else f'{value:,.6g}'}")
+    if windows:
+        times = PastJob(job.key, job.updated_at, job.descriptor, windows).step_times_s()
+        show("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
+        for settings, seconds in sorted(times.items(), key=lambda item: item[1]):
+            show(f"    {settings.short:<12} {1000 * seconds:8.3g} ms")
+    return EXIT_OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    with open_history(options) as history, contextlib.ExitStack() as stack:
+        jobs = [find_in_history(history, name)[0] for name in options.job] or history.jobs()
+        output = stack.enter_context(options.output.open("w", newline="")) if options.output else sys.stdout
+        count = export_windows(history, jobs, options.format, output)
+    print(f"{count} windows of {len(jobs)} jobs" + (f" in {options.output}" if options.output else ""), file=sys.stderr)
+    return EXIT_OK
+
+
+def open_history(options: argparse.Namespace) -> JobHistory:
+    """The job history that the options or the environment name.
+
+    Raises:
+        UsageError: it is switched off.
+    """
+    url = history_url(options.history)
+    if url is None:
+        raise UsageError("the job history is switched off; name one with --history, or unset DLROVER_HISTORY")
+    return JobHistory(url)
+
+
+def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
+    """Jobs of this name or key, the newest first.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [job for job in history.jobs() if name in (job.key, job.run_id)]
+    if not found:
+        raise UsageError(f"the job history knows no job {name!r}; `dlrover history list` shows those it knows")
+    return found

@@ -1,0 +1,182 @@
+"""`dlrover logs`: show what all nodes have printed, or print from now on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.components.targets.logs import LogFile, log_files
+from lightning_dlrover.components.targets.target import NodeSpec, TargetError
+from lightning_dlrover.output import complain
+from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.report.status import JobNotFoundError, connect, is_locked, read_job
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.report.status import JobPlace
+
+_OUTPUT_S = 60.0
+"""How long output that is followed may not be readable."""
+
+
+def logs_command(options: argparse.Namespace) -> int:
+    """Show what all nodes have printed, or what they print from now on."""
+    with contextlib.ExitStack() as stack:
+        output = _output(options, stack)
+        if options.follow:
+            _Follower(options, output, stack).run()
+            return EXIT_OK
+        output.fetch_all()
+        for node, files in log_files(output.folder).items():
+            for file in files:
+                for line in LogFile(file).new_lines(whole=True):
+                    print(f"[{node}] {line}")
+    return EXIT_OK
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A folder with the nodes' output, and how it comes there if no `dlrover run` writes it; either may raise TargetError."""
+
+    folder: Path
+    fetch: Callable[[], None] = lambda: None  # have it brought there in the background
+    fetch_all: Callable[[], None] = lambda: None  # bring all that there is
+
+
+def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output:
+    """Where a job's output is: in a folder of this machine or a shared one, else with its scheduler.
+
+    Raises:
+        UsageError: on another machine.
+    """
+    folder = options.log_dir or options.run_dir / options.job / "logs"
+    if options.log_dir is not None and (options.log_dir / options.job).is_dir():
+        folder = options.log_dir / options.job  # as of --target slurm
+    if folder.is_dir():
+        return _Output(folder)
+    missing = f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
+    if options.log_dir is not None:
+        raise UsageError(missing)
+    try:
+        place = find_place(options.job, options)
+        with connect(place) as client:
+            job = read_job(client, place.keys)
+    except (EtcdError, JobNotFoundError) as error:
+        raise UsageError(f"{missing}, or the etcd of a job on Kubernetes with --endpoint ({error})") from error
+    if job.nodes is not None and job.nodes.target.startswith("kubernetes"):
+        from lightning_dlrover.components.targets.kubernetes import known_target
+
+        copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrover-logs-")))
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if options.follow else ""
+        spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
+        target = known_target(spec, job.nodes.target, copies, output_since=since)
+        stack.callback(target.close)
+        target.open(job.nodes.mark)
+        return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
+    theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
+    if theirs is not None and job.controller is not None:
+        if theirs.is_dir():
+            return _Output(theirs)  # a shared folder
+        missing += f"; its `dlrover run` on {job.controller.host} writes to {theirs}, unless it was given a --log-dir"
+    raise UsageError(missing)
+
+
+class _Follower:
+    """Prints what the nodes of a job print from now on."""
+
+    def __init__(self, options: argparse.Namespace, output: _Output, stack: contextlib.ExitStack) -> None:
+        self._options = options
+        self._output = output
+        self._stack = stack
+        self._place: JobPlace | None = None
+        self._client: EtcdClient | None = None
+        self._files: dict[Path, LogFile] = {}
+        for files in log_files(output.folder).values():
+            for file in files:
+                self._files[file] = LogFile(file)
+                self._files[file].skip()
+
+    def run(self) -> None:
+        """Print until the job is over.
+
+        Raises:
+            UsageError: a file, or the scheduler, has not given it for a minute.
+        """
+        is_over = False
+        failing_since: float | None = None
+        while not is_over or failing_since is not None:
+            # Asked before the files are read: what is printed last is read, too.
+            ranks, is_over, problem = self._ask()
+            problem = self._print_new_lines(ranks, is_over) or problem
+            if problem is None:
+                failing_since = None
+            elif failing_since is None:
+                failing_since = time.monotonic()
+                complain(f"output cannot be read now ({problem}); trying again for {_OUTPUT_S:.0f} s")
+            elif time.monotonic() - failing_since > _OUTPUT_S:
+                raise UsageError(f"output cannot be read for {_OUTPUT_S:.0f} s: {problem}") from problem
+            if not is_over or problem is not None:
+                time.sleep(0.5)
+
+    def _ask(self) -> tuple[dict[str, str], bool, Exception | None]:
+        """What `_ranks` finds of each node, whether the job is over, and why that is not known."""
+        if self._client is None:
+            with contextlib.suppress(EtcdError, JobNotFoundError):
+                self._place = find_place(self._options.job, self._options)
+                self._client = self._stack.enter_context(connect(self._place, timeout_s=2.0))
+        ranks, is_over = _ranks(self._client, self._place) if self._client and self._place else ({}, None)
+        if is_over is not None:
+            return ranks, is_over, None
+        # An etcd that does not answer does not end a job; that nobody looks after it any more does, where that can be seen.
+        folder = self._options.run_dir / self._options.job
+        if folder.exists():
+            return ranks, not is_locked(folder), None
+        return ranks, False, UsageError(f"no etcd says whether job {self._options.job!r} is over")
+
+    def _print_new_lines(self, ranks: dict[str, str], is_over: bool) -> Exception | None:
+        """Print what has come; return why some of it could not be read."""
+        problem: Exception | None = None
+        found: dict[str, list[Path]] = {}
+        try:
+            (self._output.fetch_all if is_over else self._output.fetch)()
+            found = log_files(self._output.folder)
+        except (OSError, TargetError) as error:
+            problem = error
+        for node, files in found.items():
+            for file in files:
+                try:
+                    lines = list(self._files.setdefault(file, LogFile(file)).new_lines(whole=is_over))
+                except OSError as error:
+                    lines, problem = [], error  # those of others are shown all the same
+                for line in lines:
+                    print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
+        return problem
+
+
+def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | None]:
+    """What is said of each node that takes part in the current round, and whether the job is over; None: etcd does not tell."""
+    try:
+        view = read_job(client, place.keys).view
+        controller = client.get(place.keys.controller)
+    except (EtcdError, JobNotFoundError):
+        return {}, None
+    is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
+    if view.round is None:
+        # Nodes that have never come to the point of registering leave no record that says so.
+        nobody = view.job is None and not view.agents and controller is None
+        return {}, None if nobody else is_over
+    ranks = {}
+    for global_rank, worker in enumerate(view.round.members):
+        record = view.workers.get(worker)
+        agent = view.agents.get(record.agent_id) if record else None
+        if agent is not None:
+            ranks[agent.labels.get("node", "")] = f" rank {global_rank} round {view.round.number}"
+    return ranks, is_over

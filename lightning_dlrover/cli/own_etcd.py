@@ -1,0 +1,96 @@
+"""The etcd that `dlrover run` starts for its job alone."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.output import say
+from lightning_dlrover.rdzv.etcd.client import parse_endpoints
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
+from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job_file
+
+
+@contextlib.contextmanager
+def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
+    """An etcd of the job's own.
+
+    Nodes at a scheduler live on when we are killed: whoever goes on with the job finds etcd's data where they were, and the
+    nodes find etcd. When the job ends in order its data go.
+
+    Raises:
+        EtcdServerError: it cannot be started.
+        UsageError: it cannot be started where the nodes look for it.
+    """
+    if options.target == "local":
+        with EmbeddedEtcd() as server:
+            yield server
+        return
+    host, port = options.etcd_host or _own_address(), None
+    with contextlib.suppress(JobNotFoundError):
+        [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
+        if not _is_own_address(host):
+            raise UsageError(
+                f"job {folder.name!r} has had its etcd on {host}, and its nodes look for it there: go on with the job on that "
+                f"host, not on {socket.gethostname()}; if that is gone, end what is left with `dlrover cancel {folder.name}`, "
+                "and name an etcd that outlasts its hosts with --endpoint next time"
+            )
+    data = folder / "etcd"
+    deadline = time.monotonic() + 10.0
+    is_over = False
+    try:
+        while True:
+            server = EmbeddedEtcd(data, host=host, port=port)
+            try:
+                server.start()
+                break
+            except EtcdServerError:
+                # That of a `dlrover run` that was killed a moment ago may still be ending.
+                if port is None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+        with server:
+            if not host.startswith("127."):
+                say(
+                    f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
+                    "stays, and docs/security.md says how it asks who one is"
+                )
+            if "VC_TASK_INDEX" in os.environ:
+                # TorchX asks for its plugin `svc`, whose network policy lets in pods of the same Job only.
+                say(
+                    "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
+                )
+            yield server
+        is_over = True
+    finally:
+        if is_over or not (folder / JOB_FILE).exists():
+            shutil.rmtree(data, ignore_errors=True)
+
+
+def _own_address() -> str:
+    """The address of this host that other hosts see: that of its name, else that on the way out."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _is_own_address(host: str) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

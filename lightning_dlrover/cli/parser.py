@@ -1,0 +1,182 @@
+"""The command line's parser: commands and their arguments, without anything that is slow to import."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from lightning_dlrover._version import __version__
+from lightning_dlrover.cli import values
+from lightning_dlrover.cli.options import (
+    SETTINGS,
+    TARGETS,
+    TIMEOUTS,
+    add_kubernetes_options,
+    add_node_options,
+    add_objective_options,
+    add_place_options,
+    add_slurm_options,
+    flag,
+    option_of,
+)
+
+if TYPE_CHECKING:
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; what it returns has the command's name in `command`."""
+    parser = argparse.ArgumentParser(
+        prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_scale(commands)
+    _add_status(commands)
+    _add_report(commands)
+    _add_explain(commands)
+    _add_drain(commands)
+    _add_cancel(commands)
+    _add_logs(commands)
+    _add_stacks(commands)
+    _add_divide(commands)
+    _add_list(commands)
+    _add_history(commands)
+    return parser
+
+
+def _add_job_command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    """Add a command about one job."""
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
+    add_place_options(command)
+    return command
+
+
+def _add_run(commands: Commands) -> None:
+    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
+    run.add_argument(
+        "--workers", default="1:2", type=values.workers, metavar="MIN:MAX", help="least and most workers (default 1:2)"
+    )
+    run.add_argument(
+        "--rdzv-id", type=values.given, metavar="JOB", help="name of the job; default: made from the script's name"
+    )
+    run.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
+    )
+    for name, text in TIMEOUTS.items():
+        run.add_argument(flag(name), type=values.duration, metavar="TIME", help=text)
+    run.add_argument(
+        "--target",
+        choices=(*TARGETS, "auto"),
+        default="local",
+        help="where nodes run (default local); auto: on the Slurm or Kubernetes that this command runs in, else local",
+    )
+    run.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder, in it DIR/JOB",
+    )
+    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the nodes; repeatable")
+    add_objective_options(run)
+    add_place_options(run)
+    add_node_options(run)
+    add_slurm_options(run)
+    add_kubernetes_options(run)
+    run.add_argument("script", help="the training script; Kubernetes: as the image or a mount has it")
+    run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _add_scale(commands: Commands) -> None:
+    scale = _add_job_command(commands, "scale", "set the number of workers, and how each of them works, by hand")
+    scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="workers; default: as many as planned now")
+    for name, texts in SETTINGS.items():
+        scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
+    size = "of each node, within the limits of `dlrover run`; smaller ones are replaced, one at a time"
+    scale.add_argument("--cpus", dest="node_cpus", type=values.setting, metavar="N", help=f"cores {size}")
+    scale.add_argument("--mem", dest="node_memory_mb", type=values.memory, metavar="SIZE", help=f"memory {size}")
+
+
+def _add_status(commands: Commands) -> None:
+    status = _add_job_command(commands, "status", "show rounds, workers, rates and the current plan")
+    status.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_report(commands: Commands) -> None:
+    report = _add_job_command(commands, "report", "write the job's report")
+    report.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/JOB/report.html")
+
+
+def _add_explain(commands: Commands) -> None:
+    explain = _add_job_command(commands, "explain", "say what the planner saw, chose and got, and draw it")
+    explain.add_argument("--plan", type=int, metavar="N", help="only this plan, with everything it considered")
+    explain.add_argument("--output", type=Path, metavar="FILE", help="picture, .png or .svg; default: RUN_DIR/JOB/plans.png")
+    explain.add_argument("--history", metavar="PLACE", help="where to look if the job has gone from etcd and folder")
+
+
+def _add_drain(commands: Commands) -> None:
+    drain = _add_job_command(commands, "drain", "ask one worker to hand over and leave")
+    drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
+    drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
+
+
+def _add_cancel(commands: Commands) -> None:
+    cancel = _add_job_command(
+        commands, "cancel", "end a job and all of its nodes, also when no `dlrover run` looks after it any more"
+    )
+    cancel.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for their end (default 120)")
+
+
+def _add_logs(commands: Commands) -> None:
+    logs = _add_job_command(commands, "logs", "show what all nodes have printed")
+    logs.add_argument("-f", "--follow", action="store_true", help="what they print from now on, until the job ends")
+    logs.add_argument("--log-dir", type=Path, metavar="DIR", help="as of `dlrover run` (default RUN_DIR/JOB/logs)")
+
+
+def _add_stacks(commands: Commands) -> None:
+    stacks = _add_job_command(commands, "stacks", "ask all workers where they stand, and show their stack traces")
+    stacks.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for their answers (default 10)")
+
+
+def _add_divide(commands: Commands) -> None:
+    divide = commands.add_parser("divide", help="share cores (or GPUs) among running jobs, by what each gains from more")
+    divide.description = (
+        "Share a budget of cores, or of GPUs for jobs that train on them, among running jobs: whoever gains most by one more "
+        "is given it first. What each gains is what its own planner has predicted last."
+    )
+    divide.add_argument("jobs", nargs="+", type=values.weighted, metavar="JOB[=WEIGHT]", help="weight of its gains; default 1")
+    divide.add_argument(
+        "--budget", required=True, type=values.budget, metavar="N", help="cores, or GPUs, of all of them together"
+    )
+    divide.add_argument("--apply", action="store_true", help="make it the jobs' plans; else it is only shown")
+    add_place_options(divide)
+
+
+def _add_list(commands: Commands) -> None:
+    listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
+    add_place_options(listing)
+
+
+def _add_history(commands: Commands) -> None:
+    history = commands.add_parser("history", help="what is remembered of jobs, which later ones start from")
+    actions = history.add_subparsers(dest="action", required=True, metavar="ACTION")
+    texts = {
+        "list": "list jobs",
+        "show": "show what a job has measured",
+        "export": "write what was measured, for perf evaluate",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--history", metavar="PLACE", help="path or SQLAlchemy URL; default: DLROVER_HISTORY, else your own"
+        )
+        if name != "list":
+            jobs = "the job's --rdzv-id, or its key as listed" + ("; default: all" if name == "export" else "")
+            action.add_argument("job", metavar="JOB", nargs="*" if name == "export" else None, help=jobs)
+        if name == "export":
+            action.add_argument("--format", choices=("csv", "jsonl"), default="csv")
+            action.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")

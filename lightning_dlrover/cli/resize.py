@@ -1,0 +1,177 @@
+"""`dlrover scale`, `divide` and `drain`: change by hand how many workers a job has, and how they work."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
+from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
+from lightning_dlrover.output import show
+from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
+from lightning_dlrover.planner.plan import Decision
+from lightning_dlrover.rdzv.etcd.client import Put, absent, modified
+from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, RecordError, decode, encode
+from lightning_dlrover.report.status import connect_to_job, read_events, read_job
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.rdzv.job.records import NodesRecord
+    from lightning_dlrover.rdzv.live.rounds import View
+    from lightning_dlrover.report.status import JobPlace
+
+
+def scale_command(options: argparse.Namespace) -> int:
+    """Set the number of workers of a job, and how each of them works, by hand."""
+    with connected_job(options) as (place, client):
+        found = read_job(client, place.keys)
+        tell_problems(found.problems)
+        _check_can_be_planned(place, found.view, options.num_workers)
+        settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
+        if options.num_workers is None and not settings:
+            asked = ", ".join(f"--{option_of(name)}" for name in COUNTED)
+            raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
+        _check_node_size(place, found.nodes, settings)
+        wanted = _wanted_text(options.num_workers, settings)
+        _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
+    show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
+    return EXIT_OK
+
+
+def divide_command(options: argparse.Namespace) -> int:
+    """Share a budget of cores or GPUs among running jobs."""
+    with contextlib.ExitStack() as stack:
+        jobs, running, devices = [], {}, {}
+        for name, weight in options.jobs:
+            place = find_place(name, options)
+            client = stack.enter_context(connect_to_job(place, options.run_dir))
+            view = read_job(client, place.keys).view
+            _check_can_be_planned(place, view, None)
+            events = read_events(client.get_prefix(place.keys.events)[1])
+            newest = next((event for event in reversed(events) if event.kind == "decision"), None)
+            if newest is None:
+                raise UsageError(
+                    f"job {name!r} has not said yet what it would gain: its planner, which needs a DLRoverCallback, decides "
+                    f"for the first time after some steps; `dlrover explain {name}` shows when it has"
+                )
+            decision = Decision.from_data(newest.data)
+            able = options_of(decision)
+            if not able:
+                raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
+            jobs.append(ClusterJob(name, able, weight))
+            running[name] = place, client, view, decision.current
+            devices[name] = "GPUs" if any(c.gpus for c in decision.candidates) else "cores"
+        if len(set(devices.values())) > 1:
+            listed = ", ".join(f"{name} {unit}" for name, unit in devices.items())
+            raise UsageError(f"these jobs do not compete for the same: {listed}; divide those of one kind at a time")
+        shares = divide(jobs, options.budget)
+        for name, share in shares.items():
+            _check_can_be_planned(running[name][0], running[name][2], share.settings.num_workers)
+        for job in jobs:
+            share, (place, client, view, current) = shares[job.name], running[job.name]
+            settings = {name: getattr(share.settings, name) for name in SETTINGS}
+            wanted, unit = _wanted_text(share.settings.num_workers, settings), devices[job.name]
+            now = next((o for o in job.options if o.settings == current), None)
+            beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
+            if options.apply:
+                reason = f"its share of {options.budget:g} {unit} among {len(jobs)} jobs: {wanted}"
+                _plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
+    if not options.apply:
+        show("nothing was changed; --apply makes these the jobs' plans")
+    return EXIT_OK
+
+
+def drain_command(options: argparse.Namespace) -> int:
+    """Ask one worker of a job to hand over and leave."""
+    with connected_job(options) as (place, client):
+        view = read_job(client, place.keys).view
+        if options.worker not in view.workers:
+            known = ", ".join(view.workers) or "none"
+            raise UsageError(f"job {place.run_id!r} has no worker {options.worker!r}; its workers are: {known}")
+        if options.replace and client.get(place.keys.controller) is None:
+            raise UsageError(
+                f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
+                f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
+            )
+        if options.replace and options.worker in view.drains:
+            raise UsageError(
+                f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
+            )
+        is_last = options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}
+        if is_last and not options.replace:
+            raise UsageError(
+                f"{options.worker!r} is the only worker of job {place.run_id!r} that stays: without it the job would stop; "
+                f"`dlrover scale {place.run_id} 2` first"
+            )
+        request = DrainRecord(options.worker, "asked for by `dlrover drain`", once_replaced=options.replace)
+        client.put(place.keys.drains + options.worker, encode(request))
+    when = " when another worker is ready" if options.replace else ""
+    show(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
+    return EXIT_OK
+
+
+def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
+    wanted = ", ".join(f"{value} {COUNTED[name]}" for name, value in settings.items())
+    return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
+
+
+def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[str, int]) -> None:
+    """
+    Raises:
+        UsageError: nodes of the job may not be of that size.
+    """
+    limits = {"node_cpus": (0, 0), "node_memory_mb": (0, 0)}
+    if nodes is not None:
+        limits = {
+            "node_cpus": (nodes.min_cpus, nodes.max_cpus),
+            "node_memory_mb": (nodes.min_memory_mb, nodes.max_memory_mb),
+        }
+    for name, (low, high) in limits.items():
+        if name in asked and not 0 < low <= asked[name] <= high:
+            has = f"for nodes of {low} to {high} {COUNTED[name]}" if high else "without limits for it"
+            raise UsageError(
+                f"job {place.run_id!r} was started {has} (--{option_of(name)} of `dlrover run`); "
+                f"{asked[name]} {COUNTED[name]} are outside of that"
+            )
+
+
+def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:
+    """Refuse a plan that nobody would carry out.
+
+    Raises:
+        UsageError: the job does not train, or was not started for so many workers.
+    """
+    if view.job is None:
+        raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
+    if view.job.phase in ("finished", "failed"):
+        raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
+    low, high = view.job.min_workers, view.job.max_workers
+    if num_workers is not None and not low <= num_workers <= high:
+        raise UsageError(f"job {place.run_id!r} was started for {low} to {high} workers, {num_workers} is outside of that")
+
+
+def _plan_by_hand(
+    client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
+) -> None:
+    """Write a plan that the job's own planner leaves alone; what is not asked for stays as it was planned."""
+    assert view.job is not None
+    while True:
+        entry = client.get(place.keys.plan)
+        unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
+        plan = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
+        with contextlib.suppress(RecordError):  # what cannot be read is replaced
+            plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
+        if num_workers is not None:
+            plan = replace(plan, num_workers=num_workers, binding=True)
+        plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
+        if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
+            break
+    event = EventRecord("scale", time.time(), reason, {"num_workers": plan.num_workers, "source": "user", **settings})
+    client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))

@@ -1,0 +1,231 @@
+"""`dlrover run`: one job from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
+from lightning_dlrover.cli.own_etcd import own_etcd
+from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run_options import (
+    check_target,
+    checked_prefix,
+    checked_script,
+    kubernetes_options,
+    node_sizes,
+    objective,
+    pairs,
+    surrounding_target,
+)
+from lightning_dlrover.cli.run_output import Announcer, write_final_report
+from lightning_dlrover.cli.signals import Interrupted, install_handlers, signals_as_exceptions
+from lightning_dlrover.components.control.controller import Controller, Limits
+from lightning_dlrover.components.control.reconcile import Give, Patience
+from lightning_dlrover.components.targets.target import NodeSpec
+from lightning_dlrover.output import complain, say
+from lightning_dlrover.rdzv.etcd.client import Mirror
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
+from lightning_dlrover.report.status import (
+    EVENTS_FILE,
+    JOB_FILE,
+    EventLog,
+    JobNotFoundError,
+    JobPlace,
+    access_from,
+    connect,
+    first_traceback,
+    read_job,
+)
+
+if TYPE_CHECKING:
+    from lightning_dlrover.components.targets.target import Target
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run a script as a live elastic job; return once all of its nodes have ended."""
+    if options.target == "auto":
+        options.target = surrounding_target(options)
+    # The script of pods is in their image, or in a volume of theirs.
+    script = Path(options.script) if options.target == "kubernetes" else checked_script(options.script)
+    run_id = options.rdzv_id or _new_run_id(script)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
+        raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
+    if options.max_restarts < 0:
+        raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
+    objective(options)
+    pairs(options, "env", "NAME=VALUE")
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT") or None
+    if endpoint is None and (access := etcd_access(options)):
+        raise UsageError(
+            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
+            "and no TLS"
+        )
+    check_target(options, endpoint)
+    prefix = checked_prefix(options.key_prefix)
+    hurry = threading.Event()
+    with signals_as_exceptions(hurry):
+        try:
+            with (
+                run_folder(options.run_dir / run_id, run_id, endpoint, options.target) as folder,
+                contextlib.ExitStack() as stack,
+            ):
+                server = None
+                if endpoint is None:
+                    server = stack.enter_context(own_etcd(options, folder))
+                    place = JobPlace(run_id, server.endpoint, prefix)
+                else:
+                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or access_from(os.environ))
+                return _run_job(options, script, place, folder, server, hurry)
+        except Interrupted as interrupted:
+            name = signal.Signals(interrupted.signal_number).name
+            complain(f"job {run_id} was ended by {name}; nothing it started is left")
+            return 128 + interrupted.signal_number
+
+
+def _run_job(
+    options: argparse.Namespace,
+    script: Path,
+    place: JobPlace,
+    folder: Path,
+    server: EmbeddedEtcd | None,
+    hurry: threading.Event,
+) -> int:
+    """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
+    fewest, most = options.workers
+    limits = Limits(fewest, most, *node_sizes(options))
+    spec = _node_spec(options, script, place)
+    # An agent that may start its worker again needs no worker for as long as that takes.
+    patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(connect(place))
+        _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
+        target = _make_target(options, spec, folder / "logs", hurry)
+        mirror = stack.enter_context(Mirror(client, place.keys.events))
+        log = EventLog(mirror, folder / EVENTS_FILE)
+        announce = Announcer(log)
+        controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), say, patience, hurry))
+        place.write(folder, target.name, controller.mark)
+        say(
+            f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
+            f"files in {folder}"
+        )
+        try:
+            end = _steer(controller, server, announce)
+        finally:
+            controller.end_nodes()
+            announce()
+            log.complete(client)
+            if not hurry.is_set():
+                write_final_report(place.run_id, folder)
+        failure = controller.failure_text()
+    if end.exit_code:
+        complain(f"job {place.run_id} failed: {end.reason}")
+        # What workers have reported is about the training only.
+        reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
+        complain(reported or failure, prefix="")
+    elif not end.is_trained:
+        complain(f"job {place.run_id}: {end.reason}")
+    return end.exit_code
+
+
+def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> NodeSpec:
+    fewest, most = options.workers
+    return NodeSpec(
+        script=options.script if options.target == "kubernetes" else str(script),
+        script_args=tuple(options.script_args),
+        endpoint=place.endpoint,
+        run_id=place.run_id,
+        prefix=place.prefix,
+        min_workers=fewest,
+        max_workers=most,
+        max_restarts=options.max_restarts,
+        access=place.access,
+        environment={**objective(options), **pairs(options, "env", "NAME=VALUE")},
+        timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
+    )
+
+
+def _steer(controller: Controller, server: EmbeddedEtcd | None, announce: Announcer) -> Give:
+    """Let the controller act until the job is over; return how it has ended.
+
+    Raises:
+        EtcdServerError: the job's own etcd has ended before it.
+        Interrupted: this process was asked to end.
+    """
+    try:
+        while (end := controller.step()) is None:
+            if server is not None and not server.is_running():
+                why = server.why_it_ended()
+                raise EtcdServerError(f"the embedded etcd has ended unasked, the job cannot go on without it: {why}")
+            announce()
+            controller.wait(0.2)
+    except (Interrupted, EtcdServerError):
+        # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
+        if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
+            controller.tell_scheduler_to_end_nodes()  # first: there may be little time
+            with contextlib.suppress(EtcdServerError):
+                server.restart()
+        raise
+    return end
+
+
+def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
+    if options.log_dir is not None:
+        # TorchX gives each run a folder of its own; Slurm's nodes of several jobs would write over each other's files.
+        log_dir = options.log_dir if options.target == "local" else options.log_dir / spec.run_id
+    log_dir = log_dir.resolve()
+    if options.target == "local":
+        from lightning_dlrover.components.targets.local import LocalTarget
+
+        target = LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
+        install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
+        return target
+    if options.target == "kubernetes":
+        from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
+
+        return KubernetesTarget(spec, kubernetes_options(options), log_dir)
+    from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
+
+    asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
+    asked |= {"notice_s": options.notice} if options.notice is not None else {}
+    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
+
+
+def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:
+    """
+    Raises:
+        UsageError: the job has ended, or what etcd holds under its name is not a job's.
+    """
+    try:
+        found = read_job(client, place.keys)
+    except JobNotFoundError:
+        return  # the usual case: nobody has used the name yet
+    if found.problems:
+        raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
+    job = found.view.job
+    # Where a controller acts for the job, it is the one to be named: `Controller` refuses then.
+    is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
+    if job is not None and job.phase == "training" and is_others:
+        raise UsageError(
+            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {len(found.view.workers)} workers "
+            "that others have started; choose another --rdzv-id, or use `dlrover scale` to resize it"
+        )
+    if job is not None and job.phase in ("finished", "failed"):
+        raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
+
+
+def _new_run_id(script: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", script.stem).strip("-") or "job"
+    return f"{name}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"

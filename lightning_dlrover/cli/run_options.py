@@ -1,0 +1,216 @@
+"""What `dlrover run` was asked for: checked, and in the form that targets take."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.cli.options import KUBERNETES_OPTIONS, NODE_OPTIONS, REPEATED_OPTIONS, SLURM_OPTIONS, TARGETS, flag
+from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
+from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
+from lightning_dlrover.components.targets.target import NodeSize
+from lightning_dlrover.learn.history import HISTORY_VARIABLE, history_url
+from lightning_dlrover.output import say
+from lightning_dlrover.planner.objective import VARIABLES, objective_from
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+
+if TYPE_CHECKING:
+    from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions
+
+LOCAL_WORKERS_PER_CORE = 4
+LEAST_LOCAL_WORKERS = 16
+"""Workers that may run on one machine however few cores it has."""
+
+_MEANT_FOR = {
+    **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
+    **dict.fromkeys(["work_dir", "notice", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
+    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
+}
+"""Targets that an option means something for; the others, for any."""
+
+
+def surrounding_target(options: argparse.Namespace) -> str:
+    """Where nodes belong when nobody says it. What was given for another place is meant for the same command there."""
+    target = "slurm" if "SLURM_JOB_ID" in os.environ else "kubernetes" if is_in_pod() else "local"
+    ignored = _meant_for_others(options, target)
+    for name in ignored:
+        setattr(options, name, None)
+    place = {"local": "on this machine", "slurm": "on Slurm", "kubernetes": "on Kubernetes"}[target]
+    said = f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(flag, ignored))}" if ignored else "")
+    say(said + ("; `--target local` keeps them on this host" if target != "local" else ""))
+    return target
+
+
+def _meant_for_others(options: argparse.Namespace, target: str) -> list[str]:
+    """The options that were given and mean nothing for this target."""
+    return [n for n, targets in _MEANT_FOR.items() if getattr(options, n) not in (None, "", []) and target not in targets]
+
+
+def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
+    """Refuse options that the target cannot serve.
+
+    Raises:
+        UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
+    """
+    if given := _meant_for_others(options, options.target):
+        raise UsageError(f"{', '.join(map(flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
+    if options.notice is not None and options.notice < 0:
+        raise UsageError(f"--notice is {options.notice}; it must be at least 0")
+    if options.etcd_host and endpoint is not None:
+        raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
+    if options.target == "local":
+        _check_this_machine(options)
+    if options.target == "kubernetes":
+        if not options.image and not options.pod_template:
+            raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
+        kubernetes_options(options)
+        if endpoint is None and not options.etcd_host and not is_in_pod():
+            raise UsageError(
+                "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
+                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md), or, if they can reach "
+                "this host, its address with --etcd-host"
+            )
+
+
+def _check_this_machine(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: this machine has not as much as nodes are to get.
+    """
+    cores = len(os.sched_getaffinity(0))
+    limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
+    fewest, most = options.workers
+    if fewest > limit:
+        raise UsageError(
+            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for {limit} workers at most "
+            f"({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use --target slurm or kubernetes"
+        )
+    if most > limit:
+        say(f"at most {limit} workers, not {most}: this machine has {cores} cores")
+        options.workers = fewest, limit
+    low, high = options.cpus or (0, 0)
+    if high > cores:
+        asked = f"{low}:{high}" if low < high else f"{high}"
+        raise UsageError(f"--cpus {asked}, and only {cores} cores may be used here; ask for so many at most")
+    if not options.gpus:
+        return
+    if not re.fullmatch(r"[1-9]\d*", options.gpus):
+        raise UsageError(f"--gpus {options.gpus!r} is not a number of GPUs, such as 1")
+    each, (_, most), there = int(options.gpus), options.workers, len(visible_devices(os.environ))
+    if each * most > there:
+        seen = f"{DEVICES_VARIABLE} is {os.environ[DEVICES_VARIABLE]!r}" if DEVICES_VARIABLE in os.environ else "by nvidia-smi"
+        raise UsageError(
+            f"{most} workers with {each} GPUs each need {each * most}, and {there} are there ({seen}); "
+            + (f"--workers 1:{there // each} is what they are enough for" if there >= each else "use fewer, or none")
+        )
+
+
+def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
+    """What Kubernetes is asked for, for each node.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+    import yaml
+
+    from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions, Mount
+
+    mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
+    if None in mounts:
+        raise UsageError(f"--mount {options.mount[mounts.index(None)]!r} is not CLAIM:PATH[:ro], such as data:/data:ro")
+    if options.gpus and not re.fullmatch(r"([^:]+:)?[1-9]\d*", options.gpus):
+        raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
+    if options.queue and options.plain_jobs:
+        raise UsageError(f"--queue {options.queue} is one of Volcano, which --plain-jobs does without: leave one of them out")
+    template: Any = {}
+    if options.pod_template:
+        try:
+            template = yaml.safe_load(Path(options.pod_template).read_text())
+        except yaml.YAMLError as error:
+            raise UsageError(f"--pod-template {options.pod_template}: it is no YAML: {error}") from error
+        if not isinstance(template, dict) or not template.keys() <= {"metadata", "spec", "apiVersion", "kind", "template"}:
+            raise UsageError(f"--pod-template {options.pod_template}: it has no `spec` of a pod")
+        template = template.get("template", template)
+    return KubernetesOptions(
+        **{name: getattr(options, name) for name in ("image", "namespace", "service_account", "secret", "image_pull_secret")},
+        gpus=options.gpus,
+        node_selector=pairs(options, "node_selector", "LABEL=VALUE"),
+        mounts=tuple(Mount(match[1], match[2], bool(match[3])) for match in mounts if match),
+        endpoint=options.pod_endpoint,
+        work_dir=options.work_dir,
+        python=options.python or "python",
+        **({"grace_s": options.notice} if options.notice is not None else {}),
+        template={name: template[name] for name in ("metadata", "spec") if name in template},
+        queue=options.queue,
+        plain_jobs=bool(options.plain_jobs),
+    )
+
+
+def pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
+    """The values of an option that may be repeated.
+
+    Raises:
+        UsageError: one of them is not of that form.
+    """
+    before = r"[A-Za-z_]\w*" if name == "env" else "[^=]+"  # a shell knows no other variables
+    if wrong := [text for text in getattr(options, name) if not re.match(f"{before}=", text)]:
+        raise UsageError(f"{flag(name)} {wrong[0]!r} is not {form}")
+    return dict(text.split("=", 1) for text in getattr(options, name))
+
+
+def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
+    """The least and the largest size of a node."""
+    default = (0, 0) if options.target == "local" else (1, 1)
+    low, high = zip(options.cpus or default, options.mem or (0, 0), strict=True)
+    return NodeSize(*low), NodeSize(*high)
+
+
+def objective(options: argparse.Namespace) -> dict[str, str]:
+    """Variables that tell the nodes' callbacks what the user wants, checked.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    given = {"aim": options.objective, "deadline_s": options.deadline, "budget": options.budget, "prices": options.prices}
+    variables = {VARIABLES[name]: str(value) for name, value in given.items() if value is not None}
+    objective_from({**os.environ, **variables})
+    if options.history is not None:
+        variables[HISTORY_VARIABLE] = history_url(options.history) or "off"  # nodes may run in another folder
+    return variables
+
+
+def checked_script(text: str) -> Path:
+    """The whole path of the script to run.
+
+    Raises:
+        UsageError: it is no file with Python in it.
+    """
+    script = Path(text)
+    if not script.is_file():
+        raise UsageError(f"script {text!r} does not exist or is not a file (looked in {Path.cwd()})")
+    try:
+        ast.parse(script.read_bytes(), filename=text)
+    except OSError as error:
+        raise UsageError(f"script {text!r} cannot be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"script {text!r} is not valid Python: {error}") from error
+    return script.resolve()
+
+
+def checked_prefix(text: str | None) -> str:
+    """The folder of all jobs' keys in etcd, as the option, the environment or the default has it.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    prefix = text or os.environ.get("DLROVER_PREFIX") or DEFAULT_PREFIX
+    # The agents are given it in --rdzv-conf, where ',' and '=' have a meaning.
+    if not re.fullmatch(r"(/[^/,=\s]+)+/?", prefix):
+        raise UsageError(f"--key-prefix {prefix!r} must start with '/' and hold no ',', '=', '//' or space, such as /dlrover")
+    return prefix.rstrip("/")

@@ -1,0 +1,46 @@
+"""What `dlrover run` prints of a job while it runs, and writes of it in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.output import complain, printable, say
+from lightning_dlrover.report.page import summary_text, write_report
+from lightning_dlrover.report.status import EVENTS_FILE, read_event_file
+
+if TYPE_CHECKING:
+    from lightning_dlrover.report.status import EventLog
+
+
+class Announcer:
+    """Says what has happened; that nothing changes, and why, once per settings."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._stays_at: object = None
+
+    def __call__(self) -> None:
+        for event in self._log.new():
+            if event.kind == "decision":
+                chosen, current = event.data.get("chosen"), event.data.get("current")
+                if chosen == current == self._stays_at:
+                    continue
+                self._stays_at = chosen if chosen == current else None
+            if event.kind in ("round", "decision", "scale", "loss", "resume", "straggler", "memory", "hang") and event.text:
+                say(printable(f"[{event.kind}] {event.text}"))
+
+
+def write_final_report(run_id: str, folder: Path) -> None:
+    """Write the report of a job that has ended into its run folder, unless nothing was trained."""
+    file = folder / EVENTS_FILE
+    events = read_event_file(file) if file.exists() else []
+    if not any(event.kind == "round" for event in events):
+        return  # nothing was trained; an empty report would only hide the error
+    try:
+        write_report(run_id, events, folder / "report.html")
+    except OSError as error:
+        complain(f"no report was written: {error}")
+        return
+    say(printable(summary_text(run_id, events)))
+    say(f"report: {folder / 'report.html'}")

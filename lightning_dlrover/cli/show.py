@@ -1,0 +1,118 @@
+"""`dlrover status` and `dlrover list`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from lightning_dlrover.cli.errors import EXIT_OK
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_problems
+from lightning_dlrover.cli.options import COUNTED
+from lightning_dlrover.output import show
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.job.records import RecordError, decode
+from lightning_dlrover.report.status import list_jobs, read_events, read_job, read_nodes, show_status
+
+_STAGES = {
+    "requested": "was requested from the scheduler",
+    "starting": "is being started",
+    "importing": "imports what the script needs",
+    "building": "builds model and data",
+    "ready": "is ready to be admitted",
+}
+
+
+def status_command(options: argparse.Namespace) -> int:
+    """Show rounds, workers, rates and the current plan of a job."""
+    with connected_job(options) as (place, client):
+        found = read_job(client, place.keys)
+        profiles: dict[str, StepProfile] = {}
+        for entry in client.get_prefix(place.keys.profiles)[1]:
+            with contextlib.suppress(RecordError):
+                profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
+        events = read_events(client.get_prefix(place.keys.events)[1])
+        nodes = read_nodes(client, place.keys)
+    status = show_status(place, found, profiles, events, nodes=nodes)
+    show(json.dumps(status, indent=2) if options.json else _status_text(status))
+    tell_problems(found.problems)
+    return EXIT_OK
+
+
+def _status_text(status: dict[str, Any]) -> str:
+    limits = f"{status['min_workers']} to {status['max_workers']} workers" if status["min_workers"] else "not known yet"
+    lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
+    if status["round"]:
+        lines.append(f"round {status['round']['number']} ({status['round']['kind']}): {status['round']['reason']}")
+    rate = status["samples_per_s"]
+    lines.append(
+        f"rate: {rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "rate: not measured yet"
+    )
+    plan = status["plan"]
+    if plan:
+        binding = "" if plan["binding"] else " (a recommendation)"
+        each = ", ".join(f"{plan[name]} {counted}" for name, counted in COUNTED.items() if name in plan)
+        binding += f", {each} each" if each else ""
+        lines.append(f"plan: {plan['num_workers']} workers{binding}, by {plan['source']}: {plan['reason']}")
+    if status["controller"]:
+        controller = status["controller"]
+        nodes = ", ".join(controller["awaited_nodes"])
+        lines.append(
+            f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
+            + (f"; waits for {nodes} to come" if nodes else "")
+        )
+        lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
+    elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
+        lines.append(
+            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
+            f"`dlrover cancel {status['run_id']}` ends them"
+        )
+    for agent in status["agents"]:
+        if agent["waits"]:
+            gives_up = agent["gives_up_in_s"]
+            lines.append(
+                f"node {agent['host']}:{agent['pid']} {agent['waits']}, for {agent['for_s']:.0f} s"
+                + (f", gives up in {max(0.0, gives_up):.0f} s" if gives_up is not None else "")
+            )
+    for node in status["joining"]:
+        lines.append(f"joining: {node['node']} {_STAGES[node['stage']]}, for {node['for_s']:.0f} s")
+    lines.append(f"{'rank':>4}  {'state':<10} {'step':>9}  {'process':<24} worker")
+    for worker in status["workers"]:
+        rank = "-" if worker["rank"] is None else str(worker["rank"])
+        step = f"{worker['step_time_s'] * 1000:.1f} ms" if worker["step_time_s"] else "-"
+        process = f"{worker['host']}:{worker['pid']}"
+        lines.append(f"{rank:>4}  {worker['state']:<10} {step:>9}  {process:<24} {worker['worker_id']}")
+        if worker["waits"]:
+            lines.append(f"{'':>4}  {worker['waits']}, for {worker['for_s']:.0f} s")
+    if status["events"]:
+        lines.append("last events:")
+        lines += [f"  {_clock(e['at'])}  {e['kind']:<9} {e['text']}" for e in status["events"]]
+    return "\n".join(lines)
+
+
+def _clock(at: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (ValueError, OverflowError, OSError):  # no calendar has such a day
+        return "--:--:--"
+
+
+def list_command(options: argparse.Namespace) -> int:
+    """List the jobs of a folder, or of an etcd."""
+    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
+    where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
+    if not jobs:
+        show(f"no jobs in {where}")
+        return EXIT_OK
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
+    for job in jobs:
+        counts = ("-" if number is None else str(number) for number in (job.num_workers, job.num_nodes))
+        rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return EXIT_OK

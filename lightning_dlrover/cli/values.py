@@ -1,0 +1,92 @@
+"""Types of the command line's arguments: each turns a text into a value, or refuses it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+
+
+def cpus(text: str) -> tuple[int, int]:
+    """Least and most cores of a node, from `4` or `2:8`."""
+    match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or N:MAX, from 1 on, such as 4 or 2:8")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def memory(text: str) -> int:
+    """MiB of `16G`, `512Mi`, `1.5T`: units of 1024, as Slurm counts them."""
+    from lightning_dlrover.rdzv.job.records import MAX_MEMORY_MB
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B?)", text, re.I)
+    size = float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()] if match else 0
+    if not 1 <= size <= MAX_MEMORY_MB:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory, such as 512M or 16G")
+    return math.ceil(size)
+
+
+def memory_range(text: str) -> tuple[int, int]:
+    """Least and most MiB of a node, from `16G` or `16G:64G`."""
+    low, _, high = text.partition(":")
+    sizes = memory(low), memory(high or low)
+    if sizes[0] > sizes[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: SIZE must be at most MAX")
+    return sizes
+
+
+def duration(text: str) -> float:
+    """Seconds, from `3600`, `90m`, `2h` or `1.5d`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time, such as 3600, 90m, 2h or 1.5d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def given(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("its value is empty, as of a variable that is not set; give a value, or leave it out")
+    return text
+
+
+def setting(text: str) -> int:
+    """A setting of a plan: a number that its record may hold."""
+    from lightning_dlrover.rdzv.job.records import MAX_SETTING
+
+    if not text.isdecimal() or int(text) > MAX_SETTING:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_SETTING}")
+    return int(text)
+
+
+def budget(text: str) -> float:
+    """A number of cores or GPUs above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (budget := float(text)) < float("inf"):
+            return budget
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores or GPUs above 0")
+
+
+def weighted(text: str) -> tuple[str, float]:
+    """A job and the weight of its gains, from `JOB` or `JOB=WEIGHT`."""
+    name, given, weight = text.rpartition("=")
+    if not given:
+        return text, 1.0
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {weight!r} is no weight, such as 2 or 0.5") from None
+
+
+def workers(text: str) -> tuple[int, int]:
+    """Least and most workers, from `2` or `1:3`."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:3")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: MIN must be at least 1 and at most MAX, such as {min(low, high) or 1}:{max(low, high, 1)}"
+        )
+    return low, high

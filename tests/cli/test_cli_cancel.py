@@ -1,0 +1,71 @@
+"""`dlrover cancel`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+from pathlib import Path
+
+import pytest
+from run_cli import RunCli
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
+from lightning_dlrover.report.status import JobPlace
+
+
+def test_a_job_that_nobody_looks_after_is_marked_as_cancelled(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
+    assert (code, "were asked to leave and have not: w-a, w-b, w-c" in errors) == (2, True)
+    assert client.count(job.drains) == 3
+    client.delete_prefix(job.workers)
+    code, output, errors = dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)
+    assert (code, errors) == (0, "")
+    assert "cancelled, all its nodes have ended" in output
+    entry = client.get(job.job)
+    assert entry is not None
+    record = decode(JobRecord, entry.value, entry.key)
+    assert (record.phase, record.message) == ("failed", "cancelled by `dlrover cancel`")
+    assert client.get(job.plan) is None
+    assert client.get_prefix(job.drains)[1] == []
+    assert "had ended already" in dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)[1]
+
+
+def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    nodes = NodesRecord("local", "mark", num_started=3)
+    client.put(job.nodes, encode(nodes))
+    with contextlib.closing(client.lease(5)) as lease:
+        client.put(job.controller, encode(ControllerRecord("h", 1, "local")), lease)
+        code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 2
+    assert "its controller has not ended within 0.3 s" in errors
+    entry = client.get(job.nodes)
+    assert entry is not None
+    asked = dataclasses.replace(nodes, stop="cancelled by `dlrover cancel`")
+    assert decode(NodesRecord, entry.value, entry.key) == asked
+
+
+@pytest.mark.parametrize(("target", "is_run"), [("local", False), ("slurm", True)])
+def test_a_job_whose_etcd_does_not_answer_is_not_said_to_have_ended(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, target: str, is_run: bool
+) -> None:
+    def no_answer(*_: object) -> None:
+        raise EtcdUnavailableError("no answer")
+
+    monkeypatch.setattr("lightning_dlrover.cli.cancel.connect", no_answer)
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "h:1").write(folder, target, "mark")
+    with (folder / ".lock").open("a") as lock:
+        if is_run:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output, errors = dlrover("cancel", "job")
+    assert (code, output) == (2, "")
+    assert "the etcd of job 'job' at h:1 does not answer" in errors
+    assert ("looks after the job" in errors) == is_run

@@ -1,0 +1,89 @@
+"""`dlrover logs`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_cli import RunCli
+
+from lightning_dlrover.components.targets.logs import LogFile
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, PlanRecord, encode
+
+
+@pytest.mark.timeout(30)
+def test_output_is_followed_to_the_end_of_a_job_that_has_failed_before_its_first_round(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, keys: Keys
+) -> None:
+    Path(f"runs/{keys.run_id}/logs").mkdir(parents=True)
+    following = ("logs", "-f", "--endpoint", etcd.endpoint, keys.run_id)
+    client.put(keys.plan, encode(PlanRecord(1, "initial", "start", True)))  # all that a controller leaves
+    assert dlrover(*following) == (0, "", "")
+    client.put(keys.job, encode(JobRecord("failed", True, 1, 3, "0")))
+    assert dlrover(*following) == (0, "", "")
+
+
+@pytest.mark.parametrize(("num_times", "patience_s", "code"), [(3, 60.0, 0), (1000, 0.6, 2)])
+def test_output_that_cannot_be_read_is_followed_on_for_a_while(
+    dlrover: RunCli,
+    client: EtcdClient,
+    etcd: EmbeddedEtcd,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    num_times: int,
+    patience_s: float,
+    code: int,
+) -> None:
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0")))
+    for node in ("node1", "node2"):
+        Path(f"runs/{keys.run_id}/logs/{node}").mkdir(parents=True)
+        Path(f"runs/{keys.run_id}/logs/{node}/stdout.log").touch()
+    left = [OSError(errno.ESTALE, "Stale file handle")] * num_times
+    new_lines = LogFile.new_lines
+
+    def read(file: LogFile, whole: bool) -> Iterator[str]:
+        if "node1" in str(file.file) and left:
+            raise left.pop()
+        if not left:
+            for node in ("node1", "node2"):
+                Path(f"runs/{keys.run_id}/logs/{node}/stdout.log").write_text(f"{node} has come\n")
+            client.put(keys.job, encode(JobRecord("failed", True, 1, 3, "0")))
+        return new_lines(file, whole)
+
+    monkeypatch.setattr(LogFile, "new_lines", read)
+    monkeypatch.setattr("lightning_dlrover.cli.logs._OUTPUT_S", patience_s)
+    found, output, errors = dlrover("logs", "-f", "--endpoint", etcd.endpoint, "--key-prefix", keys.prefix, keys.run_id)
+    assert found == code, errors
+    assert errors.count("output cannot be read now ([Errno 116] Stale file handle); trying again for") == 1
+    if code:
+        assert errors.endswith("s: [Errno 116] Stale file handle\n")
+    else:
+        assert sorted(output.splitlines()) == ["[node1] node1 has come", "[node2] node2 has come"]
+
+
+def test_output_that_another_machine_has_is_said_to_be_there_or_read_where_it_is_shared(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path
+) -> None:
+    asking = ("logs", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
+    assert "folder 'runs/" in dlrover(*asking)[2]
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm", {}, str(tmp_path / "theirs"))))
+    code, _, errors = dlrover(*asking)
+    assert code == 2
+    assert f"its `dlrover run` on host-7 writes to {tmp_path}/theirs/logs, unless it was given a --log-dir" in errors
+    (tmp_path / "theirs/logs/node1").mkdir(parents=True)
+    (tmp_path / "theirs/logs/node1/stdout.log").write_text("one\n")
+    assert dlrover(*asking) == (0, "[node1] one\n", "")
+    assert "--endpoint" in dlrover("logs", "unknown", "--endpoint", "127.0.0.1:1")[2]
+
+
+def test_the_output_of_all_nodes_is_shown_with_their_names(dlrover: RunCli) -> None:
+    for node, text in {"node2": "two\n", "node10": "ten\nrows\n"}.items():
+        Path(f"runs/job/logs/{node}").mkdir(parents=True)
+        Path(f"runs/job/logs/{node}/stdout.log").write_text(text)
+    assert dlrover("logs", "job") == (0, "[node2] two\n[node10] ten\n[node10] rows\n", "")
+    # Nobody runs it and its etcd is not known, so nothing more will come.
+    assert dlrover("logs", "--follow", "job") == (0, "", "")

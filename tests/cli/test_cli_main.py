@@ -1,0 +1,181 @@
+"""The `dlrover` command as such: help, bad usage, what it imports, and which arguments are its own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_cli import RunCli
+
+from lightning_dlrover.cli import values
+from lightning_dlrover.cli.main import command_function, main
+from lightning_dlrover.cli.parser import build_parser
+from lightning_dlrover.components import elastic
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys
+
+
+def test_help_takes_less_than_half_a_second_of_computing() -> None:
+    code = (
+        "import os, sys; from lightning_dlrover.cli.main import main; sys.argv = ['dlrover', '--help']\ntry: main()\nfinally: "
+    )
+    code += "print(os.times().user + os.times().system, *(m for m in ('torch', 'lightning', 'torchx') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "COMMAND" in done.stdout
+    seconds, *imported = done.stdout.splitlines()[-1].split()
+    assert float(seconds) < 0.5
+    assert imported == []
+
+
+def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd, job: Keys) -> None:
+    code = "import sys; from lightning_dlrover.cli.main import main; main(sys.argv[1:])\n"
+    code += "print('IMPORTED', *(m for m in ('torch', 'lightning', 'torchx') if m in sys.modules))"
+    command = [sys.executable, "-c", code, "status", "--endpoint", etcd.endpoint, job.run_id]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "IMPORTED"
+
+
+def test_every_command_has_a_function() -> None:
+    [commands] = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    assert all(callable(command_function(name)) for name in commands.choices)
+
+
+KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--workers", "3:1", "script.py"], "'3:1': MIN must be at least 1 and at most MAX, such as 1:3"),
+        (["run", "--workers", "0:2", "script.py"], "MIN must be at least 1"),
+        (["run", "--workers", "two", "script.py"], "'two' is not MIN:MAX, such as 1:3"),
+        (["run", "--workers", "-1:2", "script.py"], "--workers"),
+        (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
+        (["run", "."], "script '.' does not exist or is not a file"),
+        (["run", "broken.py"], "script 'broken.py' is not valid Python"),
+        (["run", "binary.py"], "script 'binary.py' is not valid Python"),
+        (["run", "--rdzv-id", "a/b", "script.py"], "--rdzv-id 'a/b' cannot name a folder"),
+        (["run", "--rdzv-id", "..", "script.py"], "--rdzv-id '..' cannot name a folder"),
+        (["run", "--max-restarts", "-1", "script.py"], "--max-restarts is -1"),
+        (["run", "--key-prefix", "jobs", "script.py"], "--key-prefix 'jobs' must start with '/'"),
+        (["run", "--key-prefix", "/a,live=0", "script.py"], "--key-prefix '/a,live=0'"),
+        (["run", "--endpoint", "nonsense", "script.py"], "etcd endpoint 'nonsense'"),
+        (["run", "--run-dir", "script.py", "script.py"], "choose another --run-dir"),
+        (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
+        (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
+        (["run", "--work-dir", "/", "--notice", "0", "script.py"], "--work-dir, --notice: only with --target slurm or"),
+        (["run", "--cpus", "5000", "script.py"], "--cpus 5000, and only"),
+        (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, and only"),
+        (["run", "--gpus", "tesla:1", "script.py"], "--gpus 'tesla:1' is not a number of GPUs"),
+        (["run", "--target", "slurm", "--cpus", "0", "script.py"], "'0' is not N or N:MAX"),
+        (["run", "--target", "slurm", "--cpus", "4:2", "script.py"], "'4:2' is not N or N:MAX"),
+        (["run", "--target", "slurm", "--mem", "4", "script.py"], "'4' is no size of memory, such as 512M or 16G"),
+        (["run", "--target", "slurm", "--mem", "4G:2G", "script.py"], "'4G:2G': SIZE must be at most MAX"),
+        (["run", "--target", "slurm", "--notice", "-1", "script.py"], "--notice is -1"),
+        (["run", "--target", "slurm", "--etcd-host", "h", "--endpoint", "e:1", "script.py"], "this job uses the one at e:1"),
+        (["run", "--target", "slurm", "--image", "i", "script.py"], "--image: only with --target kubernetes"),
+        (["run", *KUBERNETES, "/s.py"], "pods cannot reach an etcd that is started here; name one that they reach"),
+        (["run", "--target", "kubernetes", "--endpoint", "h:1", "/s.py"], "needs the --image that nodes run"),
+        (["run", "--env", "LEVEL", "script.py"], "--env 'LEVEL' is not NAME=VALUE"),
+        (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
+        (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
+        (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
+        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads is one of Volcano, which --plain-jobs"),
+        (["run", "--plain-jobs", "script.py"], "--plain-jobs: only with --target kubernetes"),
+        (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
+        (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
+        (["run"], "script"),
+        ([], "COMMAND"),
+        (["dance"], "dance"),
+        (["scale", "job", "2"], "job 'job' is not known: runs/job/job.json does not exist"),
+        (["status", "job"], "job 'job' is not known"),
+        (["drain", "job", "w"], "job 'job' is not known"),
+        (["report", "job"], "runs/job/events.jsonl does not exist"),
+        (["cancel", "job"], "job 'job' is not known"),
+        (["logs", "job"], "folder 'runs/job/logs' does not exist"),
+    ],
+)
+def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: list[str], message: str) -> None:
+    Path("broken.py").write_text("def f(:\n")
+    Path("binary.py").write_bytes(b"\x00\x01")
+    code, _, errors = dlrover(*arguments)
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        "lightning_dlrover.cli.run.run_command", lambda options: seen.append([options.script, *options.script_args]) or 0
+    )
+    words = ["${app_id}", "a$$b", "$(HOME)", "100%25", 'it\'s "so"', "two\nlines", "--escaped", ""]
+    [role] = elastic.train(*words, script="train.py").roles
+    assert "$" not in "".join(role.args).replace("${app_id}", "", 1)  # that of the job's name is TorchX's to replace
+    assert dlrover(*role.args[2:])[0] == 0
+    assert seen == [["train.py", *words]]
+
+
+def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    for page in ("local", "slurm", "kubernetes"):
+        text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        rows = [line for line in text.splitlines() if line.startswith("| `--")]
+        started = re.findall(r"dlrover run ((?:[^\n]*\\\n)*[^\n`]*)", text)
+        started = [options.split(".py")[0] for options in started]  # what comes then is for the script
+        named = {
+            name for part in (*(row.split("|")[1] for row in rows), *started) for name in re.findall(r"--[a-z][a-z-]*", part)
+        }
+        assert len(named) > 10
+        assert named <= known
+
+
+def test_an_etcd_that_does_not_answer_is_named_within_seconds(dlrover: RunCli) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+    started = time.monotonic()
+    code, _, errors = dlrover("run", "--endpoint", endpoint, "script.py")
+    assert code == 2
+    assert endpoint in errors
+    assert time.monotonic() - started < 20
+
+
+def test_a_port_that_is_not_etcd_is_named_within_seconds(dlrover: RunCli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        code, _, errors = dlrover("status", "--endpoint", endpoint, "job")
+    assert code == 2
+    assert endpoint in errors
+
+
+@pytest.mark.parametrize("option", ["--endpoint", "--rdzv-id"])
+def test_run_refuses_an_empty_value(dlrover: RunCli, option: str) -> None:
+    code, _, errors = dlrover("run", option, "", "script.py")
+    assert code == 2
+    assert f"argument {option}: its value is empty, as of a variable that is not set" in errors
+    assert not Path("runs").exists()
+
+
+def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
+    code, _, errors = dlrover("status", "--endpoint", "", "job")
+    assert (code, "argument --endpoint: its value is empty" in errors) == (2, True)
+
+
+def test_arguments_after_the_script_are_not_ours() -> None:
+    options = build_parser().parse_args(["run", "--workers", "2", "train.py", "--workers", "9", "--", "--help", "-v"])
+    assert options.workers == (2, 2)
+    assert options.script_args == ["--workers", "9", "--", "--help", "-v"]
+
+
+@pytest.mark.parametrize("text, seconds", [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert values.duration(text) == seconds

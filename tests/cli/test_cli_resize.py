@@ -1,0 +1,230 @@
+"""`dlrover scale`, `divide` and `drain`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from run_cli import RunCli
+
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import (
+    ControllerRecord,
+    DrainRecord,
+    EventRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RoundRecord,
+    decode,
+    encode,
+)
+
+
+def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, output, _ = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
+    assert code == 0
+    assert "3 workers wanted" in output
+    entry = client.get(job.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.source, plan.binding) == (3, "user", True)
+    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(job.events)[1]]
+    assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
+
+
+def test_scale_sets_how_workers_work_and_keeps_what_it_was_not_asked_to_change(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    def plan() -> PlanRecord:
+        entry = client.get(job.plan)
+        assert entry is not None
+        return dataclasses.replace(decode(PlanRecord, entry.value, entry.key), created_at=0.0)
+
+    scale = ("scale", "--endpoint", etcd.endpoint, job.run_id)
+    code, output, _ = dlrover(*scale, "--loader-workers", 0, "--threads", 2)
+    assert (code, "0 loader workers, 2 threads wanted" in output) == (0, True)
+    reason = "set to 0 loader workers, 2 threads by hand"
+    assert plan() == PlanRecord(2, "user", reason, True, loader_workers=0, intra_op_threads=2)
+    assert dlrover(*scale, 3, "--prefetch", 4)[0] == 0
+    reason = "set to 3 workers, 4 batches ahead each by hand"
+    assert plan() == PlanRecord(3, "user", reason, True, loader_workers=0, intra_op_threads=2, prefetch_factor=4)
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "plan: 3 workers, 0 loader workers, 2 threads, 4 batches ahead each, by user" in text
+
+
+def test_a_setting_by_hand_leaves_the_number_of_workers_a_recommendation(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    """Nobody asked for another size, and the workers that are there must not be sent away."""
+    client.put(job.plan, encode(PlanRecord(1, "planner", "1 would do", False)))
+    assert dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, "--threads", 1)[0] == 0
+    entry = client.get(job.plan)
+    assert entry is not None
+    plan = decode(PlanRecord, entry.value, entry.key)
+    assert (plan.num_workers, plan.binding, plan.intra_op_threads) == (1, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--threads", "-1"], "'-1' is not a number from 0 to 1024"),
+        (["--loader-workers", "1025"], "'1025' is not a number from 0 to 1024"),
+        (["--prefetch", "two"], "'two' is not a number from 0 to 1024"),
+        ([], "give a number of workers, or one of --loader-workers, --threads, --prefetch"),
+    ],
+)
+def test_scale_refuses_settings_that_no_worker_can_have(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, asked: list[str], message: str
+) -> None:
+    before = client.get(job.plan)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, *asked)
+    assert (code, message in errors) == (2, True), errors
+    assert client.get(job.plan) == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 4, -1])
+def test_scale_refuses_what_the_job_was_not_started_for(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, num_workers: int
+) -> None:
+    before = client.get(job.plan)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, num_workers)
+    assert code == 2
+    assert "was started for 1 to 3 workers" in errors
+    assert client.get(job.plan) == before
+
+
+def test_scale_refuses_a_job_that_is_over_or_unknown(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.job, encode(JobRecord("failed", True, 1, 3, "0")))
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 2)
+    assert (code, "has failed" in errors) == (2, True)
+    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, "unknown", 2)
+    assert (code, "holds no job 'unknown'" in errors) == (2, True)
+
+
+def decided(client: EtcdClient, keys: Keys, rates: Sequence[float], gpus: int = 0) -> None:
+    """A job of 1 to 3 workers of two cores each, that runs with one and predicts these rates."""
+    candidates = tuple(
+        Candidate(Settings(n, 0, 1, 0), 64 / r, 60 / r, 70 / r, r, 0.0, n == 1, True, cores=2.0 * n, gpus=gpus * n)
+        for n, r in enumerate(rates, start=1)
+    )
+    alone = Settings(1, 0, 1, 0)
+    decision = Decision(1, 1.0, alone, alone, "", candidates, 64 / rates[0], 64 / rates[0], False)
+    client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0", global_batch_size=64)))
+    client.put(f"{keys.events}{1:020d}-x", encode(EventRecord("decision", 1.0, "", decision.to_data())))
+
+
+@pytest.fixture
+def competitors(client: EtcdClient, keys: Keys) -> list[Keys]:
+    """Two jobs: one hardly gains by a second worker, the other one does."""
+    both = [Keys(f"{keys.run_id}-{name}") for name in ("flat", "steep")]
+    decided(client, both[0], [100.0, 105.0, 106.0])
+    decided(client, both[1], [10.0, 19.0, 27.0])
+    return both
+
+
+def plan_of(client: EtcdClient, keys: Keys) -> PlanRecord | None:
+    entry = client.get(keys.plan)
+    return decode(PlanRecord, entry.value, entry.key) if entry else None
+
+
+def test_a_budget_is_divided_among_running_jobs_by_what_each_gains(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys]
+) -> None:
+    flat, steep = competitors
+    divide = ("divide", "--endpoint", etcd.endpoint, flat.run_id, f"{steep.run_id}=1", "--budget", 8)
+    code, output, _ = dlrover(*divide)
+    assert (code, plan_of(client, flat), plan_of(client, steep)) == (0, None, None)
+    assert f"{steep.run_id}: 3 workers" in output
+    assert "2.70 times as many as now" in output
+    code, _, errors = dlrover(*divide, "--apply")
+    assert code == 0, errors
+    shares = [plan_of(client, keys) for keys in competitors]
+    assert [(plan.num_workers, plan.binding, plan.source) for plan in shares if plan] == [(1, True, "user"), (3, True, "user")]
+    dlrover("divide", "--endpoint", etcd.endpoint, f"{flat.run_id}=100", steep.run_id, "--budget", 8, "--apply")
+    assert [plan.num_workers for keys in competitors if (plan := plan_of(client, keys))] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("3", "the cheapest settings of 2 jobs need 4, the budget is 3"), ("nan", "not a number of cores"), ("-1", "above 0")],
+)
+def test_a_budget_that_is_none_or_too_small_is_refused(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], budget: str, message: str
+) -> None:
+    names = [keys.run_id for keys in competitors]
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, f"--budget={budget}", "--apply")
+    assert (code, message in errors) == (2, True), errors
+    assert [plan_of(client, keys) for keys in competitors] == [None, None]
+
+
+def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], job: Keys
+) -> None:
+    names = [keys.run_id for keys in competitors]
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, job.run_id, "--budget", 8, "--apply")
+    assert (code, "has not said yet what it would gain" in errors) == (2, True)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
+    assert (code, "have one name" in errors) == (2, True)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
+    assert (code, "'much' is no weight" in errors) == (2, True)
+    decided(client, competitors[1], [10.0, 19.0], gpus=1)
+    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
+    assert (code, "do not compete for the same" in errors) == (2, True)
+    assert [plan_of(client, keys) for keys in competitors] == [None, None]
+
+
+def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert decode(DrainRecord, entry.value, entry.key).worker_id == "w-b"
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
+    assert (code, "w-a, w-b, w-c" in errors) == (2, True)
+
+
+def test_drain_has_a_worker_replaced_where_a_controller_starts_another_one(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b", "--replace")
+    client.delete(job.controller)
+    code, _, errors = dlrover(*drain)
+    assert (code, "no controller" in errors, client.get(f"{job.drains}w-b")) == (2, True, None)
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    code, output, _ = dlrover(*drain)
+    assert (code, "when another worker is ready" in output) == (0, True)
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert decode(DrainRecord, entry.value, entry.key).once_replaced
+    assert "w-b" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+
+
+def test_a_worker_that_leaves_at_once_is_not_told_to_wait_for_another_one(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    assert dlrover(*drain)[0] == 0
+    code, _, errors = dlrover(*drain, "--replace")
+    assert (code, "asked to leave at once" in errors) == (2, True)
+    entry = client.get(f"{job.drains}w-b")
+    assert entry is not None
+    assert not decode(DrainRecord, entry.value, entry.key).once_replaced
+
+
+def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    client.put(job.round, encode(RoundRecord(5, ["w-b"], "", "shrink", True)))
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
+    assert (code, "the only worker" in errors) == (2, True)
+    assert client.get(f"{job.drains}w-b") is None
+
+
+def test_drain_refuses_the_last_one_that_stays(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
+    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-a")
+    assert (code, "the only worker" in errors) == (2, True)

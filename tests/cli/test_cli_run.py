@@ -1,0 +1,212 @@
+"""What `dlrover run` refuses, and does before and after a job; whole jobs are in tests/e2e."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from run_cli import RunCli
+
+from lightning_dlrover.cli import run
+from lightning_dlrover.cli.errors import EXIT_USAGE
+from lightning_dlrover.cli.main import main
+from lightning_dlrover.cli.parser import build_parser
+from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run_options import objective
+from lightning_dlrover.cli.run_output import Announcer
+from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
+from lightning_dlrover.components.targets.target import NodeSpec
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, encode
+from lightning_dlrover.report.status import JobPlace
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "message"),
+    [
+        ("0,1", 1, "3 workers with 1 GPUs each need 3, and 2 are there (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is what"),
+        (
+            "GPU-a",
+            2,
+            "3 workers with 2 GPUs each need 6, and 1 are there (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
+        ),
+        ("", 1, "3 workers with 1 GPUs each need 3, and 0 are there"),
+    ],
+)
+def test_more_gpus_than_there_are_cannot_be_asked_for(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, visible: str, gpus: int, message: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code, _, errors = dlrover("run", "--workers", "1:3", "--gpus", gpus, "script.py")
+    assert code == 2
+    assert message in errors
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        (
+            {"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"},
+            "nodes run on Slurm, where these mean nothing: --image; `--target local` keeps them on this host",
+        ),
+        (
+            {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
+            "nodes run on Kubernetes, where these mean nothing: --partition; `--target local` keeps them on this host",
+        ),
+        # Without a service account there is nobody as whom nodes could be asked for.
+        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+    ],
+)
+def test_nodes_run_where_their_controller_does_unless_told_otherwise(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightning_dlrover.components.targets.kubernetes_api._NAMESPACE_FILE", tmp_path / "none")
+    options = ("--target", "auto", "--partition", "p", "--image", "i", "--max-restarts", "-1")
+    code, output, errors = dlrover("run", *options, "script.py")
+    assert (code, output.strip()) == (2, said)
+    assert "--max-restarts is -1" in errors  # and went on to what else is wrong
+
+
+def test_a_job_that_has_ended_in_a_shared_etcd_is_not_run_again(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
+    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "script.py")
+    assert code == 2
+    assert "has finished" in errors
+
+
+def test_a_folder_of_an_earlier_job_is_not_written_into(dlrover: RunCli) -> None:
+    Path("runs/job").mkdir(parents=True)
+    Path("runs/job/events.jsonl").write_text("precious\n")
+    code, _, errors = dlrover("run", "--rdzv-id", "job", "script.py")
+    assert code == 2
+    assert "holds an earlier job's files" in errors
+    assert Path("runs/job/events.jsonl").read_text() == "precious\n"
+
+
+def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> None:
+    # An address for documentation, which no host has.
+    code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
+    assert (code, "Traceback" in errors) == (2, False)
+    assert not Path("runs/job").exists()
+
+
+def test_a_job_whose_etcd_was_on_another_host_is_not_gone_on_with_here(dlrover: RunCli) -> None:
+    folder = Path("runs/job")
+    (folder / "etcd").mkdir(parents=True)
+    JobPlace("job", "192.0.2.1:2379").write(folder, "slurm", "mark")
+    code, _, errors = dlrover("run", "--target", "slurm", "--rdzv-id", "job", "script.py")
+    assert code == 2
+    assert "its etcd on 192.0.2.1, and its nodes look for it there: go on with the job on that host" in errors
+    assert (folder / "etcd").exists()
+
+
+def test_a_job_may_start_in_the_moment_in_which_somebody_asks_whether_it_runs(dlrover: RunCli) -> None:
+    Path("runs/job").mkdir(parents=True)
+    with Path("runs/job/.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.2, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        with run_folder(Path("runs/job"), "job", None, "local") as folder:
+            assert folder == Path("runs/job").resolve()
+
+
+def test_jobs_on_slurm_do_not_share_a_folder_of_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = build_parser().parse_args(["run", "--target", "slurm", "--log-dir", str(tmp_path), "script.py"])
+    spec = NodeSpec("script.py", (), "h:1", "job", "/dlrover", 1, 1)
+    target = run._make_target(options, spec, tmp_path / "default", threading.Event())
+    assert isinstance(target, SlurmTarget)
+    assert target._log_dir == tmp_path / "job"
+    assert target._options == SlurmOptions()
+    folder = tmp_path / "job/node1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("one\n")
+    assert main(["logs", "--log-dir", str(tmp_path), "job"]) == 0
+    assert capsys.readouterr().out == "[node1] one\n"
+
+
+def test_run_refuses_a_job_that_others_have_started(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:2", str(script))
+    assert (code, "is training already" in errors) == (2, True)
+
+
+def test_run_refuses_a_user_without_an_endpoint(dlrover: RunCli) -> None:
+    Path("password").write_text("secret")
+    code, _, errors = dlrover("run", "--user", "me", "--password-file", "password", "script.py")
+    assert code == 2
+    assert "--user, --password-file: only with --endpoint" in errors
+
+
+def test_run_refuses_more_workers_than_a_machine_can_bear(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    code, _, errors = dlrover("run", "--workers", "100000:200000", "script.py")
+    assert code == 2
+    assert "this machine has 8 cores, which is enough for 32 workers at most" in errors
+
+
+def test_run_caps_the_most_workers_of_a_machine(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    _, output, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:9999", "script.py")
+    limit = max(16, 4 * len(os.sched_getaffinity(0)))
+    assert f"at most {limit} workers, not 9999" in output
+    assert "is training already" in errors
+
+
+class Told:
+    """A log that has news once."""
+
+    def __init__(self, *events: EventRecord) -> None:
+        self.events = [*events]
+
+    def new(self) -> list[EventRecord]:
+        news, self.events = self.events, []
+        return news
+
+
+def test_that_nothing_changes_is_said_once_per_size(capsys: pytest.CaptureFixture[str]) -> None:
+    def decision(current: int, chosen: int) -> EventRecord:
+        text = f"{current} to {chosen}"
+        return EventRecord("decision", 0.0, text, {"current": {"num_workers": current}, "chosen": {"num_workers": chosen}})
+
+    made = [decision(1, 1), decision(1, 1), decision(1, 2), decision(2, 2), decision(2, 2), decision(1, 1)]
+    Announcer(Told(*made))()  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [f"[decision] {text}" for text in ("1 to 1", "1 to 2", "2 to 2", "1 to 1")]
+
+
+def test_run_tells_its_nodes_what_to_aim_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = build_parser().parse_args(
+        ["run", "--objective", "cheapest", "--deadline", "1.5h", "--prices", "core_hour=0.04", "--history", "h.sqlite", "x.py"]
+    )
+    assert objective(options) == {
+        "DLROVER_OBJECTIVE": "cheapest",
+        "DLROVER_DEADLINE_S": "5400.0",
+        "DLROVER_PRICES": "core_hour=0.04",
+        "DLROVER_HISTORY": f"sqlite:///{tmp_path / 'h.sqlite'}",
+    }
+    assert objective(build_parser().parse_args(["run", "x.py"])) == {}
+    off = build_parser().parse_args(["run", "--history", "off", "x.py"])
+    assert objective(off) == {"DLROVER_HISTORY": "off"}
+
+
+def test_a_budget_without_prices_is_refused_before_anything_is_started(dlrover: RunCli) -> None:
+    code, _, errors = dlrover("run", "--budget", "5", "script.py")
+    assert code == EXIT_USAGE
+    assert "needs prices" in errors
+    assert not Path("runs").exists()

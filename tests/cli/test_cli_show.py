@@ -1,0 +1,95 @@
+"""`dlrover status` and `dlrover list`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from run_cli import RunCli
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import ControllerRecord, EventRecord, Keys, NodeRecord, NodesRecord, encode
+from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
+
+
+def test_escape_sequences_of_others_reach_no_terminal(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
+    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    for part in (
+        "training, 1 to 3 workers",
+        "round 4 (grow): w-a joined",
+        "plan: 2 workers, by planner: 2 is best",
+        "joining: host:102 builds model and data, for 0 s",
+        "host:101",
+    ):
+        assert part in text
+    code, text, _ = dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)
+    status = json.loads(text)
+    assert (status["phase"], status["round"]["number"]) == ("training", 4)
+    assert [(w["worker_id"], w["rank"], w["state"]) for w in status["workers"]] == [
+        ("w-b", 0, "active"),
+        ("w-a", 1, "active"),
+        ("w-c", None, "standby"),
+    ]
+
+
+def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    assert dlrover("list") == (0, "no jobs in folder runs\n", "")
+    Path("runs/old").mkdir(parents=True)
+    JobPlace("old", "127.0.0.1:1").write(Path("runs/old"))
+    Path("runs/odd").mkdir()
+    Path("runs/odd/job.json").write_text("[]")
+    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), JobSummary("old", "ended", "local")]
+    assert (job.run_id, "training") in [(j.run_id, j.state) for j in list_jobs(etcd.endpoint, None, Path("runs"))]
+    assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
+
+
+def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
+    for number, state in enumerate(("started", "asked", "ended")):
+        client.put(f"{job.each_node}node{number}", encode(NodeRecord(state)))  # type: ignore[arg-type]
+    for name, endpoint in ((job.run_id, etcd.endpoint), ("gone", etcd.endpoint), ("silent", "127.0.0.1:1")):
+        Path(f"runs/{name}").mkdir(parents=True)
+        JobPlace(name, endpoint, job.prefix).write(Path(f"runs/{name}"), "slurm", "mark")
+    # Of none of them is a `dlrover run` left here, and yet nodes of the first train.
+    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in dlrover("list")[1].splitlines()}
+    assert listed == {
+        "JOB": "STATE TARGET WORKERS NODES CONTROLLER",
+        job.run_id: "training slurm 2 2 none",
+        "gone": "ended slurm - - none",
+        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer slurm - - none",
+    }
+    workers = client.get_prefix(job.workers)[1]
+    for entry in workers:
+        client.delete(entry.key)
+    assert f"{job.run_id} " in dlrover("list")[1].partition("stopped")[0]
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
+    assert "process 123 on host-7" in dlrover("list", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix)[1]
+    client.put(job.round, b"nonsense")
+    client.put(f"{job.prefix}/ odd/key", b"somebody else's")
+    states = {each.run_id: each.state for each in list_jobs(etcd.endpoint, job.prefix, Path("runs"))}
+    assert (states[job.run_id], states[" odd"]) == ("unreadable", "unreadable")
+    client.delete(f"{job.prefix}/ odd/key")
+
+
+def test_status_says_that_nobody_looks_after_nodes_that_live(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
+    asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
+    assert "controller: none; nodes on slurm train on, the same `dlrover run` goes on with them" in dlrover(*asking)[1]
+    client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
+    assert "none; nodes" not in dlrover(*asking)[1]

@@ -1,0 +1,24 @@
+"""A job's events as its controller copies them into the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, Mirror
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
+from lightning_dlrover.report.status import EventLog, read_event_file
+
+
+def test_events_are_copied_once_each_and_kept_in_order(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text("of an earlier attempt\n")
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        copied = []
+        for number in range(20):
+            client.put(f"{keys.events}{number:020d}-x", encode(EventRecord("note", float(number), str(number))))
+            copied += log.new()
+        client.put(f"{keys.events}{5:020d}-y", encode(EventRecord("late", 5.5, "5.5")))
+        client.put(f"{keys.events}{6:020d}-y", b"not an event")
+        log.complete(client)
+    assert [e.at for e in read_event_file(file)] == sorted([*map(float, range(20)), 5.5])
