@@ -43,20 +43,9 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
                 "and name an etcd that outlasts its hosts with --endpoint next time"
             )
     data = folder / "etcd"
-    deadline = time.monotonic() + 10.0
     is_over = False
     try:
-        while True:
-            server = EmbeddedEtcd(data, host=host, port=port)
-            try:
-                server.start()
-                break
-            except EtcdServerError:
-                # That of a `dlrover run` that was killed a moment ago may still be ending.
-                if port is None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-        with server:
+        with _started(data, host, port) as server:
             if not host.startswith("127."):
                 say(
                     f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
@@ -72,6 +61,20 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
     finally:
         if is_over or not (folder / JOB_FILE).exists():
             shutil.rmtree(data, ignore_errors=True)
+
+
+def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:
+    deadline = time.monotonic() + 10.0
+    while True:
+        server = EmbeddedEtcd(data, host=host, port=port)
+        try:
+            server.start()
+            return server
+        except EtcdServerError:
+            # That of a `dlrover run` that was killed a moment ago may still be ending.
+            if port is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def _own_address() -> str:
