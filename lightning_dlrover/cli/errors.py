@@ -1,4 +1,4 @@
-"""How a command ends, and how it refuses."""
+"""Exit codes of the command line, and the error that refuses a wrong use of it."""
 
 from __future__ import annotations
 

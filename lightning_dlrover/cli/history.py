@@ -1,4 +1,4 @@
-"""`dlrover history`: what is remembered of jobs, for people and as a table."""
+"""`dlrover history`: list, show and export the job history."""
 
 from __future__ import annotations
 

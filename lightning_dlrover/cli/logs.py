@@ -1,4 +1,4 @@
-"""`dlrover logs`: show what all nodes have printed, or print from now on."""
+"""`dlrover logs`: show the output of all nodes, or follow it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUTPUT_S = 60.0
 
 
 def logs_command(options: argparse.Namespace) -> int:
-    """Show what all nodes have printed, or what they print from now on."""
+    """Show the output of all nodes, or follow it."""
     with contextlib.ExitStack() as stack:
         output = _output(options, stack)
         if options.follow:
@@ -90,7 +90,7 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
 
 
 class _Follower:
-    """Prints what the nodes of a job print from now on."""
+    """Follows the output of all nodes of a job."""
 
     def __init__(self, options: argparse.Namespace, output: _Output, stack: contextlib.ExitStack) -> None:
         self._options = options
@@ -127,7 +127,7 @@ class _Follower:
                 time.sleep(0.5)
 
     def _ask(self) -> tuple[dict[str, str], bool, Exception | None]:
-        """What `_ranks` finds of each node, whether the job is over, and why that is not known."""
+        """Return a label for each node, whether the job is over, and why that is not known."""
         if self._client is None:
             with contextlib.suppress(EtcdError, JobNotFoundError):
                 self._place = find_place(self._options.job, self._options)
@@ -142,7 +142,7 @@ class _Follower:
         return ranks, False, UsageError(f"no etcd says whether job {self._options.job!r} is over")
 
     def _print_new_lines(self, ranks: dict[str, str], is_over: bool) -> Exception | None:
-        """Print what has come; return why some of it could not be read."""
+        """Print all new lines; return why some of them could not be read."""
         problem: Exception | None = None
         found: dict[str, list[Path]] = {}
         try:

@@ -67,7 +67,7 @@ REPEATED_OPTIONS = {
 
 
 def flag(name: str) -> str:
-    """The option of a name of the parsed options."""
+    """The option that is parsed into this name."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -78,7 +78,7 @@ def option_of(setting: str) -> str:
 
 
 def add_place_options(parser: argparse.ArgumentParser) -> None:
-    """Add what finds a job: its etcd, and the folder of run folders."""
+    """Add the options that locate a job: its etcd and the folder of run folders."""
     parser.add_argument(
         "--endpoint", type=values.given, metavar="HOST:PORT", help="etcd v3; default: DLROVER_ENDPOINT, else an embedded one"
     )
@@ -95,7 +95,7 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_objective_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the planner of a job is to aim at."""
+    """Add the planner's objective, and the job history that it starts from."""
     group = parser.add_argument_group("what to aim at", "for a script whose DLRoverCallback does not say itself")
     group.add_argument("--objective", choices=("fastest", "cheapest", "efficient"), help="default fastest")
     group.add_argument("--deadline", type=values.duration, metavar="TIME", help="since the job's start, such as 90m or 2h")
@@ -105,7 +105,7 @@ def add_objective_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Add what each node gets, wherever it runs."""
+    """Add the resources of each node, for any target."""
     title = "what each node gets"
     text = "default: as the cluster has it; on this machine: what there is, together with the others (docs/local.md)"
     group = parser.add_argument_group(title, text)
@@ -126,7 +126,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
-    """Add what Slurm alone can be asked for."""
+    """Add the options of Slurm alone."""
     group = parser.add_argument_group("and Slurm for", "with --target slurm")
     _add_texts(group, SLURM_OPTIONS)
     group.add_argument(
@@ -139,7 +139,7 @@ def add_slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
-    """Add what Kubernetes alone can be asked for."""
+    """Add the options of Kubernetes alone."""
     group = parser.add_argument_group("and Kubernetes for", "with --target kubernetes; see docs/kubernetes.md")
     _add_texts(group, KUBERNETES_OPTIONS)
     for name, (value, text) in REPEATED_OPTIONS.items():

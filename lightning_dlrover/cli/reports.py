@@ -1,4 +1,4 @@
-"""`dlrover report` and `dlrover explain`: what happened to a job, and why."""
+"""`dlrover report` and `dlrover explain`: a job and its plans as page, text and picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder of a job: who may use it, and that one process does at a time."""
+"""The run folder of a job, which one process uses at a time."""
 
 from __future__ import annotations
 

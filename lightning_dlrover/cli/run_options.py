@@ -1,4 +1,4 @@
-"""What `dlrover run` was asked for: checked, and in the form that targets take."""
+"""The options of `dlrover run`: checked, and converted to the form that targets take."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_this_machine(options: argparse.Namespace) -> None:
 
 
 def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
-    """What Kubernetes is asked for, for each node.
+    """The request to Kubernetes for each node.
 
     Raises:
         UsageError: a value makes no sense.

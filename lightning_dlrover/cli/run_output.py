@@ -1,4 +1,4 @@
-"""What `dlrover run` prints of a job while it runs, and writes of it in the end."""
+"""The lines that `dlrover run` prints while its job runs, and the report at the end."""
 
 from __future__ import annotations
 

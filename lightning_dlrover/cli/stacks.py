@@ -1,4 +1,4 @@
-"""`dlrover stacks`: ask all workers of a job where they stand."""
+"""`dlrover stacks`: collect the stack traces of all workers of a job."""
 
 from __future__ import annotations
 
