@@ -18,6 +18,21 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job_file
 
 
+class EtcdLostError(Exception):
+    """The job's own etcd has ended while the job ran."""
+
+
+def without_etcd(server: EmbeddedEtcd, target: str) -> str:
+    """Why the job's own etcd has ended, what is left of the job, and what to do."""
+    left = (
+        "The job's records are lost with it: the script's checkpoints are still there, but the job begins anew unless "
+        "the script is given one of them (ckpt_path). Where --endpoint names an etcd that stays, the same command goes on"
+        if target == "local"
+        else "The same command goes on from the newest checkpoint"
+    )
+    return f"the embedded etcd has ended unasked: {server.why_it_ended()}. {left}"
+
+
 @contextlib.contextmanager
 def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
     """An etcd of the job's own.

@@ -13,10 +13,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
-from lightning_dlrover.cli.own_etcd import own_etcd
+from lightning_dlrover.cli.own_etcd import EtcdLostError, own_etcd, without_etcd
 from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.cli.run_options import (
     check_target,
@@ -88,6 +88,9 @@ def run_command(options: argparse.Namespace) -> int:
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or access_from(os.environ))
                 return _run_job(options, script, place, folder, server, hurry)
+        except EtcdLostError as error:
+            complain(f"job {run_id} failed: {error}")
+            return EXIT_FAILED
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"job {run_id} was ended by {name}; nothing it started is left")
@@ -122,7 +125,7 @@ def _run_job(
             f"files in {folder}"
         )
         try:
-            end = _steer(controller, server, announce)
+            end = _steer(controller, server, options.target, announce)
         finally:
             controller.end_nodes()
             announce()
@@ -157,21 +160,21 @@ def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> No
     )
 
 
-def _steer(controller: Controller, server: EmbeddedEtcd | None, announce: Announcer) -> Give:
+def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, announce: Announcer) -> Give:
     """Let the controller act until the job is over; return how it has ended.
 
     Raises:
-        EtcdServerError: the job's own etcd has ended before it.
+        EtcdLostError: the job's own etcd has ended before it.
         Interrupted: this process was asked to end.
     """
     try:
         while (end := controller.step()) is None:
             if server is not None and not server.is_running():
-                why = server.why_it_ended()
-                raise EtcdServerError(f"the embedded etcd has ended unasked, the job cannot go on without it: {why}")
+                say("the embedded etcd has ended unasked: ending all nodes, as the job cannot go on without it")
+                raise EtcdLostError(without_etcd(server, target))
             announce()
             controller.wait(0.2)
-    except (Interrupted, EtcdServerError):
+    except (Interrupted, EtcdLostError):
         # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
         if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
             controller.tell_scheduler_to_end_nodes()  # first: there may be little time
