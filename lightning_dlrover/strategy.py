@@ -659,8 +659,13 @@ class DLRoverStrategy(EitherStrategy):
         ):
             super().configure_ddp()
 
-    def wrap_model(self) -> None:
-        """Wrap the model for the current round; all workers have equal parameters already."""
+    def wrap_model(self, in_validation: bool = False) -> None:
+        """Wrap the model for the current round; all workers have equal parameters already.
+
+        Args:
+            in_validation: any of the workers is in a validation, where `send_buffers` has sent the buffers. Equal on all of
+                them: the next forward pass of one that has ended the validation already is the others' first one after it.
+        """
         assert self.lightning_module is not None
         if self._tables is not None:
             return  # wrapped when its tables were built
@@ -673,8 +678,8 @@ class DLRoverStrategy(EitherStrategy):
                 self.configure_ddp()
             finally:
                 self._ddp_kwargs = kwargs
-            if not self._lightning_trainer.training and isinstance(self.model, DistributedDataParallel):
-                self.model.require_forward_param_sync = False  # in a validation: done, see `send_buffers`
+            if in_validation and isinstance(self.model, DistributedDataParallel):
+                self.model.require_forward_param_sync = False
 
     def send_buffers(self) -> None:
         """Give all workers rank 0's buffers before a validation.

@@ -1010,7 +1010,7 @@ class LiveTraining:
             self._settle_validation(formation)
         self._give_state(formation, plan.joining)
         if not self._is_between_fits:  # else the Trainer is about to do both
-            strategy.wrap_model()
+            strategy.wrap_model(in_validation=any(p.validation for p in standing.values()))
             if formation.rank == 0:
                 self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)

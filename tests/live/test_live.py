@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.live import training as module
 from lightning_dlrover.live.loggers import _adopt_csv_log
 from lightning_dlrover.live.training import (
     LiveTraining,
@@ -19,6 +22,8 @@ from lightning_dlrover.live.training import (
     can_meet,
 )
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.live.member import RoundEndedError
 from lightning_dlrover.tables.snapshot import SnapshotError
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
@@ -124,6 +129,75 @@ def test_missed_update_brings_counters_of_parameter_groups() -> None:
     assert group["lr"] == 0.2  # its own scheduler sets it
     weights = [live._trainer.lightning_module.weight for live in (source, target)]
     assert torch.equal(*weights)  # type: ignore[arg-type]
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------------------
+
+
+class Wrapping(DLRoverStrategy):
+    """Of one of two workers; no group is formed."""
+
+    world_size = 2
+    elastic_tables = lightning_module = model = None
+    _tables = None
+
+    def __init__(self, lightning_module: Any) -> None:
+        self.lightning_module = lightning_module  # type: ignore[assignment, misc]
+        self.unused = SimpleNamespace(agree=lambda found, is_first: None)  # type: ignore[assignment]
+        self._ddp_kwargs: dict[str, Any] = {}
+
+    def enter_round(self, rank: int, size: int) -> None:
+        pass
+
+    def configure_ddp(self) -> None:
+        replica: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+        torch.nn.Module.__init__(replica)
+        replica.require_forward_param_sync = True
+        self.model = replica
+
+
+def formation_of(said: dict[str, bytes], worker: str) -> Any:
+    members = list(said)
+    round_ = SimpleNamespace(members=members, number=2)
+    return SimpleNamespace(
+        hellos=said, round=round_, rank=members.index(worker), size=len(members), rank_of=lambda w: members.index(w)
+    )
+
+
+def member(name: str, training: bool = True) -> LiveTraining:
+    """A worker of several that enters a round; it can do no more than that."""
+    live, _ = worker(lr=0.1)
+    trainer: Any = live._trainer
+    trainer.training = training
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[])
+    trainer.lightning_module.trainer = trainer
+    live._strategy = Wrapping(trainer.lightning_module)
+    live.world = SimpleNamespace(worker_id=name, is_failure=lambda error: isinstance(error, RoundEndedError))  # type: ignore[assignment]
+    live._pace = SimpleNamespace(went_on=lambda batch: None)  # type: ignore[assignment]
+    live._results, live._missed, live._outgoing, live._fit = {}, {}, None, 1
+    live._is_between_fits = live._is_redoing = live._in_step = False
+    live._entered = True
+    live._batch, live._collective = 5, 0
+    live._take_over_rank_zero = live._settle_validation = lambda *args: None  # type: ignore[method-assign]
+    return live
+
+
+@pytest.mark.parametrize("is_in_validation", [False, True])
+def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffers(
+    is_in_validation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first one has ended a validation and is in the step after it; the second one may still be in its last collective.
+    second = replace(BETWEEN, at_boundary=False, collective=3, validation=1) if is_in_validation else INSIDE
+    said = hellos(replace(INSIDE, batch=6), second)
+    monkeypatch.setattr(transfer, "send", lambda results, rank: None)
+    monkeypatch.setattr(transfer, "receive", lambda rank: {})
+    found = []
+    for name, training in (("w0", True), ("w1", not is_in_validation)):
+        live = member(name, training)
+        live._settle(formation_of(said, name), Position.decode(said[name]))
+        replica: Any = live._strategy.model
+        found.append(replica.require_forward_param_sync)
+    assert found == [not is_in_validation] * 2
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------
