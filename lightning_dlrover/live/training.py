@@ -596,13 +596,15 @@ class LiveTraining:
 
         def compute() -> Any:
             # A worker may be lost while earlier batches are computed again, too.
-            return run(optimizer, batch_idx, self._redo_window(inside=True) if again else kwargs)
+            own = self._redo_window(inside=True) if again else kwargs
+            self._num_backwards = 0  # those of earlier batches are not this step's
+            return run(optimizer, batch_idx, own)
 
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
             self._remember()
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._in_step, self._num_backwards = True, 0
+            self._in_step = True
             before = copy.deepcopy(progress.state_dict())
             if (done := self._attempt(compute)) is not None:
                 result = done[0]

@@ -200,6 +200,35 @@ def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffer
     assert found == [not is_in_validation] * 2
 
 
+def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_that_closes_their_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live = member("w0")
+    trainer: Any = live._trainer
+    progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization = SimpleNamespace(optim_progress=SimpleNamespace(optimizer=progress))
+    epoch_loop.batch_progress = SimpleNamespace(current=SimpleNamespace(ready=2))
+    trainer.accumulate_grad_batches, trainer.fit_loop._should_accumulate = 2, lambda: False
+    live.metrics = SimpleNamespace(agree_on_step=lambda: None)  # type: ignore[assignment]
+    live._is_failure = lambda error: True  # type: ignore[method-assign]
+    live._recover = lambda: False  # type: ignore[method-assign]
+    live._copy_if_weights_move_inside = lambda optimizer: None  # type: ignore[method-assign]
+    live._redo_window = lambda inside: live.backward_begins()  # type: ignore[method-assign, misc]
+    live._updates = live._max_backwards = live._num_backwards = 0
+    monkeypatch.setattr(module, "call_restart_hooks", lambda trainer, batch_idx: None)
+    failures = [RoundEndedError("a worker was lost")]
+
+    def run(*args: Any) -> dict[str, Any]:
+        live.backward_begins()
+        if failures:
+            raise failures.pop()
+        return {}
+
+    live.run_automatic(run, None, 1, {})
+    assert live._max_backwards == 1
+
+
 # --- logs ---------------------------------------------------------------------------------------------------------------------
 
 
