@@ -681,17 +681,31 @@ class DLRoverStrategy(EitherStrategy):
             if in_validation and isinstance(self.model, DistributedDataParallel):
                 self.model.require_forward_param_sync = False
 
-    def send_buffers(self) -> None:
+    def send_buffers(self) -> dict[str, Tensor]:
         """Give all workers rank 0's buffers before a validation.
 
         DDP does that in each worker's first forward pass. A worker that has no sample of the first dataloader, or none left
         after a loss, makes it later than the others or not at all, and meets them in another collective.
+
+        Returns:
+            A copy of what was sent, for a worker that a loss has kept from receiving it; see `take_buffers`.
         """
         model = self.model
+        sent: dict[str, Tensor] = {}
         if isinstance(model, DistributedDataParallel) and self.world_size > 1:
             if model.broadcast_buffers and any(True for _ in model.module.buffers()):
                 model._sync_buffers()  # type: ignore[no-untyped-call]
+                sent = {name: buffer.detach().clone() for name, buffer in model.named_module_buffers.items()}
             model.require_forward_param_sync = False
+        return sent
+
+    def take_buffers(self, sent: Mapping[str, Tensor]) -> None:
+        """Set the buffers that `send_buffers` has returned, here or on another worker."""
+        assert self.lightning_module is not None
+        own = dict(self.lightning_module.named_buffers())
+        with torch.no_grad():
+            for name, buffer in sent.items():
+                own[name].copy_(buffer)
 
     def wrap_what_was_unfrozen(self) -> None:
         """Wrap the model anew if parameters were unfrozen since.

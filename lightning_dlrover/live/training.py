@@ -920,7 +920,8 @@ class LiveTraining:
     def send_buffers(self) -> None:
         """All workers, before a validation."""
         if self._size > 1:
-            self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+            sent = self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+            self._strategy.take_buffers(sent)  # it may be another worker's result
 
     def recover_if_broken(self) -> None:
         """Form the next round if this one has ended; where nothing is under way that would have to be done again."""

@@ -200,6 +200,30 @@ def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffer
     assert found == [not is_in_validation] * 2
 
 
+def test_buffers_sent_before_a_validation_reach_a_worker_that_a_loss_kept_from_receiving_them() -> None:
+    live = member("w1")
+    live.formation = formation_of(hellos(BETWEEN, BETWEEN), "w1")
+    live._trainer.lightning_module.register_buffer("mean", torch.zeros(3))
+    live._missed = {(5, 1): {"mean": torch.arange(3.0)}}
+    live.send_buffers()
+    assert torch.equal(live._trainer.lightning_module.mean, torch.arange(3.0))  # type: ignore[arg-type]
+
+
+def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
+    strategy = member("w0")._strategy
+    strategy.configure_ddp()
+    replica: Any = strategy.model
+    mean = torch.arange(3.0)
+    replica.module = torch.nn.Module()
+    replica.module.register_buffer("mean", mean)
+    replica.broadcast_buffers, replica.named_module_buffers = True, {"mean": mean}
+    replica._sync_buffers = lambda: None
+    sent = strategy.send_buffers()
+    mean += 1.0  # the next training step
+    assert torch.equal(sent["mean"], torch.arange(3.0))
+    assert not replica.require_forward_param_sync
+
+
 def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_that_closes_their_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
