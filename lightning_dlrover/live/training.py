@@ -569,7 +569,12 @@ class LiveTraining:
                 transfer.send(message, rank)
             elif self._rank == rank:
                 message = transfer.receive(source, STATE_CLASSES, self._names_in_state)
-        self._restore(TrainerState(**message["state"]), enters_epoch=True)
+        try:
+            self._restore(TrainerState(**message["state"]), enters_epoch=True)
+        except Exception as error:
+            if left is not None and not self.world.is_failure(error):
+                left.remove()  # the next group would end like this one
+            raise
         if self._rank == 0:
             self._add_partials(message["values"])
             text = f"went on from the state of step {newest} in a host's memory"

@@ -253,6 +253,28 @@ def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_tha
     assert live._max_backwards == 1
 
 
+@pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
+def test_a_left_state_that_cannot_be_restored_is_not_met_again(
+    error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restore(*args: Any, **options: Any) -> None:
+        raise error
+
+    live = member("w0")
+    live.formation = None  # this worker is alone
+    left = LeftState(tmp_path)
+    left.write(7, transfer.pack({"state": {}, "values": {}}))
+    live.world.left_state, live.world.has_finished = left, False  # type: ignore[misc]
+    live._trainer.global_step = 0  # type: ignore[misc]
+    live._unread_checkpoint = lambda: None  # type: ignore[method-assign]
+    live._names_in_state = frozenset()
+    live._restore = restore  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "TrainerState", dict)
+    with pytest.raises(type(error)):
+        live._resume_left_state()
+    assert left.step() == (7 if is_kept else None)
+
+
 # --- logs ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,11 @@ class LeftState:
             ) from error
         return num_bytes
 
+    def remove(self) -> None:
+        """Let there be no state, such as one that no worker can go on from."""
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+
     def _remove_unfinished(self) -> None:
         """Free the memory of what workers were writing when they were killed."""
         for unfinished in self._file.parent.glob(f"{self._file.name}.*"):

@@ -75,6 +75,14 @@ def test_state_that_a_killed_worker_was_writing_is_removed_by_the_next_writer(tm
     must_hold(LeftState(tmp_path), 3)
 
 
+def test_removed_state_is_not_there(tmp_path: Path) -> None:
+    left = LeftState(tmp_path)
+    left.write(3, transfer.pack(state_of(3)))
+    for _ in range(2):
+        left.remove()
+        assert left.step() is None
+
+
 @pytest.mark.parametrize("num_bytes", [0, 5, 20, 1000, 30000])
 def test_damaged_state_is_an_error_not_a_crash(num_bytes: int, tmp_path: Path) -> None:
     left = LeftState(tmp_path)
