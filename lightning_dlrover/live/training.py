@@ -1002,7 +1002,8 @@ class LiveTraining:
             self._settle_tables(formation, standing, plan.joining)
             self._pace.went_on(self._batch_number + 1)
             return False
-        if not standing and not self._resume_left_state() and me == formation.round.members[0]:
+        has_resumed = not standing and self._resume_left_state()
+        if not standing and not has_resumed and me == formation.round.members[0]:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
             if me == source:
@@ -1016,7 +1017,8 @@ class LiveTraining:
             self._share_results(formation, standing)
         if any(p.validation for p in standing.values()):
             self._settle_validation(formation)
-        self._give_state(formation, plan.joining)
+        if not has_resumed:  # else all have it
+            self._give_state(formation, plan.joining)
         if not self._is_between_fits:  # else the Trainer is about to do both
             strategy.wrap_model(in_validation=any(p.validation for p in standing.values()))
             if formation.rank == 0:

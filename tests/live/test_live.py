@@ -253,6 +253,17 @@ def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_tha
     assert live._max_backwards == 1
 
 
+@pytest.mark.parametrize("has_left_state", [False, True])
+def test_new_workers_that_all_have_a_left_state_are_not_given_one_again(has_left_state: bool) -> None:
+    said = hellos(JOINER, JOINER)
+    live = member("w1")
+    given: list[Any] = []
+    live._resume_left_state = lambda: has_left_state  # type: ignore[method-assign]
+    live._give_state = lambda formation, joining: given.append(joining)  # type: ignore[method-assign]
+    live._settle(formation_of(said, "w1"), None)
+    assert given == ([] if has_left_state else [[("w0", "w1")]])
+
+
 @pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
 def test_a_left_state_that_cannot_be_restored_is_not_met_again(
     error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
