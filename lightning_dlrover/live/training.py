@@ -1173,8 +1173,9 @@ class LiveTraining:
         state, self._outgoing = self._outgoing, None
         # Where all are new, all pack, though one is enough: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
-        if state is None and joining and (are_all_new or any(me == sender for sender, _ in joining)):
-            state = self._packed_message()
+        is_sender = any(me == sender for sender, _ in joining)
+        if state is None and joining and (are_all_new or is_sender):
+            state = self._packed_message(is_sent=is_sender)
         for sender, worker in joining:
             if me == sender:
                 transfer.send(state, formation.rank_of(worker))
@@ -1261,15 +1262,20 @@ class LiveTraining:
             self.world.close_to_joiners("")
         return frozenset(found)
 
-    def _packed_message(self) -> transfer.Packed:
-        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train."""
+    def _packed_message(self, is_sent: bool = True) -> transfer.Packed:
+        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train.
+
+        Args:
+            is_sent: else nobody needs it, and this worker may have no state yet of which a user's hook could make something.
+        """
         try:
             return transfer.pack(self._message())
         except Exception as error:
             if self.world.is_failure(error):
                 raise
-            log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
-            self.world.close_to_joiners(f"{type(error).__name__}: {error}")
+            if is_sent:
+                log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
+                self.world.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:
@@ -1322,7 +1328,7 @@ class LiveTraining:
         if formation.rank == source:
             self._load_checkpoint(record)
         # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
-        packed = self._packed_message() if formation.size > 1 else None
+        packed = self._packed_message(is_sent=formation.rank == source) if formation.size > 1 else None
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
                 transfer.send(packed, rank)

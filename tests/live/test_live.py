@@ -264,6 +264,24 @@ def test_new_workers_that_all_have_a_left_state_are_not_given_one_again(has_left
     assert given == ([] if has_left_state else [[("w0", "w1")]])
 
 
+@pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])
+def test_only_the_source_of_a_state_that_cannot_be_sent_closes_the_job_to_joiners(
+    name: str, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_save_checkpoint() -> dict[str, Any]:
+        raise AttributeError("what on_load_checkpoint brings")
+
+    live = member(name)
+    reasons: list[str] = []
+    live.world.config = SimpleNamespace(run_id="job")  # type: ignore[assignment]
+    live.world.close_to_joiners = reasons.append  # type: ignore[method-assign]
+    live._message = on_save_checkpoint  # type: ignore[method-assign]
+    live._received = live._restore = lambda *args, **options: None  # type: ignore[assignment, method-assign, return-value]
+    monkeypatch.setattr(transfer, "send", lambda state, rank: None)
+    live._give_state(formation_of(hellos(JOINER, JOINER), name), [("w0", "w1")])
+    assert len(reasons) == is_closed
+
+
 @pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
 def test_a_left_state_that_cannot_be_restored_is_not_met_again(
     error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
