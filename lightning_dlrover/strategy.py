@@ -659,8 +659,13 @@ class DLRoverStrategy(EitherStrategy):
         ):
             super().configure_ddp()
 
-    def wrap_model(self) -> None:
-        """Wrap the model for the current round; all workers have equal parameters already."""
+    def wrap_model(self, in_validation: bool = False) -> None:
+        """Wrap the model for the current round; all workers have equal parameters already.
+
+        Args:
+            in_validation: any of the workers is in a validation, where `send_buffers` has sent the buffers. Equal on all of
+                them: the next forward pass of one that has ended the validation already is the others' first one after it.
+        """
         assert self.lightning_module is not None
         if self._tables is not None:
             return  # wrapped when its tables were built
@@ -673,20 +678,34 @@ class DLRoverStrategy(EitherStrategy):
                 self.configure_ddp()
             finally:
                 self._ddp_kwargs = kwargs
-            if not self._lightning_trainer.training and isinstance(self.model, DistributedDataParallel):
-                self.model.require_forward_param_sync = False  # in a validation: done, see `send_buffers`
+            if in_validation and isinstance(self.model, DistributedDataParallel):
+                self.model.require_forward_param_sync = False
 
-    def send_buffers(self) -> None:
+    def send_buffers(self) -> dict[str, Tensor]:
         """Give all workers rank 0's buffers before a validation.
 
         DDP does that in each worker's first forward pass. A worker that has no sample of the first dataloader, or none left
         after a loss, makes it later than the others or not at all, and meets them in another collective.
+
+        Returns:
+            A copy of what was sent, for a worker that a loss has kept from receiving it; see `take_buffers`.
         """
         model = self.model
+        sent: dict[str, Tensor] = {}
         if isinstance(model, DistributedDataParallel) and self.world_size > 1:
             if model.broadcast_buffers and any(True for _ in model.module.buffers()):
                 model._sync_buffers()  # type: ignore[no-untyped-call]
+                sent = {name: buffer.detach().clone() for name, buffer in model.named_module_buffers.items()}
             model.require_forward_param_sync = False
+        return sent
+
+    def take_buffers(self, sent: Mapping[str, Tensor]) -> None:
+        """Set the buffers that `send_buffers` has returned, here or on another worker."""
+        assert self.lightning_module is not None
+        own = dict(self.lightning_module.named_buffers())
+        with torch.no_grad():
+            for name, buffer in sent.items():
+                own[name].copy_(buffer)
 
     def wrap_what_was_unfrozen(self) -> None:
         """Wrap the model anew if parameters were unfrozen since.

@@ -569,7 +569,12 @@ class LiveTraining:
                 transfer.send(message, rank)
             elif self._rank == rank:
                 message = transfer.receive(source, STATE_CLASSES, self._names_in_state)
-        self._restore(TrainerState(**message["state"]), enters_epoch=True)
+        try:
+            self._restore(TrainerState(**message["state"]), enters_epoch=True)
+        except Exception as error:
+            if left is not None and not self.world.is_failure(error):
+                left.remove()  # the next group would end like this one
+            raise
         if self._rank == 0:
             self._add_partials(message["values"])
             text = f"went on from the state of step {newest} in a host's memory"
@@ -596,13 +601,15 @@ class LiveTraining:
 
         def compute() -> Any:
             # A worker may be lost while earlier batches are computed again, too.
-            return run(optimizer, batch_idx, self._redo_window(inside=True) if again else kwargs)
+            own = self._redo_window(inside=True) if again else kwargs
+            self._num_backwards = 0  # those of earlier batches are not this step's
+            return run(optimizer, batch_idx, own)
 
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
             self._remember()
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._in_step, self._num_backwards = True, 0
+            self._in_step = True
             before = copy.deepcopy(progress.state_dict())
             if (done := self._attempt(compute)) is not None:
                 result = done[0]
@@ -918,7 +925,8 @@ class LiveTraining:
     def send_buffers(self) -> None:
         """All workers, before a validation."""
         if self._size > 1:
-            self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+            sent = self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+            self._strategy.take_buffers(sent)  # it may be another worker's result
 
     def recover_if_broken(self) -> None:
         """Form the next round if this one has ended; where nothing is under way that would have to be done again."""
@@ -994,7 +1002,8 @@ class LiveTraining:
             self._settle_tables(formation, standing, plan.joining)
             self._pace.went_on(self._batch_number + 1)
             return False
-        if not standing and not self._resume_left_state() and me == formation.round.members[0]:
+        has_resumed = not standing and self._resume_left_state()
+        if not standing and not has_resumed and me == formation.round.members[0]:
             self._load_newest_checkpoint()
         for source, worker in plan.behind:
             if me == source:
@@ -1008,9 +1017,10 @@ class LiveTraining:
             self._share_results(formation, standing)
         if any(p.validation for p in standing.values()):
             self._settle_validation(formation)
-        self._give_state(formation, plan.joining)
+        if not has_resumed:  # else all have it
+            self._give_state(formation, plan.joining)
         if not self._is_between_fits:  # else the Trainer is about to do both
-            strategy.wrap_model()
+            strategy.wrap_model(in_validation=any(p.validation for p in standing.values()))
             if formation.rank == 0:
                 self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
@@ -1163,8 +1173,9 @@ class LiveTraining:
         state, self._outgoing = self._outgoing, None
         # Where all are new, all pack, though one is enough: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
-        if state is None and joining and (are_all_new or any(me == sender for sender, _ in joining)):
-            state = self._packed_message()
+        is_sender = any(me == sender for sender, _ in joining)
+        if state is None and joining and (are_all_new or is_sender):
+            state = self._packed_message(is_sent=is_sender)
         for sender, worker in joining:
             if me == sender:
                 transfer.send(state, formation.rank_of(worker))
@@ -1251,15 +1262,20 @@ class LiveTraining:
             self.world.close_to_joiners("")
         return frozenset(found)
 
-    def _packed_message(self) -> transfer.Packed:
-        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train."""
+    def _packed_message(self, is_sent: bool = True) -> transfer.Packed:
+        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train.
+
+        Args:
+            is_sent: else nobody needs it, and this worker may have no state yet of which a user's hook could make something.
+        """
         try:
             return transfer.pack(self._message())
         except Exception as error:
             if self.world.is_failure(error):
                 raise
-            log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
-            self.world.close_to_joiners(f"{type(error).__name__}: {error}")
+            if is_sent:
+                log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
+                self.world.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:
@@ -1312,7 +1328,7 @@ class LiveTraining:
         if formation.rank == source:
             self._load_checkpoint(record)
         # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
-        packed = self._packed_message() if formation.size > 1 else None
+        packed = self._packed_message(is_sent=formation.rank == source) if formation.size > 1 else None
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
                 transfer.send(packed, rank)

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.live import training as module
 from lightning_dlrover.live.loggers import _adopt_csv_log
 from lightning_dlrover.live.training import (
     LiveTraining,
@@ -19,6 +22,8 @@ from lightning_dlrover.live.training import (
     can_meet,
 )
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.live.member import RoundEndedError
 from lightning_dlrover.tables.snapshot import SnapshotError
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
@@ -124,6 +129,179 @@ def test_missed_update_brings_counters_of_parameter_groups() -> None:
     assert group["lr"] == 0.2  # its own scheduler sets it
     weights = [live._trainer.lightning_module.weight for live in (source, target)]
     assert torch.equal(*weights)  # type: ignore[arg-type]
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------------------
+
+
+class Wrapping(DLRoverStrategy):
+    """Of one of two workers; no group is formed."""
+
+    world_size = 2
+    elastic_tables = lightning_module = model = None
+    _tables = None
+
+    def __init__(self, lightning_module: Any) -> None:
+        self.lightning_module = lightning_module  # type: ignore[assignment, misc]
+        self.unused = SimpleNamespace(agree=lambda found, is_first: None)  # type: ignore[assignment]
+        self._ddp_kwargs: dict[str, Any] = {}
+
+    def enter_round(self, rank: int, size: int) -> None:
+        pass
+
+    def configure_ddp(self) -> None:
+        replica: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+        torch.nn.Module.__init__(replica)
+        replica.require_forward_param_sync = True
+        self.model = replica
+
+
+def formation_of(said: dict[str, bytes], worker: str) -> Any:
+    members = list(said)
+    round_ = SimpleNamespace(members=members, number=2)
+    return SimpleNamespace(
+        hellos=said, round=round_, rank=members.index(worker), size=len(members), rank_of=lambda w: members.index(w)
+    )
+
+
+def member(name: str, training: bool = True) -> LiveTraining:
+    """A worker of several that enters a round; it can do no more than that."""
+    live, _ = worker(lr=0.1)
+    trainer: Any = live._trainer
+    trainer.training = training
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[])
+    trainer.lightning_module.trainer = trainer
+    live._strategy = Wrapping(trainer.lightning_module)
+    live.world = SimpleNamespace(worker_id=name, is_failure=lambda error: isinstance(error, RoundEndedError))  # type: ignore[assignment]
+    live._pace = SimpleNamespace(went_on=lambda batch: None)  # type: ignore[assignment]
+    live._results, live._missed, live._outgoing, live._fit = {}, {}, None, 1
+    live._is_between_fits = live._is_redoing = live._in_step = False
+    live._entered = True
+    live._batch, live._collective = 5, 0
+    live._take_over_rank_zero = live._settle_validation = lambda *args: None  # type: ignore[method-assign]
+    return live
+
+
+@pytest.mark.parametrize("is_in_validation", [False, True])
+def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffers(
+    is_in_validation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first one has ended a validation and is in the step after it; the second one may still be in its last collective.
+    second = replace(BETWEEN, at_boundary=False, collective=3, validation=1) if is_in_validation else INSIDE
+    said = hellos(replace(INSIDE, batch=6), second)
+    monkeypatch.setattr(transfer, "send", lambda results, rank: None)
+    monkeypatch.setattr(transfer, "receive", lambda rank: {})
+    found = []
+    for name, training in (("w0", True), ("w1", not is_in_validation)):
+        live = member(name, training)
+        live._settle(formation_of(said, name), Position.decode(said[name]))
+        replica: Any = live._strategy.model
+        found.append(replica.require_forward_param_sync)
+    assert found == [not is_in_validation] * 2
+
+
+def test_buffers_sent_before_a_validation_reach_a_worker_that_a_loss_kept_from_receiving_them() -> None:
+    live = member("w1")
+    live.formation = formation_of(hellos(BETWEEN, BETWEEN), "w1")
+    live._trainer.lightning_module.register_buffer("mean", torch.zeros(3))
+    live._missed = {(5, 1): {"mean": torch.arange(3.0)}}
+    live.send_buffers()
+    assert torch.equal(live._trainer.lightning_module.mean, torch.arange(3.0))  # type: ignore[arg-type]
+
+
+def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
+    strategy = member("w0")._strategy
+    strategy.configure_ddp()
+    replica: Any = strategy.model
+    mean = torch.arange(3.0)
+    replica.module = torch.nn.Module()
+    replica.module.register_buffer("mean", mean)
+    replica.broadcast_buffers, replica.named_module_buffers = True, {"mean": mean}
+    replica._sync_buffers = lambda: None
+    sent = strategy.send_buffers()
+    mean += 1.0  # the next training step
+    assert torch.equal(sent["mean"], torch.arange(3.0))
+    assert not replica.require_forward_param_sync
+
+
+def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_that_closes_their_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live = member("w0")
+    trainer: Any = live._trainer
+    progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization = SimpleNamespace(optim_progress=SimpleNamespace(optimizer=progress))
+    epoch_loop.batch_progress = SimpleNamespace(current=SimpleNamespace(ready=2))
+    trainer.accumulate_grad_batches, trainer.fit_loop._should_accumulate = 2, lambda: False
+    live.metrics = SimpleNamespace(agree_on_step=lambda: None)  # type: ignore[assignment]
+    live._is_failure = lambda error: True  # type: ignore[method-assign]
+    live._recover = lambda: False  # type: ignore[method-assign]
+    live._copy_if_weights_move_inside = lambda optimizer: None  # type: ignore[method-assign]
+    live._redo_window = lambda inside: live.backward_begins()  # type: ignore[method-assign, misc]
+    live._updates = live._max_backwards = live._num_backwards = 0
+    monkeypatch.setattr(module, "call_restart_hooks", lambda trainer, batch_idx: None)
+    failures = [RoundEndedError("a worker was lost")]
+
+    def run(*args: Any) -> dict[str, Any]:
+        live.backward_begins()
+        if failures:
+            raise failures.pop()
+        return {}
+
+    live.run_automatic(run, None, 1, {})
+    assert live._max_backwards == 1
+
+
+@pytest.mark.parametrize("has_left_state", [False, True])
+def test_new_workers_that_all_have_a_left_state_are_not_given_one_again(has_left_state: bool) -> None:
+    said = hellos(JOINER, JOINER)
+    live = member("w1")
+    given: list[Any] = []
+    live._resume_left_state = lambda: has_left_state  # type: ignore[method-assign]
+    live._give_state = lambda formation, joining: given.append(joining)  # type: ignore[method-assign]
+    live._settle(formation_of(said, "w1"), None)
+    assert given == ([] if has_left_state else [[("w0", "w1")]])
+
+
+@pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])
+def test_only_the_source_of_a_state_that_cannot_be_sent_closes_the_job_to_joiners(
+    name: str, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_save_checkpoint() -> dict[str, Any]:
+        raise AttributeError("what on_load_checkpoint brings")
+
+    live = member(name)
+    reasons: list[str] = []
+    live.world.config = SimpleNamespace(run_id="job")  # type: ignore[assignment]
+    live.world.close_to_joiners = reasons.append  # type: ignore[method-assign]
+    live._message = on_save_checkpoint  # type: ignore[method-assign]
+    live._received = live._restore = lambda *args, **options: None  # type: ignore[assignment, method-assign, return-value]
+    monkeypatch.setattr(transfer, "send", lambda state, rank: None)
+    live._give_state(formation_of(hellos(JOINER, JOINER), name), [("w0", "w1")])
+    assert len(reasons) == is_closed
+
+
+@pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
+def test_a_left_state_that_cannot_be_restored_is_not_met_again(
+    error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restore(*args: Any, **options: Any) -> None:
+        raise error
+
+    live = member("w0")
+    live.formation = None  # this worker is alone
+    left = LeftState(tmp_path)
+    left.write(7, transfer.pack({"state": {}, "values": {}}))
+    live.world.left_state, live.world.has_finished = left, False  # type: ignore[misc]
+    live._trainer.global_step = 0  # type: ignore[misc]
+    live._unread_checkpoint = lambda: None  # type: ignore[method-assign]
+    live._names_in_state = frozenset()
+    live._restore = restore  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "TrainerState", dict)
+    with pytest.raises(type(error)):
+        live._resume_left_state()
+    assert left.step() == (7 if is_kept else None)
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------

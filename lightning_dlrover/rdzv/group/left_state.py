@@ -46,6 +46,7 @@ class LeftState:
         Raises:
             LeftStateError: there is no room; the state that was there stays.
         """
+        self._remove_unfinished()
         unfinished = self._file.with_suffix(f".{os.getpid()}")
         try:
             with unfinished.open("wb") as file:
@@ -61,6 +62,19 @@ class LeftState:
                 "more shared memory (docker run --shm-size), or start one agent per worker"
             ) from error
         return num_bytes
+
+    def remove(self) -> None:
+        """Let there be no state, such as one that no worker can go on from."""
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+
+    def _remove_unfinished(self) -> None:
+        """Free the memory of what workers were writing when they were killed."""
+        for unfinished in self._file.parent.glob(f"{self._file.name}.*"):
+            writer = unfinished.suffix.removeprefix(".")
+            if not Path("/proc", writer).exists():
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
 
     def step(self) -> int | None:
         """Optimizer steps made before the state was written; None: there is no state."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,25 @@ def test_state_without_room_leaves_the_one_before(tmp_path: Path, monkeypatch: p
         left.write(4, packed)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     must_hold(left, 3)
+
+
+def test_state_that_a_killed_worker_was_writing_is_removed_by_the_next_writer(tmp_path: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    others = [tmp_path / f"state.{pid}" for pid in (killed.pid, os.getppid())]  # the second one is alive
+    for unfinished in others:
+        unfinished.write_bytes(b"begun")
+    LeftState(tmp_path).write(3, transfer.pack(state_of(3)))
+    assert [unfinished.exists() for unfinished in others] == [False, True]
+    must_hold(LeftState(tmp_path), 3)
+
+
+def test_removed_state_is_not_there(tmp_path: Path) -> None:
+    left = LeftState(tmp_path)
+    left.write(3, transfer.pack(state_of(3)))
+    for _ in range(2):
+        left.remove()
+        assert left.step() is None
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 20, 1000, 30000])
