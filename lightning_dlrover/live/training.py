@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
-__all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "remaining_batches"]
+__all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "leave_quietly", "remaining_batches"]
 
 log = logging.getLogger(__name__)
 
@@ -1401,31 +1401,11 @@ class LiveTraining:
             raise left_out  # from an end that others have reached; this worker's script goes on, too
         for logger in self._trainer.loggers:
             logger.save()
-        self._leave_quietly()
+        self._undo_quiet = leave_quietly(self._trainer)
         self._entered = False
         self.left = True
         log.info("worker %s leaves: %s", self.world.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
-
-    def _leave_quietly(self) -> None:
-        """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
-
-        Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
-        """
-        trainer: Any = self._trainer
-        callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
-        own = __name__.partition(".")[0]
-        trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
-        trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
-        if datamodule is not None:
-            datamodule.on_exception = lambda exception: None
-
-        def undo() -> None:
-            trainer.callbacks, trainer.loggers = callbacks, loggers
-            if datamodule is not None:
-                del datamodule.on_exception
-
-        self._undo_quiet = undo
 
     def left_quietly(self) -> None:
         """After Lightning has handled this worker's leave, if it leaves."""
@@ -1648,6 +1628,29 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return isinstance(error, IncompleteBackwardError) or self.world.is_failure(error)
+
+
+def leave_quietly(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
+
+    Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
+
+    Returns:
+        What undoes it, once Lightning has handled the exception.
+    """
+    callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
+    own = __name__.partition(".")[0]
+    trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
+    trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
+    if datamodule is not None:
+        datamodule.on_exception = lambda exception: None
+
+    def undo() -> None:
+        trainer.callbacks, trainer.loggers = callbacks, loggers
+        if datamodule is not None:
+            del datamodule.on_exception
+
+    return undo
 
 
 _SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "momentum", "base_momentum", "max_momentum"}
