@@ -499,12 +499,13 @@ class LiveTraining:
             self._at_boundary = True
 
     def _switch(self, number: int) -> None:
-        assert self.formation is not None
+        former = self.formation
+        assert former is not None
         round_ = self.world.membership.view.round
         assert round_ is not None  # voted for
         is_leaving = self.world.worker_id not in round_.members
         # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
-        values = self._partial_values(with_large=is_leaving) if self.formation.size > 1 else {}
+        values = self._partial_values(with_large=is_leaving) if former.size > 1 else {}
         said = self._gathered(((round_.number, round_.kind, round_.members), values))
         parts: list[Partial] = [each for _, each in said]
         # A newer round than the one voted for may be seen by some already: what all do below follows from what any has seen.
@@ -514,11 +515,16 @@ class LiveTraining:
             if self._trainer.checkpoint_callbacks:
                 self._save_checkpoint()
         self._pace.held_up()
-        position = self._position
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = any(not {*members} <= {*self.formation.round.members} for _, _, members in seen)
+        is_joined = any(not {*members} <= {*former.round.members} for _, _, members in seen)
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
-        by_worker = dict(zip(self.formation.round.members, parts, strict=True))
+        if self.formation is not former:
+            # A worker was lost meanwhile, and those that are left have met in another round: they vote again there.
+            self._outgoing = None
+            return
+        self._collective += 1  # whoever comes here has the results of all collectives above
+        position = self._position
+        by_worker = dict(zip(former.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
@@ -1313,6 +1319,8 @@ class LiveTraining:
             self._load_checkpoint(record)
         # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
         packed = self._packed_message() if formation.size > 1 else None
+        if self.formation is not formation:
+            raise RoundEndedError("a worker was lost while the newest checkpoint was being handed on")
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
                 transfer.send(packed, rank)

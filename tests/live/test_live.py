@@ -19,6 +19,8 @@ from lightning_dlrover.live.training import (
     can_meet,
 )
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.world import Formation
+from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.tables.snapshot import SnapshotError
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
@@ -124,6 +126,37 @@ def test_missed_update_brings_counters_of_parameter_groups() -> None:
     assert group["lr"] == 0.2  # its own scheduler sets it
     weights = [live._trainer.lightning_module.weight for live in (source, target)]
     assert torch.equal(*weights)  # type: ignore[arg-type]
+
+
+# --- switching ----------------------------------------------------------------------------------------------------------------
+
+
+def test_loss_while_the_state_is_packed_ends_the_switch() -> None:
+    live = LiveTraining.__new__(LiveTraining)
+    switched_to: list[int] = []
+
+    def formed(number: int, *members: str) -> Formation:
+        return Formation(RoundRecord(number, [*members], "", "grow", planned=True), {}, 0)
+
+    def pack() -> transfer.Packed:  # with a collective of the user's, in which the others recover from a loss
+        live.formation = formed(3, "w0", "w1")
+        return transfer.pack({})
+
+    planned = formed(2, "w0", "w1", "w2", "w3").round
+    live.formation = formed(1, "w0", "w1", "w2")
+    live.world = SimpleNamespace(  # type: ignore[assignment]
+        worker_id="w0",
+        membership=SimpleNamespace(view=SimpleNamespace(round=planned)),
+        switch=lambda number, hello: switched_to.append(number),
+    )
+    live._strategy = SimpleNamespace(elastic_tables=None)  # type: ignore[assignment]
+    live._pace = SimpleNamespace(held_up=lambda: None)  # type: ignore[assignment]
+    live._partial_values = lambda with_large=True: {}  # type: ignore[assignment, method-assign, return-value]
+    live._gathered = lambda mine: [mine] * 3  # type: ignore[method-assign]
+    live._packed_message = pack  # type: ignore[method-assign]
+    live._switch(2)
+    assert switched_to == []
+    assert live._outgoing is None
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------
