@@ -298,6 +298,7 @@ class LiveTraining:
         self._max_manual_steps = 0  # optimizer steps of any batch; 0: not known, so there may be several
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
+        self._vote_fit = 0  # `fit` of the script in which the newest vote began
         self._stopped_at = ""  # the newest place at which it was set on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
         self._before: Before | None = None  # the open accumulation window
@@ -477,7 +478,7 @@ class LiveTraining:
             self.world.wishes = wishes[: -num_said - 4] if self._tables is not None else []
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
-            if wishes[-num_said - 4]:
+            if wishes[-num_said - 4] and self._vote_fit == self._fit:  # else the vote began in an earlier fit
                 self._wants_stop, self._trainer.should_stop = False, True
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
@@ -554,10 +555,14 @@ class LiveTraining:
 
         Called by all members of a round in which nobody has the state. Returns whether they went on from it.
         """
-        if self._tables is not None or self.world.has_finished:
+        if self._tables is not None:
             return False
         left, record = self.world.left_state, self._unread_checkpoint()
-        found = self._gathered((left.step() if left is not None else None, record.global_step if record is not None else 0))
+        mine = left.step() if left is not None else None, record.global_step if record is not None else 0
+        said = self._gathered((mine, self.world.has_finished))
+        if any(has_finished for _, has_finished in said):  # seen sooner by one worker than by another
+            return False
+        found = [each for each, _ in said]
         newest = max([step for step, _ in found if step is not None], default=-1)
         if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
@@ -1036,6 +1041,7 @@ class LiveTraining:
 
     def _wishes(self) -> list[int]:
         assert self.formation is not None
+        self._vote_fit = self._fit
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
         digest = rates_digest(self._trainer.optimizers)
