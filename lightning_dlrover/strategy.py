@@ -52,6 +52,7 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.training import (
     LiveTraining,
     can_meet,
+    leave_quietly,
 )
 from lightning_dlrover.live.unused_parameters import UnusedParameters
 from lightning_dlrover.live.validation import exchange_metrics_through
@@ -67,6 +68,7 @@ from lightning_dlrover.rdzv.group.meeting import (
 )
 from lightning_dlrover.rdzv.group.world import (
     Formation,
+    LeftOutError,
     World,
     WorldConfig,
     end_with_agent,
@@ -209,6 +211,7 @@ class DLRoverStrategy(EitherStrategy):
         self.reruns_epoch_hooks = rerun_epoch_hooks
         self._world: World | None = None
         self._live: LiveTraining | None = None
+        self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles a leave before this Trainer's loops
         self._start_workers = 0
         self._is_alone = False  # hooks run that other workers do not run now
         self._use_distributed_sampler: bool | None = None  # what the Trainer was made with
@@ -294,7 +297,12 @@ class DLRoverStrategy(EitherStrategy):
             return
         former = DLRoverStrategy._in_job
         if former is not None and former._live is not None and former._world is not None and self._is_about_to_fit:
-            former._live.begin_later_fit()
+            try:
+                former._live.begin_later_fit()
+            except SystemExit:
+                if former is not self:  # the former Trainer is quiet already
+                    self._undo_quiet = leave_quietly(self._lightning_trainer)
+                raise
         if self._live is None or former not in (self, None):
             self._enter_job()
         if self._live is not None:
@@ -325,6 +333,11 @@ class DLRoverStrategy(EitherStrategy):
             log.warning("%s", error)
             self._close_world()
             raise SystemExit(0) from error
+        except LeftOutError as left_out:
+            log.info("this worker leaves: %s", left_out)
+            self._close_world()
+            self._undo_quiet = leave_quietly(trainer)
+            raise SystemExit(left_out.exit_code) from left_out
         except BaseException:
             self._close_world()
             raise
@@ -1140,6 +1153,9 @@ class DLRoverStrategy(EitherStrategy):
 
     def teardown(self) -> None:
         trainer = self._lightning_trainer if self.lightning_module is not None else None
+        if self._undo_quiet is not None:
+            self._undo_quiet()
+            self._undo_quiet = None
         if self._live is not None and trainer is not None:
             self._live.left_quietly()
             self._live.close_loaders()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -159,6 +160,37 @@ def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: 
     strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
     assert strategy._world_config is not None
     assert strategy._world_config.collective_timeout_s == 77
+
+
+def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Alarm(L.Callback):
+        was_raised = False
+
+        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+            self.was_raised = True
+
+    def leave() -> None:
+        raise SystemExit(0)
+
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    former = SimpleNamespace(_live=SimpleNamespace(begin_later_fit=leave), _world=object())
+    monkeypatch.setattr(DLRoverStrategy, "_in_job", former)
+    alarm = Alarm()
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[alarm],
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(Model(), DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1))))
+    assert not alarm.was_raised
+    assert alarm in trainer.callbacks  # type: ignore[attr-defined]
 
 
 def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module_as_it_was() -> None:

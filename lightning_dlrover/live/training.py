@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
-__all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "remaining_batches"]
+__all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "leave_quietly", "remaining_batches"]
 
 log = logging.getLogger(__name__)
 
@@ -298,6 +298,7 @@ class LiveTraining:
         self._max_manual_steps = 0  # optimizer steps of any batch; 0: not known, so there may be several
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
+        self._vote_fit = 0  # `fit` of the script in which the newest vote began
         self._stopped_at = ""  # the newest place at which it was set on all
         self._manual_window_is_open = False  # the last batches were left without an optimizer step
         self._before: Before | None = None  # the open accumulation window
@@ -477,7 +478,7 @@ class LiveTraining:
             self.world.wishes = wishes[: -num_said - 4] if self._tables is not None else []
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
-            if wishes[-num_said - 4]:
+            if wishes[-num_said - 4] and self._vote_fit == self._fit:  # else the vote began in an earlier fit
                 self._wants_stop, self._trainer.should_stop = False, True
             self.pulse.hear(wishes[-num_said:], self._pace.step_time_s)
             if (request := wishes[-num_said - 1]) > self._saved_request:
@@ -499,12 +500,13 @@ class LiveTraining:
             self._at_boundary = True
 
     def _switch(self, number: int) -> None:
-        assert self.formation is not None
+        former = self.formation
+        assert former is not None
         round_ = self.world.membership.view.round
         assert round_ is not None  # voted for
         is_leaving = self.world.worker_id not in round_.members
         # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
-        values = self._partial_values(with_large=is_leaving) if self.formation.size > 1 else {}
+        values = self._partial_values(with_large=is_leaving) if former.size > 1 else {}
         said = self._gathered(((round_.number, round_.kind, round_.members), values))
         parts: list[Partial] = [each for _, each in said]
         # A newer round than the one voted for may be seen by some already: what all do below follows from what any has seen.
@@ -514,11 +516,16 @@ class LiveTraining:
             if self._trainer.checkpoint_callbacks:
                 self._save_checkpoint()
         self._pace.held_up()
-        position = self._position
         # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = any(not {*members} <= {*self.formation.round.members} for _, _, members in seen)
+        is_joined = any(not {*members} <= {*former.round.members} for _, _, members in seen)
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
-        by_worker = dict(zip(self.formation.round.members, parts, strict=True))
+        if self.formation is not former:
+            # A worker was lost meanwhile, and those that are left have met in another round: they vote again there.
+            self._outgoing = None
+            return
+        self._collective += 1  # whoever comes here has the results of all collectives above
+        position = self._position
+        by_worker = dict(zip(former.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, position.encode())
         except LeftOutError as left_out:
@@ -548,10 +555,14 @@ class LiveTraining:
 
         Called by all members of a round in which nobody has the state. Returns whether they went on from it.
         """
-        if self._tables is not None or self.world.has_finished:
+        if self._tables is not None:
             return False
         left, record = self.world.left_state, self._unread_checkpoint()
-        found = self._gathered((left.step() if left is not None else None, record.global_step if record is not None else 0))
+        mine = left.step() if left is not None else None, record.global_step if record is not None else 0
+        said = self._gathered((mine, self.world.has_finished))
+        if any(has_finished for _, has_finished in said):  # seen sooner by one worker than by another
+            return False
+        found = [each for each, _ in said]
         newest = max([step for step, _ in found if step is not None], default=-1)
         if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
@@ -1040,6 +1051,7 @@ class LiveTraining:
 
     def _wishes(self) -> list[int]:
         assert self.formation is not None
+        self._vote_fit = self._fit
         said = self.pulse.say(self.formation.round.number, self._rank, self._size)
         tables = self._tables.wishes() if self._tables is not None else []
         digest = rates_digest(self._trainer.optimizers)
@@ -1329,6 +1341,8 @@ class LiveTraining:
             self._load_checkpoint(record)
         # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
         packed = self._packed_message(is_sent=formation.rank == source) if formation.size > 1 else None
+        if self.formation is not formation:
+            raise RoundEndedError("a worker was lost while the newest checkpoint was being handed on")
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
                 transfer.send(packed, rank)
@@ -1417,31 +1431,11 @@ class LiveTraining:
             raise left_out  # from an end that others have reached; this worker's script goes on, too
         for logger in self._trainer.loggers:
             logger.save()
-        self._leave_quietly()
+        self._undo_quiet = leave_quietly(self._trainer)
         self._entered = False
         self.left = True
         log.info("worker %s leaves: %s", self.world.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
-
-    def _leave_quietly(self) -> None:
-        """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
-
-        Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
-        """
-        trainer: Any = self._trainer
-        callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
-        own = __name__.partition(".")[0]
-        trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
-        trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
-        if datamodule is not None:
-            datamodule.on_exception = lambda exception: None
-
-        def undo() -> None:
-            trainer.callbacks, trainer.loggers = callbacks, loggers
-            if datamodule is not None:
-                del datamodule.on_exception
-
-        self._undo_quiet = undo
 
     def left_quietly(self) -> None:
         """After Lightning has handled this worker's leave, if it leaves."""
@@ -1664,6 +1658,29 @@ class LiveTraining:
         if not self._entered and self.formation is None:
             return False
         return isinstance(error, IncompleteBackwardError) or self.world.is_failure(error)
+
+
+def leave_quietly(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
+
+    Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
+
+    Returns:
+        What undoes it, once Lightning has handled the exception.
+    """
+    callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
+    own = __name__.partition(".")[0]
+    trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
+    trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
+    if datamodule is not None:
+        datamodule.on_exception = lambda exception: None
+
+    def undo() -> None:
+        trainer.callbacks, trainer.loggers = callbacks, loggers
+        if datamodule is not None:
+            del datamodule.on_exception
+
+    return undo
 
 
 _SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "momentum", "base_momentum", "max_momentum"}

@@ -32,13 +32,16 @@ from lightning_dlrover.live.loader import (
 from lightning_dlrover.rdzv.etcd.client import (
     EtcdClient,
     EtcdConfig,
+    Put,
 )
 from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
     EventRecord,
     Keys,
     RoundRecord,
     StacksRecord,
     decode,
+    encode,
 )
 from lightning_dlrover.rdzv.live.membership import read_stacks
 
@@ -296,6 +299,19 @@ class Job:
         if not (result := found()) and all(worker.exit_code is not None for worker in self.workers):
             raise AssertionError(f"all workers have ended\n{self.report()}")
         return result
+
+    def drain(self) -> None:
+        """Ask all workers on record to leave, at one moment."""
+        keys = Keys(self.run_id)
+        workers = [entry.key.removeprefix(keys.workers) for entry in self._client.get_prefix(keys.workers)[1]]
+        assert workers, "no worker is on record"
+        requests = [Put(keys.drains + worker, encode(DrainRecord(worker, "all shall leave"))) for worker in workers]
+        self._client.txn([], requests)
+
+    @property
+    def num_registered(self) -> int:
+        """Workers on record, of whatever state."""
+        return len(self._client.get_prefix(Keys(self.run_id).workers)[1])
 
     def end(self) -> list[int]:
         """Let the plain loop end with its next step; exit codes of all workers, once they have ended."""

@@ -464,6 +464,16 @@ def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -
     assert not list((job.folder / "exceptions").glob("*"))
 
 
+def test_drained_worker_leaves_before_the_first_round(make_job: MakeJob) -> None:
+    job = make_job(Feature("saving"), script=run_feature, min_workers=2)
+    worker = job.start()
+    job.wait_until(lambda: job.num_registered == 1, "the worker's record")
+    job.drain()
+    assert worker.wait() == 0, job.report()
+    assert "Traceback" not in worker.output, job.report()
+    assert job.records("alarm") == [], "a planned leave was taken for a failure"
+
+
 def test_no_row_of_the_csv_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("csv_logger"))
     with next(job.folder.rglob("metrics.csv")).open() as file:

@@ -21,8 +21,11 @@ from lightning_dlrover.live.training import (
     Position,
     can_meet,
 )
+from lightning_dlrover.observe.pulse import Pulse
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.world import Formation
+from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 from lightning_dlrover.tables.snapshot import SnapshotError
 
@@ -302,6 +305,79 @@ def test_a_left_state_that_cannot_be_restored_is_not_met_again(
     with pytest.raises(type(error)):
         live._resume_left_state()
     assert left.step() == (7 if is_kept else None)
+
+
+# --- switching ----------------------------------------------------------------------------------------------------------------
+
+
+def test_loss_while_the_state_is_packed_ends_the_switch() -> None:
+    live = LiveTraining.__new__(LiveTraining)
+    switched_to: list[int] = []
+
+    def formed(number: int, *members: str) -> Formation:
+        return Formation(RoundRecord(number, [*members], "", "grow", planned=True), {}, 0)
+
+    def pack() -> transfer.Packed:  # with a collective of the user's, in which the others recover from a loss
+        live.formation = formed(3, "w0", "w1")
+        return transfer.pack({})
+
+    planned = formed(2, "w0", "w1", "w2", "w3").round
+    live.formation = formed(1, "w0", "w1", "w2")
+    live.world = SimpleNamespace(  # type: ignore[assignment]
+        worker_id="w0",
+        membership=SimpleNamespace(view=SimpleNamespace(round=planned)),
+        switch=lambda number, hello: switched_to.append(number),
+    )
+    live._strategy = SimpleNamespace(elastic_tables=None)  # type: ignore[assignment]
+    live._pace = SimpleNamespace(held_up=lambda: None)  # type: ignore[assignment]
+    live._partial_values = lambda with_large=True: {}  # type: ignore[assignment, method-assign, return-value]
+    live._gathered = lambda mine: [mine] * 3  # type: ignore[method-assign]
+    live._packed_message = pack  # type: ignore[method-assign]
+    live._switch(2)
+    assert switched_to == []
+    assert live._outgoing is None
+
+
+# --- several fits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fit_of_vote, stops", [(1, False), (2, True)])
+def test_wish_to_stop_ends_no_later_fit(fit_of_vote: int, stops: bool) -> None:
+    live, _ = worker(lr=0.1)
+    world: Any = SimpleNamespace(num_fits=0, broken=False, membership=SimpleNamespace(checkpoint_request=lambda: 0))
+    trainer: Any = live._trainer
+    trainer.should_stop = False
+    trainer.fit_loop.epoch_loop.batch_progress = SimpleNamespace(total=SimpleNamespace(ready=0))
+    round_ = RoundRecord(1, ["w0"], "start with 1 worker", "start", planned=True)
+    live.world, live.formation, live.pulse = world, Formation(round_, {}, 0), Pulse()
+    live._strategy = SimpleNamespace(elastic_tables=None)  # type: ignore[assignment]
+    live._pace = SimpleNamespace(round_to_switch_to=lambda place: None, step_time_s=0.0)  # type: ignore[assignment]
+    live._saved_request = live._vote_fit = 0
+    for fit in (1, 2):
+        live.fit_begins()
+        if fit == fit_of_vote:
+            live._wants_stop = True
+            world.wishes = live._wishes()
+    live._maybe_switch()
+    assert trainer.should_stop is stops
+
+
+@pytest.mark.parametrize("has_finished", [[True, False], [False, True]])
+def test_left_state_is_refused_by_all_or_by_none(has_finished: list[bool]) -> None:
+    live = LiveTraining.__new__(LiveTraining)
+    gathered = []
+
+    def gather(mine: Any) -> list[Any]:
+        gathered.append(mine)
+        return [mine, (mine[0], has_finished[1])]
+
+    live._gathered = gather  # type: ignore[method-assign]
+    live._unread_checkpoint = lambda: None  # type: ignore[method-assign]
+    live._strategy = SimpleNamespace(elastic_tables=None)  # type: ignore[assignment]
+    left = SimpleNamespace(step=lambda: 10)
+    live.world = SimpleNamespace(has_finished=has_finished[0], left_state=left)  # type: ignore[assignment]
+    assert not live._resume_left_state()
+    assert len(gathered) == 1
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------------------

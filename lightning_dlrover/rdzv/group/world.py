@@ -289,7 +289,8 @@ class World:
         self._member = Member(_Means(self))
         self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
-        self._has_finished = False  # as far as this worker has written or read it itself
+        self._has_finished = False  # as far as this worker has written it itself
+        self._has_ended = False  # nothing is left to train, as far as this worker has written or read it itself
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
         self.num_fits = 0  # of the script so far
         self._last_failure = ""  # text of the newest error that was taken for a loss
@@ -528,15 +529,16 @@ class World:
         return self._has_finished or (job is not None and job.phase == "finished")
 
     def ask_whether_finished(self) -> bool:
-        """Return `has_finished` as of now: the view lags behind etcd by the time that a watch takes.
+        """Whether nothing is left to train, in a later `fit` either, as of now: the view lags by the time that a watch takes.
 
         While etcd is away, the answer is the view's.
         """
-        if not self.has_finished:
+        if not self._has_ended:
+            job = self.membership.view.job
             with contextlib.suppress(EtcdError, RecordError):
                 job = self.membership.newest_job()
-                self._has_finished = job is not None and job.phase == "finished"
-        return self.has_finished
+            self._has_ended = job is not None and job.phase == "finished" and not job.unfinished_fit
+        return self._has_ended
 
     def has_finished_fit(self, number: int) -> bool:
         """Whether a worker has reached the end of that `fit` of the script, from 1; others may have begun the next one."""
@@ -549,6 +551,7 @@ class World:
         Args:
             number: of this `fit` in the script, from 2.
         """
+        self._has_ended = False
         try:
             self.membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
             # A recovery that still saw the end of the former one would take the job for finished.
@@ -569,7 +572,7 @@ class World:
             self.membership.update_job(
                 lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit))
             )
-            self._has_finished = True  # the view may lag behind when this process ends
+            self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
             if self.formation is not None and self.formation.rank == 0:
                 self.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
                 self.membership.flush()

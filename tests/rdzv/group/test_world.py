@@ -174,6 +174,20 @@ def test_leaver_asks_etcd_whether_the_job_has_finished(world_of: WorldOf) -> Non
         assert leaver.ask_whether_finished()
 
 
+def test_job_with_a_later_fit_under_way_has_not_ended(world_of: WorldOf) -> None:
+    world, leaver = world_of(), world_of()
+    world.start()
+    world.finish(5)
+    assert world.ask_whether_finished()
+    world.begin_fit(2)
+    for each in (world, leaver):
+        assert not each.ask_whether_finished()
+    assert world.has_finished
+    world.finish(10, 2)
+    for each in (world, leaver):
+        assert each.ask_whether_finished()
+
+
 # --- errors -------------------------------------------------------------------------------------------------------------------
 
 
