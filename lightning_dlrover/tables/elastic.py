@@ -179,6 +179,7 @@ class ElasticTables:
         self._snapshots: _Snapshots | None = None
         self._is_warm = world.config.max_workers == 1  # there will be no change
         self._foreseen = 0  # the newest round
+        self._fit = world.num_fits + 1  # whose snapshots there are
         if config.interval_s:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
@@ -186,7 +187,7 @@ class ElasticTables:
                 if record is None:
                     raise SnapshotError("the job's record cannot be read")
                 life = str(record.created_at)
-                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life)
+                store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life, self._fit)
                 store.sweep(KEPT_S)  # whatever this job's own history is worth: the others' may be worth more
                 self._snapshots = _Snapshots(world, store, config)
             except SnapshotError as error:
@@ -294,6 +295,7 @@ class ElasticTables:
         Raises:
             RuntimeError: a member is gone.
         """
+        self._forget_earlier_fits()
         members = formation.round.members
         batch = max(_all_gather(formation, batch))
         parts = self._snapshots.readable() if self._snapshots is not None else []
@@ -383,8 +385,26 @@ class ElasticTables:
             if self.tables.device.type == "cpu" and held < available_bytes() // 2:
                 # As much as the first change may need beside what there is.
                 threading.Thread(target=warm, args=(held,), name="dlrover-warm", daemon=True).start()
+        self._forget_earlier_fits()
         if self._snapshots is not None:
             self._snapshots.enter(formation, self.tables)
+
+    def _forget_earlier_fits(self) -> bool:
+        """In a later `fit`, drop the snapshots of earlier ones: all count batches from 0. Returns whether one has begun."""
+        if self._snapshots is None or self._world.num_fits <= self._fit:
+            return False
+        self._fit = self._world.num_fits
+        self._snapshots.forget(self._fit)
+        return True
+
+    def _follow_fit(self) -> bool:
+        """On all workers at the same place: begin anew with snapshots in a later `fit`, which may be in the same round."""
+        if not self._forget_earlier_fits():
+            return False
+        assert self._snapshots is not None
+        assert self._world.formation is not None
+        self._snapshots.enter(self._world.formation, self.tables)
+        return True
 
     def make_ready(self) -> None:
         """On a joiner, before it is admitted: touch the memory that its shards are going to take."""
@@ -411,6 +431,7 @@ class ElasticTables:
         """What this worker says in each vote: the newest snapshot of which it has all it should have, whether it is ready for
         another one, and whether that should be copied to disk."""
         self._foresee()
+        self._follow_fit()
         return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
@@ -421,6 +442,8 @@ class ElasticTables:
             pack_state: all but the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
+        if self._follow_fit():
+            return False  # the vote began in the earlier one
         if self._snapshots is None or len(wishes) != 3:
             return False
         return self._snapshots.voted(wishes[0], bool(wishes[1]), bool(wishes[2]), batch, self.tables, pack_state)
@@ -484,12 +507,21 @@ class _Snapshots:
     def rolled_back_to(self, name: tuple[int, int]) -> None:
         self._keep = name
 
+    def forget(self, fit: int) -> None:
+        """A later `fit` of the script begins: no snapshot of an earlier one counts any more."""
+        self.stop()
+        self._persister.close(timeout_s=0.0)
+        self.store.begin_fit(fit)
+        self._keep = self._name = self._base = None
+
     def enter(self, formation: Formation, tables: ShardedTables) -> None:
         """A new round, whose first snapshot is due at once: the older ones' parts may leave with their workers."""
         self.stop()
         is_again = self._formation is not None and self._formation.round.number == formation.round.number
         self._num_groups = self._num_groups + 1 if is_again else 1
         self._formation = formation
+        if self._touched is not None:
+            self._touched.close()
         self._touched = tables.track()
         self._number = self._counted = self._number_for_disk = 0
         self._taken_at = float("-inf")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.tables.arena import Arena
@@ -594,6 +595,7 @@ class TouchedRows:
     def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
         self._masks: dict[tuple[str, Region], tuple[torch.Tensor, set[int]]] = {}
         self._kernels: list[_OfKernel] = []
+        self._hooks: list[RemovableHandle] = []
         self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # while there is a copy being made
         self._lock = threading.Lock()  # held while rows are kept: by the thread that trains, when another one ends the copy
         held: dict[tuple[str, Region], list[Block]] = {}
@@ -611,7 +613,12 @@ class TouchedRows:
             for config, mask, moments in zip(kernel.config.embedding_tables, of_kernel.masks, of_kernel.followed, strict=True):
                 if config.local_metadata is not None:
                     self._masks[_key(path, config.name), _region(config.local_metadata)] = mask, moments
-            kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel))
+            self._hooks.append(kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel)))
+
+    def close(self) -> None:
+        """Note nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():

@@ -234,6 +234,7 @@ class SnapshotStore:
         job: names the job; workers of another one see nothing of it.
         life: tells it from former jobs of that name, whose parts are removed.
         holder: this worker.
+        fit: number of the script's `fit`, from 1; parts of earlier ones are removed.
         max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
         disk: folder, seen by all hosts, in which parts are kept for the case that all hosts' memory is lost.
 
@@ -249,22 +250,38 @@ class SnapshotStore:
         disk: Path | None = None,
         root: Path = ROOT,
         life: str = "",
+        fit: int = 1,
     ) -> None:
         if not root.is_dir():
             raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
-        base = root / f"dlrover-{os.getuid()}"
-        name = f"{_short(job)}-{_short(life)}"
-        self.folder = base / name
-        self._disk = disk.absolute() / name if disk is not None else None
+        self._job, self._life = _short(job), _short(life)
+        self.folder = root / f"dlrover-{os.getuid()}" / self._name_of_fit(fit)
+        self._disk = disk.absolute() / self.folder.name if disk is not None else None
         self.holder = holder
         self._make_folder()
-        for former in {*base.glob(f"{_short(job)}-*"), *(disk.glob(f"{_short(job)}-*") if disk is not None else ())}:
-            if former.name != name:
-                shutil.rmtree(former, ignore_errors=True)
+        self._remove_former(fit)
         self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
         self._mappings: dict[Path, mmap.mmap] = {}
         self._creating = threading.Lock()
         self._is_closed = False
+
+    def begin_fit(self, number: int) -> None:
+        """Keep the snapshots of a later `fit` of the script, and remove those of earlier ones: all count batches from 0."""
+        self._mappings = {}
+        self.folder = self.folder.with_name(self._name_of_fit(number))
+        self._disk = self._disk.with_name(self.folder.name) if self._disk is not None else None
+        self._remove_former(number)
+
+    def _name_of_fit(self, number: int) -> str:
+        return f"{self._job}-{self._life}" + (f"-{number}" if number > 1 else "")
+
+    def _remove_former(self, fit: int) -> None:
+        """Remove what former jobs of this name have left, and earlier fits of this one, not later ones: this worker may lag."""
+        earlier = {self._name_of_fit(number) for number in range(1, fit)}
+        for parent in (self.folder.parent, *([self._disk.parent] if self._disk is not None else [])):
+            for former in parent.glob(f"{self._job}-*"):
+                if former.name in earlier or former.name.split("-")[1] != self._life:
+                    shutil.rmtree(former, ignore_errors=True)
 
     def _make_folder(self) -> None:
         for folder in (self.folder.parent, self.folder):

@@ -115,7 +115,7 @@ def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkey
     calls: list[str] = []
     header = part_header(5, 1, ["a"], "a", {}, [], 0)
     elastic = ElasticTables.__new__(ElasticTables)
-    elastic._world = SimpleNamespace(worker_id="a")  # type: ignore[assignment]
+    elastic._world, elastic._fit = SimpleNamespace(worker_id="a", num_fits=1), 1  # type: ignore[assignment]
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=header, is_in_memory=True)], stop=lambda: calls.append("stop")
     )
@@ -136,8 +136,12 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world = SimpleNamespace(  # type: ignore[assignment]
-        worker_id="d", config=SimpleNamespace(run_id="r"), event=lambda kind, text, data: events.append((kind, text))
+        worker_id="d",
+        num_fits=1,
+        config=SimpleNamespace(run_id="r"),
+        event=lambda kind, text, data: events.append((kind, text)),
     )
+    elastic._fit = 1
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=h, is_in_memory=True) for h in headers], stop=lambda: None
     )
@@ -194,3 +198,99 @@ def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_le
     snapshots._counts()
     holders = {path.name.split("-")[0] for path in snapshots.store.folder.iterdir()}
     assert holders == {snapshot_module._short(name) for name in ("w0", "spare")}
+
+
+def tables_of(rows: torch.Tensor) -> Any:
+    """As `ShardedTables` with one table of one worker, nothing of which is looked up."""
+    block = Block("t", "weight", Region(0, len(rows), 0, rows.shape[1]), rows)
+    touched = SimpleNamespace(
+        is_tracked=lambda block: False,
+        begin_copy=lambda: None,
+        end_copy=list,
+        since=lambda *_: None,
+        mark=lambda moment: None,
+        close=lambda: None,
+    )
+    return SimpleNamespace(
+        track=lambda: touched,
+        blocks=lambda: [block],
+        parameter_names=set,
+        module=torch.nn.Linear(1, 1),
+        plan={},
+        num_bytes=rows.nbytes,
+        device=torch.device("cpu"),
+    )
+
+
+def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path) -> None:
+    """A later `fit` in the same round counts its batches from 0: the earlier one's snapshots must not compare as newer."""
+    record = SimpleNamespace(members=["w0"], number=1, kind="start")
+    formation: Any = SimpleNamespace(round=record, size=1, rank=0)
+    view = SimpleNamespace(job=SimpleNamespace(created_at=1.0), round=record, in_state=lambda *_: [])
+    world: Any = SimpleNamespace(
+        worker_id="w0",
+        num_fits=0,
+        config=SimpleNamespace(max_workers=1, prefix="p", run_id="r"),
+        membership=SimpleNamespace(view=view),
+        formation=formation,
+        wishes=[],
+        event=lambda *_: None,
+    )
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = SnapshotConfig(interval_s=1e-6, memory=tmp_path, disk=disk, disk_interval_s=0.0)
+    elastic = ElasticTables(tables_of(torch.zeros(4, 2)), world, config, lambda module, ignored: module)
+    elastic._is_whole(formation)
+
+    def vote(batch: int) -> bool:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            world.wishes = elastic.wishes()
+            if elastic.voted(batch, lambda: b"state"):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def batches() -> set[int]:
+        assert elastic._snapshots is not None
+        return {part.header.batch for part in elastic._snapshots.readable()}
+
+    world.num_fits = 1
+    assert vote(100)
+    assert vote(200)
+    last_vote = [2, 1, 1]  # its result comes in the next fit
+    elastic._snapshots._work.result(10)  # type: ignore[union-attr]
+    assert batches() == {100, 200}
+    world.num_fits, world.wishes = 2, last_vote
+    assert not elastic.voted(0, lambda: b"state")
+    assert batches() == set()
+    assert elastic.roll_back(formation) is None
+    assert vote(3)
+    assert vote(5)
+    elastic._snapshots._work.result(10)  # type: ignore[union-attr]
+    assert batches() == {3, 5}
+    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # of a process that still stands in the first fit
+    assert other.parts() == []
+    assert batches() == {3, 5}
+    elastic._snapshots.close(lambda: True)  # type: ignore[union-attr]
+
+
+def test_rows_are_noted_once_where_a_later_fit_goes_on_with_the_same_tables(
+    snapshots: _Snapshots,
+) -> None:
+    following: set[int] = set()
+
+    made: list[int] = []
+
+    def track() -> Any:
+        made.append(number := len(made))
+        following.add(number)
+        return SimpleNamespace(close=lambda: following.discard(number))
+
+    tables = tables_of(torch.zeros(4, 2))
+    tables.track = track
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0"], number=1), size=1, rank=0)
+    snapshots.enter(formation, tables)
+    snapshots.forget(2)
+    snapshots.enter(formation, tables)
+    assert following == {1}

@@ -539,6 +539,7 @@ def test_a_job_with_a_short_history_of_its_own_sweeps_nothing_of_others_within_a
     _age(other, 3600)
     world: Any = SimpleNamespace(
         worker_id="w0",
+        num_fits=0,
         config=SimpleNamespace(max_workers=1, prefix="/dlrover", run_id="mine", history_ttl_s=60.0),
         membership=SimpleNamespace(view=SimpleNamespace(job=SimpleNamespace(created_at=1.0))),
     )
