@@ -21,9 +21,9 @@ from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy, strategy
-from lightning_dlrover.tables import elastic, snapshot
-from lightning_dlrover.tables.elastic import SnapshotConfig
-from lightning_dlrover.tables.snapshot import ROOT
+from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
+from lightning_dlrover.tables.snapshot_store import ROOT
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["TableSettings", "train_tables"]
 
@@ -217,13 +217,13 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, elastic.ElasticTables, "reshard")
     around(recorder, elastic.ElasticTables, "hand_over")
     around(recorder, elastic.ElasticTables, "roll_back")
-    around(recorder, elastic._Snapshots, "enter")
-    around(recorder, elastic._Snapshots, "_take")
-    around(recorder, elastic._Snapshots, "_replicate")
-    elastic.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
-    voted = elastic._Snapshots.voted
+    around(recorder, snapshots.Snapshots, "enter")
+    around(recorder, snapshots.Snapshots, "_take")
+    around(recorder, neighbours.Neighbours, "replicate")
+    snapshots.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
+    voted = snapshots.Snapshots.voted
     exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
-    swap, replicate = elastic._swap, elastic._Snapshots._replicate
+    swap, replicate = neighbours.swap, neighbours.Neighbours.replicate
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,13 +235,13 @@ def add_moments(recorder: Recorder) -> None:
             recorder.moment("copying")
 
     def watched_commit(self: Any) -> Any:
-        recorder.moment("commit" if snapshot._short(self.header.owner) == snapshot._short(self._holder) else "commit_copy")
+        recorder.moment("commit" if self.header.owner == self._holder else "commit_copy")
         return commit(self)
 
-    def watched_replicate(self: Any, *args: Any) -> int:
+    def watched_replicate(self: Any, *args: Any) -> None:
         nonlocal swaps
         swaps = itertools.count()
-        return replicate(self, *args)
+        replicate(self, *args)
 
     def watched_swap(*args: Any) -> None:
         recorder.moment(f"swap{next(swaps)}")  # of lengths, of headers, of answers, of values
@@ -262,10 +262,10 @@ def add_moments(recorder: Recorder) -> None:
         recorder.moment("save_done")
 
     strategy.save_tables = watched_save
-    elastic._Snapshots.voted = watched_voted  # type: ignore[method-assign]
+    snapshots.Snapshots.voted = watched_voted  # type: ignore[method-assign]
     elastic.exchange = watched_exchange  # type: ignore[assignment]
-    elastic._swap = watched_swap
-    elastic._Snapshots._replicate = watched_replicate  # type: ignore[method-assign]
+    neighbours.swap = watched_swap
+    neighbours.Neighbours.replicate = watched_replicate  # type: ignore[method-assign]
     snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
     snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 

@@ -18,21 +18,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.elastic import (
-    ElasticTables,
-    SnapshotConfig,
-)
+from lightning_dlrover.tables.block import Block
+from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.sharded import Block
 from lightning_dlrover.tables.snapshot import (
     Part,
     PartHeader,
     PartWriter,
     SnapshotError,
-    SnapshotStore,
     newest_complete,
     part_header,
 )
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 JOB = "/dlrover/job"
 MEMBERS = ("w0", "w1")
