@@ -52,9 +52,9 @@ from jobs import (
 from planners import PLANNERS
 
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.autoscale import Situation
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.rdzv.job.records import from_fields
 
