@@ -258,7 +258,8 @@ def _step_times(
 def _rate(used: Sequence[Resources], prices: Sequence[float | None], is_priced: bool) -> Floats:
     """Cost per time of each of the settings: money if it is known, else resources."""
     rate = np.array([price or 0.0 if is_priced else u.scalar for u, price in zip(used, prices, strict=True)])
-    return np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
+    positive: Floats = np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
+    return positive
 
 
 def _bound_s(situation: Situation, objective: Objective, steps_left: float, rate: Floats, is_priced: bool) -> Floats:

@@ -169,13 +169,10 @@ class TableModel(ToyModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def train_tables(recorder: Recorder, settings: TableSettings) -> None:
-    """The script of these tests."""
-    add_moments(recorder)
-    L.seed_everything(SEED, verbose=False)
+def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
     memory = Path(recorder.place.folder) / "memory" / str(os.getpid()) if settings.apart else ROOT
     memory.mkdir(parents=True, exist_ok=True)
-    trainer = make_trainer(
+    return make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(
             global_batch_size=settings.batch_size,
@@ -196,10 +193,25 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
     )
+
+
+def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
+    """The script of these tests."""
+    add_moments(recorder)
+    L.seed_everything(SEED, verbose=False)
+    trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)
     val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(TableModel(recorder, settings), loader, val_loader, ckpt_path=settings.ckpt_path)
+    trainer.fit(model, loader, val_loader, ckpt_path=settings.ckpt_path)
     recorder.write("after_fit", step=trainer.global_step)
+    return model
+
+
+def train_tables_twice(recorder: Recorder, settings: TableSettings) -> None:
+    model = train_tables(recorder, settings)
+    trainer = table_trainer(recorder, settings)
+    trainer.fit(model, DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True))
+    recorder.write("after_second_fit", step=trainer.global_step)
 
 
 def train_tables_then_another_model(recorder: Recorder, settings: TableSettings) -> None:
