@@ -49,12 +49,12 @@ from jobs import (
     describe_machine,
     result_line,
 )
+from planners import PLANNERS
 
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.ablation import PLANNERS
-from lightning_dlrover.planner.autoscale import Situation
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.rdzv.job.records import from_fields
 

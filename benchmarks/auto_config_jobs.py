@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.tables.elastic import SnapshotConfig
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["GLOBAL_BATCH", "JOBS"]
 

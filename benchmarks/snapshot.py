@@ -31,7 +31,7 @@ from jobs import START_TIMEOUT_S, BenchmarkError, LiveJob, Step, Workspace, desc
 from tables_training import SaveLine, SnapshotLine, Tables, lines_in, snapshot_memory
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.tables.elastic import SnapshotConfig
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 NUM_WORKERS = 2

@@ -39,9 +39,9 @@ from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdag
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.tables.elastic import SnapshotConfig
+from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.placement import plan_to_dict
-from lightning_dlrover.tables.sharded import Block
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["RoundLine", "SaveLine", "SnapshotLine", "Tables", "lines_in", "snapshot_memory"]
 

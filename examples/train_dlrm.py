@@ -21,7 +21,7 @@ from ctr_data import ClickData, DataError, collate, load, load_generated
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.tables.sharded import (
+from lightning_dlrover.tables.torchrec_parts import (
     TorchrecMissingError,
     check_torchrec,
 )

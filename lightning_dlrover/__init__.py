@@ -15,7 +15,7 @@ from lightning_dlrover.packages import watch_imports
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
     from lightning_dlrover.strategy import DLRoverStrategy
-    from lightning_dlrover.tables.elastic import SnapshotConfig
+    from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"]
 

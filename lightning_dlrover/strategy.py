@@ -81,18 +81,16 @@ from lightning_dlrover.tables.checkpoint import (
 from lightning_dlrover.tables.elastic import (
     ElasticTables,
     Restored,
-    SnapshotConfig,
 )
 from lightning_dlrover.tables.optimizers import (
     TableOptimizer,
     TableOptimizerError,
     in_backward,
 )
-from lightning_dlrover.tables.sharded import (
-    ShardedTables,
-    has_tables,
-)
-from lightning_dlrover.tables.snapshot import SnapshotStore
+from lightning_dlrover.tables.sharded import ShardedTables
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig
+from lightning_dlrover.tables.torchrec_parts import has_tables
 
 if TYPE_CHECKING:
     import lightning as L

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 
-from lightning_dlrover.tables.elastic import SnapshotConfig
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["check_arguments"]
 

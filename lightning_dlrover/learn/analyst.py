@@ -34,15 +34,18 @@ from lightning_dlrover.learn.profile_log import (
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
-from lightning_dlrover.planner.autoscale import Situation, plan
+from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
+from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
 from lightning_dlrover.rdzv.etcd.client import EtcdError
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
+    JobRecord,
+    NodesRecord,
     PlanRecord,
     encode,
     from_fields,
@@ -239,21 +242,15 @@ class Analyst:
             return False
         return (wish.binding and wish.num_workers != profile.num_workers) or not _is_tuned(wish, settings_of(profile))
 
-    def _plan(self, news: _News) -> None:
-        membership, profile = self._membership, news.profile
+    def _limits(
+        self, news: _News, job: JobRecord | None, events: Sequence[EventRecord], nodes: NodesRecord | None, by_hand: bool
+    ) -> Limits:
+        """Between which settings the plan may choose."""
+        profile = news.profile
         limits = Limits(1, max(2, int(self._node_cores)))
-        events: Sequence[EventRecord] = ()
-        wish: PlanRecord | None = None
-        if membership is not None:
-            job, wish = membership.view.job, membership.view.plan
-            if job is None:
-                return
-            events = membership.past_events()
+        if job is not None:
             enough = least_workers([event.data for event in events if event.kind == "memory"])
             limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers)
-        followed = membership is not None and membership.has_controller()
-        by_hand = wish is not None and wish.source == "user"
-        nodes = membership.nodes if membership is not None and followed else None
         if nodes is not None:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if news.tunable and not by_hand:
@@ -265,6 +262,22 @@ class Analyst:
             limits = replace(limits, foreign_cores=median(self._foreign_cores))
         if "num_workers" in news.untunable:
             limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
+        return limits
+
+    def _plan(self, news: _News) -> None:
+        membership, profile = self._membership, news.profile
+        events: Sequence[EventRecord] = ()
+        job: JobRecord | None = None
+        wish: PlanRecord | None = None
+        if membership is not None:
+            job, wish = membership.view.job, membership.view.plan
+            if job is None:
+                return
+            events = membership.past_events()
+        followed = membership is not None and membership.has_controller()
+        by_hand = wish is not None and wish.source == "user"
+        nodes = membership.nodes if membership is not None and followed else None
+        limits = self._limits(news, job, events, nodes, by_hand)
         now = time.time()
         windows = self._memory.windows
         neighbours = self._neighbours(profile)

@@ -341,7 +341,7 @@ class _Tables:
         Raises:
             HistoryError: a newer release has made them.
         """
-        from sqlalchemy import Boolean, Column, Float, Integer, MetaData, String, Text, inspect, select
+        from sqlalchemy import Boolean, Column, Float, Integer, MetaData, String, Text
 
         metadata: MetaData = MetaData()
 
@@ -388,20 +388,27 @@ class _Tables:
             Column("decision_id", Integer, primary_key=True, autoincrement=False),
             Column("data", Text),
         )
-        found: Sequence[int] = ()
-        with _begin(engine, writes=False) as connection:
-            if inspect(connection).has_table(version.name):
-                found = connection.execute(select(version.c.version)).scalars().all()
-        if not found:
-            with _begin(engine, writes=True) as connection:
-                metadata.create_all(connection)
-                _upsert(connection, version, {"version": SCHEMA_VERSION}, {})
-        elif max(found) > SCHEMA_VERSION:
-            raise HistoryError(
-                f"the job history has format {max(found)}, this release of lightning-dlrover knows up to {SCHEMA_VERSION}: "
-                f"update it, or name another place in {HISTORY_VARIABLE}"
-            )
+        _make_missing(engine, metadata, version)
         return cls(jobs, windows, decisions, outcomes)
+
+
+def _make_missing(engine: Engine, metadata: MetaData, version: Table) -> None:
+    """Make all tables in a database that has none; raise `HistoryError` where a newer release has made them."""
+    from sqlalchemy import inspect, select
+
+    found: Sequence[int] = ()
+    with _begin(engine, writes=False) as connection:
+        if inspect(connection).has_table(version.name):
+            found = connection.execute(select(version.c.version)).scalars().all()
+    if not found:
+        with _begin(engine, writes=True) as connection:
+            metadata.create_all(connection)
+            _upsert(connection, version, {"version": SCHEMA_VERSION}, {})
+    elif max(found) > SCHEMA_VERSION:
+        raise HistoryError(
+            f"the job history has format {max(found)}, this release of lightning-dlrover knows up to {SCHEMA_VERSION}: "
+            f"update it, or name another place in {HISTORY_VARIABLE}"
+        )
 
 
 def _upsert(connection: Connection, table: Table, key: Mapping[str, Any], row: Mapping[str, Any]) -> None:

@@ -1,8 +1,12 @@
 """Turns a model, limits and the work that is left into a decision. Pure: no torch, no clock, no network."""
 
-from lightning_dlrover.planner.autoscale import Rules, Situation, plan
+from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
+from lightning_dlrover.planner.situation import (
+    Rules,
+    Situation,
+)
 from lightning_dlrover.planner.space import Limits
 
 __all__ = [

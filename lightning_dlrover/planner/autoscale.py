@@ -8,96 +8,22 @@ that are handed in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf import Configuration, MemoryModel, Prediction
-from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
-from lightning_dlrover.planner.memory_growth import node_memory_bytes
-from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, has_failed, step_text
-from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
-from lightning_dlrover.planner.warm_start import Suggestion
+from lightning_dlrover.perf import MemoryModel
+from lightning_dlrover.planner.field import INTERVAL_SIGMAS, Field
+from lightning_dlrover.planner.objective import Objective
+from lightning_dlrover.planner.plan import Decision, Settings, has_failed, step_text
+from lightning_dlrover.planner.situation import DEFAULT_RULES, Model, Rules, Situation
+from lightning_dlrover.planner.space import Limits
 
-__all__ = ["Model", "Rules", "Situation", "plan"]
+__all__ = ["plan"]
 
 Floats = NDArray[np.float64]
-
-INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
-NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
-MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
-STRETCH_WINDOWS = 4  # by whose means it is told how a machine's speed changes with time
-MIN_DRIFT = 0.02  # and so does what windows of two different times have in common: others use the machine, too
-MAX_MODEL_SIGMA = 0.5  # whoever knows nothing of settings is not to be drawn there by that alone
-MIN_MODEL_SIGMA = 0.08  # of a log step time that was never measured, however sure the model is
-LENGTH = 0.8  # in log settings, over which errors of the model stay alike: a bit more than a factor of two in one of them
-PREFETCH_WEIGHT = 0.3  # batches in stock smooth, and seldom decide
-MAX_KEPT_CANDIDATES = 16  # of a decision's record, which lies in etcd
-
-
-class Model(Protocol):
-    """What predicts step times: `StepTimeModel`, or another one it is compared with."""
-
-    def predict_many(self, configurations: Sequence[Configuration]) -> Sequence[Prediction]: ...
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What is known about a running job.
-
-    Args:
-        windows: of rank 0, oldest first; the last one is of what runs now.
-        node_cores: cores of one node, all its workers together; 0: unknown.
-        remaining_samples: that the whole job has still to train on; None if nobody knows.
-        resize_cost_s: seconds the whole job stands still when workers change, as measured.
-        retune_cost_s: seconds it stands still when the other settings change, as measured.
-        age_s: seconds since the job's start.
-        spent: money until now; None: unknown.
-        past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
-        suggestion: where jobs like this one have ended; None: there were none.
-    """
-
-    windows: Sequence[StepProfile]
-    node_cores: float = 0.0
-    remaining_samples: float | None = None
-    resize_cost_s: float = 0.5
-    retune_cost_s: float = 0.1
-    age_s: float = 0.0
-    spent: float | None = None
-    past: Sequence[Decision] = ()
-    suggestion: Suggestion | None = None
-
-    def __post_init__(self) -> None:
-        if not self.windows:
-            raise ValueError("cannot plan without a window of the job; wait for its first profile")
-        left = self.remaining_samples
-        if left is not None and not 0 <= left < math.inf:
-            raise ValueError(f"remaining_samples is {left!r}; pass None if nobody knows how many are left")
-        for name in ("resize_cost_s", "retune_cost_s", "age_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a finite time of 0 s or more")
-
-    @property
-    def current(self) -> StepProfile:
-        return self.windows[-1]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """For how much the planner moves. Shares are of the time, or cost, that is left."""
-
-    min_gain: float = 0.02  # that a change has to bring; doubles with each time that the planner itself left those settings
-    min_explore_gain: float = 0.005  # expected improvement that untried settings have to promise
-    max_explore_cost: float = 0.05  # that a trial may cost
-    max_trials: int = 5
-    max_stretch: float = 4.0  # untried workers are at most so many times what was tried, and at least that part of it
-    trial_s: float = 10.0  # until untried settings are judged
-    horizon_s: float = 3600.0  # time left that is assumed when nobody knows when the job ends
 
 
 def plan(
@@ -109,7 +35,7 @@ def plan(
     decision_id: int,
     at: float,
     memory: MemoryModel | None = None,
-    rules: Rules = Rules(),
+    rules: Rules = DEFAULT_RULES,
 ) -> Decision:
     """The settings that serve `objective` best, the global batch kept constant.
 
@@ -125,7 +51,7 @@ def plan(
     Raises:
         ImportError: the space is too large to enumerate, and pymoo is not installed.
     """
-    field = _Field.of(situation, model, limits, objective, memory, rules)
+    field = Field.of(situation, model, limits, objective, memory, rules)
     index, explored, reason = _Search(situation, limits, objective, rules, field).choose()
     if objective.budget is not None and field.cost_per_hour[field.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: what a GPU costs is unknown (gpu_hour)"
@@ -151,231 +77,6 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Field:
-    """All settings that are considered, with what they would bring and cost; arrays of shape ``(num_settings,)``."""
-
-    settings: Sequence[Settings]
-    now: int  # index of what runs
-    step_s: Floats
-    low_s: Floats
-    high_s: Floats
-    sigma: Floats  # of the log of step_s
-    loss: Floats  # what is minimised: step time, dearer settings made longer; `step_s` of what runs now
-    bound_s: Floats  # step times above it miss the deadline, or spend more than the budget
-    measured: NDArray[np.bool_]
-    num_windows: Sequence[int]  # that were measured, the newest ones that count
-    noise: float  # standard deviation of the log of a window's step time, within one stretch of time
-    drift: float  # standard deviation of its mean from one stretch of time to another, likewise
-    notes: Sequence[str]  # why not; empty where feasible
-    node_cores: Floats  # that each worker has, on a node that is larger than now if need be
-    node_memory_bytes: Sequence[int]  # that its node needs, where that is more than now; else 0
-    cores: Floats
-    gpus: Floats
-    cost_per_hour: Sequence[float | None]
-    left_s: float  # of work, at the current settings
-    steps_left: float
-    global_batch: int
-    situation: Situation
-
-    @classmethod
-    def of(
-        cls,
-        situation: Situation,
-        model: Model,
-        limits: Limits,
-        objective: Objective,
-        memory: MemoryModel | None,
-        rules: Rules,
-    ) -> _Field:
-        current = situation.current
-        runs = settings_of(current)
-        visits = _visits(situation.windows, current.global_batch)
-        measured = {settings: np.concatenate(of_settings)[-NUM_NEWEST_WINDOWS:] for settings, of_settings in visits.items()}
-        noise = _noise(visits)
-
-        def at(settings: Settings) -> Configuration:
-            return configuration(settings, current, limits, situation.node_cores)
-
-        def front_of(some: Sequence[Settings]) -> tuple[Floats, Floats]:
-            where = [at(s) for s in some]
-            gain = np.array([p.samples_per_s for p in model.predict_many(where)])
-            cost = np.array([resources_of(c).scalar for c in where])
-            wrong = [bool(why_not(s, at(runs), c, current.global_batch, limits)) for s, c in zip(some, where, strict=True)]
-            gain[wrong], cost[wrong] = -np.inf, np.inf
-            return gain, cost
-
-        settings = search(limits, runs, front_of)
-        settings = sorted({*settings, *measured})
-        now = settings.index(runs)
-        where = [at(s) for s in settings]
-        predictions = model.predict_many(where)
-        step_s, low_s, high_s = (np.array([getattr(p, n) for p in predictions]) for n in ("step_time_s", "low_s", "high_s"))
-        for index, each in enumerate(settings):
-            if (windows := measured.get(each)) is not None:
-                # What was measured needs no model; the interval is of the next window.
-                spread = INTERVAL_SIGMAS * noise * math.sqrt(1 + 1 / len(windows))
-                step_s[index] = math.exp(windows.mean())
-                low_s[index], high_s[index] = step_s[index] * math.exp(-spread), step_s[index] * math.exp(spread)
-        peaks = [memory.predict(c) for c in where] if memory is not None else []
-        used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
-        notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
-        limit = current.memory_limit_bytes
-        most = max(limit, limits.max_memory_bytes - AGENT_BYTES)
-        for index, peak in enumerate(peaks):
-            if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
-                notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
-
-        steps_left = rules.horizon_s / step_s[now]
-        if situation.remaining_samples is not None:
-            steps_left = situation.remaining_samples / current.global_batch
-        prices = [objective.prices.per_hour(u) for u in used]
-        rate = np.array([u.scalar if prices[now] is None else price or 0.0 for u, price in zip(used, prices, strict=True)])
-        rate = np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
-        bound_s = np.full(len(settings), math.inf)
-        if objective.deadline_s is not None and steps_left > 0:
-            bound_s = np.minimum(bound_s, max(1e-9, objective.deadline_s - situation.age_s) / steps_left)
-        if objective.budget is not None and steps_left > 0 and prices[now] is not None:
-            money = max(1e-9, objective.budget - (situation.spent or 0.0))
-            bound_s = np.minimum(bound_s, money / (rate / 3600) / steps_left)
-        return cls(
-            settings=settings,
-            now=now,
-            step_s=step_s,
-            low_s=low_s,
-            high_s=high_s,
-            sigma=_sigma(np.log(high_s / low_s) / (2 * INTERVAL_SIGMAS), noise, settings, list(measured)),
-            loss=step_s * (rate / rate[now]) ** objective.elasticity,
-            bound_s=bound_s,
-            measured=np.array([s in measured for s in settings]),
-            num_windows=[len(measured.get(s, ())) for s in settings],
-            noise=noise,
-            drift=_drift(visits, noise),
-            notes=notes,
-            node_cores=np.array([c.cores for c in where]),
-            node_memory_bytes=[
-                node_memory_bytes(p.high_bytes, limits.max_memory_bytes)
-                if limit and limits.max_memory_bytes and p.high_bytes > limit and s not in measured
-                else 0
-                for s, p in zip(settings, peaks, strict=False)
-            ]
-            or [0] * len(settings),
-            cores=np.array([u.cores for u in used]),
-            gpus=np.array([u.gpus for u in used]),
-            cost_per_hour=prices,
-            left_s=float(steps_left * step_s[now]),
-            steps_left=float(steps_left),
-            global_batch=current.global_batch,
-            situation=situation,
-        )
-
-    def change_cost_s(self, here: int, there: int) -> float:
-        if here == there:
-            return 0.0
-        if self.node_cores[there] > self.node_cores[here] or self.node_memory_bytes[there] > self.node_memory_bytes[here]:
-            return self.situation.resize_cost_s * self.settings[there].num_workers  # nodes are replaced one at a time
-        resized = self.settings[here].num_workers != self.settings[there].num_workers
-        return self.situation.resize_cost_s if resized else self.situation.retune_cost_s
-
-    def worth_s(self, index: int) -> float:
-        faster = 1 - float(self.step_s[index] / self.step_s[self.now])
-        return self.left_s * faster - self.change_cost_s(self.now, index)
-
-    def cost_to_end(self, index: int) -> float | None:
-        """Money for the rest of the job; None: unknown, as nobody knows how much is left, or what it costs."""
-        price = self.cost_per_hour[index]
-        if price is None or self.situation.remaining_samples is None:
-            return None
-        return price * (self.steps_left * float(self.step_s[index]) + self.change_cost_s(self.now, index)) / 3600
-
-    @property
-    def front(self) -> list[int]:
-        """The exact Pareto front of throughput and cost among what is feasible, ascending in cost."""
-        able = [i for i, note in enumerate(self.notes) if not note]
-        cost = self.cores + 1e6 * self.gpus
-        if all(self.cost_per_hour[i] is not None for i in able):
-            cost = np.array([price or 0.0 for price in self.cost_per_hour])
-        return [able[i] for i in pareto_front(1 / self.step_s[able], cost[able])]
-
-    def candidates(self, keep: Sequence[int]) -> tuple[Candidate, ...]:
-        """What a record of the decision holds: what runs, what was chosen, the front, what was measured, the next best."""
-        front = self.front
-        chosen = dict.fromkeys(keep)
-        by_loss = sorted(range(len(self.settings)), key=lambda i: (bool(self.notes[i]), self.loss[i]))
-        measured = [i for i in by_loss if self.measured[i]]
-        spread = [front[round(k * (len(front) - 1) / 5)] for k in range(6)] if len(front) > 6 else front
-        for index in (*measured[:6], *spread, *by_loss):
-            if len(chosen) < MAX_KEPT_CANDIDATES:
-                chosen[index] = None
-        return tuple(self._candidate(i, i in front) for i in sorted(chosen))
-
-    def _candidate(self, index: int, on_front: bool) -> Candidate:
-        note = self.notes[index]
-        if index == self.now:
-            note = f"runs now{'; ' if note else ''}{note}"
-        return Candidate(
-            settings=self.settings[index],
-            step_time_s=float(self.step_s[index]),
-            low_s=float(self.low_s[index]),
-            high_s=float(self.high_s[index]),
-            samples_per_s=self.global_batch / float(self.step_s[index]),
-            worth_s=self.worth_s(index),
-            measured=bool(self.measured[index]),
-            feasible=not self.notes[index],
-            note=note,
-            on_front=on_front,
-            cores=float(self.cores[index]),
-            gpus=int(self.gpus[index]),
-            cost_per_hour=self.cost_per_hour[index],
-            cost_to_end=self.cost_to_end(index),
-        )
-
-
-def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settings, Sequence[Floats]]:
-    """Log step times of all windows of each settings that ran with this batch, by stretches of time without a change."""
-    visits: dict[Settings, list[Floats]] = {}
-    for (settings, batch), visit in groupby(windows, key=lambda window: (settings_of(window), window.global_batch)):
-        if batch == global_batch:
-            visits.setdefault(settings, []).append(np.log([window.step_time_s for window in visit]))
-    return visits
-
-
-def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
-    """Standard deviation of the log of each settings' true step time, of which a trial can teach something.
-
-    A window's noise is not part of it. Settings near measured ones share their error: what is left is that of a Gaussian
-    process given its nearest neighbour, so that trials are spread (Rasmussen and Williams, 2006, equation 2.24).
-    """
-    figures = np.log1p(np.array([[s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor] for s in settings]))
-    figures[:, 3] *= PREFETCH_WEIGHT
-    known = [settings.index(s) for s in measured]
-    squares = ((figures[:, None, :] - figures[None, known, :]) ** 2).sum(axis=2).min(axis=1)
-    own = np.sqrt(np.clip(of_window**2 - noise**2, MIN_MODEL_SIGMA**2, MAX_MODEL_SIGMA**2))
-    result: Floats = np.maximum(own * np.sqrt(1 - np.exp(-squares / LENGTH**2)), 1e-3)
-    return result
-
-
-def _noise(visits: Mapping[Settings, Sequence[Floats]]) -> float:
-    """Standard deviation of the log of a window's step time, from window to window."""
-    each = [log_s for of_settings in visits.values() for log_s in of_settings]
-    squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in each)
-    degrees = sum(len(log_s) - 1 for log_s in each)
-    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
-    return max(MIN_NOISE, math.sqrt((squares + 0.05**2) / (degrees + 1)))
-
-
-def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
-    """Standard deviation of the log of the step time that settings have, from one stretch of time to another."""
-    squares, degrees = 0.0, 0
-    for of_settings in visits.values():
-        parts = [part for log_s in of_settings for part in np.array_split(log_s, math.ceil(len(log_s) / STRETCH_WINDOWS))]
-        means = np.array([part.mean() for part in parts])
-        by_chance = noise**2 * float(np.mean([1 / len(part) for part in parts]))
-        squares += float(((means - means.mean()) ** 2).sum()) - (len(means) - 1) * by_chance
-        degrees += len(means) - 1
-    return max(MIN_DRIFT, math.sqrt(max(0.0, squares + MIN_DRIFT**2) / (degrees + 1)))
-
-
-@dataclass(frozen=True)
 class _Search:
     """The choice among all settings; every rule is one method, which deals in indices."""
 
@@ -383,7 +84,7 @@ class _Search:
     limits: Limits
     objective: Objective
     rules: Rules
-    field: _Field
+    field: Field
 
     def choose(self) -> tuple[int, bool, str]:
         """The settings, whether they are an experiment, and why."""

@@ -155,7 +155,8 @@ pre { overflow: auto; max-height: 420px; padding: 12px; font-size: 12.5px; }
 """
 
 
-def _page(story: JobStory) -> str:
+def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | None]:
+    """Pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
     # Imported here: matplotlib takes a second, and the text needs none of it.
     from lightning_dlrover.report.pictures import (
         plans_picture,
@@ -175,6 +176,11 @@ def _page(story: JobStory) -> str:
         predicted = to_svg(prediction_picture(story), "prediction")
     if story.decisions:
         plans = to_svg(plans_picture(story), "plans")
+    return throughput, parts, predicted, plans
+
+
+def _page(story: JobStory) -> str:
+    throughput, parts, predicted, plans = _drawn(story)
     sections = [
         _heading(story),
         _picture(

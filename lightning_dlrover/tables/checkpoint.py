@@ -22,11 +22,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.placement import TablePlan
-from lightning_dlrover.tables.sharded import (
-    Block,
-    ShardedTables,
-)
+from lightning_dlrover.tables.sharded import ShardedTables
 
 __all__ = ["CheckpointError", "load_tables", "save_tables"]
 

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.tables.block import (
+    Block,
+    part_of,
+)
 from lightning_dlrover.tables.layout import (
     LayoutError,
     Move,
     Region,
-)
-from lightning_dlrover.tables.sharded import (
-    Block,
-    part_of,
 )
 
 __all__ = ["ExchangeStats", "exchange"]
@@ -88,53 +88,11 @@ def exchange(
         RuntimeError: a peer is gone; `new` is then incomplete.
         LayoutError: this worker does not have a shard that a move names.
     """
-    stats = ExchangeStats()
-    sources, targets = _by_table(old), _by_table(new)
-    mine = [m for m in moves if me in (m.source, m.target)]
-    shared = _given_twice([m for m in mine if m.source == me], sources)
-    needs_memory = any(m.target == me and _is_new(m, me, sources, targets) for m in mine)
-
-    def give_away(move: Move, values: torch.Tensor) -> None:
-        if needs_memory and move not in shared:
-            release(values)
-
-    def sends(peer: str) -> Iterator[_Message]:
-        for move in (m for m in mine if m.source == me and m.target == peer):
-            for block in _source(sources, move):
-                for chunk in _chunks(block, move.region):
-                    values = part_of(block, chunk)
-                    stats.sent_bytes += values.nbytes
-                    wire = values.contiguous().view(-1)
-                    yield _Message(wire if _is_on_host(wire) else wire.to("cpu", copy=True), partial(give_away, move, values))
-
-    def receives(peer: str) -> Iterator[_Message]:
-        for move in (m for m in mine if m.source == peer and m.target == me):
-            for block in _target(targets, move):
-                for chunk in _chunks(block, move.region):
-                    values = part_of(block, chunk)
-                    stats.received_bytes += values.nbytes
-                    if _is_on_host(values) and values.is_contiguous() and _share(block, move) == 1.0:
-                        yield _Message(values.view(-1), lambda: None)
-                    else:
-                        arrived = torch.empty(values.shape, dtype=values.dtype)
-                        yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
-
-    def keeps() -> Iterator[None]:
-        for move in (m for m in mine if m.source == me == m.target):
-            for source, target in zip(_source(sources, move), _target(targets, move), strict=True):
-                if _is_in_place(source, target, move):
-                    continue
-                for chunk in _chunks(target, move.region):
-                    values = part_of(source, chunk)
-                    stats.copied_bytes += values.nbytes
-                    _put(part_of(target, chunk), values, _share(target, move))
-                    give_away(move, values)
-                    yield
-
+    part = _OwnPart(me, moves, old, new, release)
     lanes: dict[tuple[str, str], Iterator[_Message]] = {}
-    for peer in sorted({w for m in mine for w in (m.source, m.target)} - {me}):
-        lanes[peer, "send"], lanes[peer, "recv"] = sends(peer), receives(peer)
-    kept = keeps()
+    for peer in part.peers():
+        lanes[peer, "send"], lanes[peer, "recv"] = part.sends(peer), part.receives(peer)
+    kept = part.keeps()
     queues: dict[tuple[str, str], deque[tuple[dist.Work, _Message]]] = {lane: deque() for lane in lanes}
 
     def post(lane: tuple[str, str]) -> None:
@@ -144,16 +102,13 @@ def exchange(
             peer, direction = lane
             queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
 
-    for move in (m for m in mine if m.target == me):
-        for block in _target(targets, move):
-            if _share(block, move) != 1.0:
-                part_of(block, move.region).zero_()  # what comes is added up there
+    part.begin_sums()
     if group is not None:
         gloo: Any = group  # its stubs name few of its methods
         # Some build their tables longer than others: from here on a silent peer is a dead one. A barrier would be NCCL's where
         # the group has it.
         waits.wait_for(gloo.allreduce([torch.zeros(1)]))
-    stats.began_s = time.monotonic()
+    part.stats.began_s = time.monotonic()
     for lane in lanes:
         for _ in range(WINDOW):
             post(lane)
@@ -168,8 +123,77 @@ def exchange(
                 post(lane)
     for _ in kept:
         pass
-    stats.seconds = time.monotonic() - stats.began_s
-    return stats
+    part.stats.seconds = time.monotonic() - part.stats.began_s
+    return part.stats
+
+
+class _OwnPart:
+    """What one worker gives, takes and keeps in an exchange, message by message. The arguments are those of `exchange`."""
+
+    def __init__(
+        self,
+        me: str,
+        moves: Sequence[Move],
+        old: Sequence[Block],
+        new: Sequence[Block],
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.stats = ExchangeStats()
+        self._me = me
+        self._release = release
+        self._sources, self._targets = _by_table(old), _by_table(new)
+        self._moves = [m for m in moves if me in (m.source, m.target)]
+        self._shared = _given_twice([m for m in self._moves if m.source == me], self._sources)
+        self._needs_memory = any(m.target == me and _is_new(m, me, self._sources, self._targets) for m in self._moves)
+
+    def peers(self) -> list[str]:
+        return sorted({w for m in self._moves for w in (m.source, m.target)} - {self._me})
+
+    def begin_sums(self) -> None:
+        """Set to 0 what is put together from several shards: what comes is added up there."""
+        for move in (m for m in self._moves if m.target == self._me):
+            for block in _target(self._targets, move):
+                if _share(block, move) != 1.0:
+                    part_of(block, move.region).zero_()
+
+    def sends(self, peer: str) -> Iterator[_Message]:
+        for move in (m for m in self._moves if m.source == self._me and m.target == peer):
+            for block in _source(self._sources, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    self.stats.sent_bytes += values.nbytes
+                    wire = values.contiguous().view(-1)
+                    done = partial(self._give_away, move, values)
+                    yield _Message(wire if _is_on_host(wire) else wire.to("cpu", copy=True), done)
+
+    def receives(self, peer: str) -> Iterator[_Message]:
+        for move in (m for m in self._moves if m.source == peer and m.target == self._me):
+            for block in _target(self._targets, move):
+                for chunk in _chunks(block, move.region):
+                    values = part_of(block, chunk)
+                    self.stats.received_bytes += values.nbytes
+                    if _is_on_host(values) and values.is_contiguous() and _share(block, move) == 1.0:
+                        yield _Message(values.view(-1), lambda: None)
+                    else:
+                        arrived = torch.empty(values.shape, dtype=values.dtype)
+                        yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
+
+    def keeps(self) -> Iterator[None]:
+        """Copy rows that stay with this worker to other addresses, some at a time."""
+        for move in (m for m in self._moves if m.source == self._me == m.target):
+            for source, target in zip(_source(self._sources, move), _target(self._targets, move), strict=True):
+                if _is_in_place(source, target, move):
+                    continue
+                for chunk in _chunks(target, move.region):
+                    values = part_of(source, chunk)
+                    self.stats.copied_bytes += values.nbytes
+                    _put(part_of(target, chunk), values, _share(target, move))
+                    self._give_away(move, values)
+                    yield
+
+    def _give_away(self, move: Move, values: torch.Tensor) -> None:
+        if self._needs_memory and move not in self._shared:
+            self._release(values)
 
 
 def _is_on_host(values: torch.Tensor) -> bool:

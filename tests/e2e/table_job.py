@@ -21,9 +21,9 @@ from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy, strategy
-from lightning_dlrover.tables import elastic, snapshot
-from lightning_dlrover.tables.elastic import SnapshotConfig
-from lightning_dlrover.tables.snapshot import ROOT
+from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
+from lightning_dlrover.tables.snapshot_store import ROOT
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["TableSettings", "train_tables"]
 
@@ -169,13 +169,10 @@ class TableModel(ToyModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def train_tables(recorder: Recorder, settings: TableSettings) -> None:
-    """The script of these tests."""
-    add_moments(recorder)
-    L.seed_everything(SEED, verbose=False)
+def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
     memory = Path(recorder.place.folder) / "memory" / str(os.getpid()) if settings.apart else ROOT
     memory.mkdir(parents=True, exist_ok=True)
-    trainer = make_trainer(
+    return make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(
             global_batch_size=settings.batch_size,
@@ -196,10 +193,25 @@ def train_tables(recorder: Recorder, settings: TableSettings) -> None:
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
     )
+
+
+def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
+    """The script of these tests."""
+    add_moments(recorder)
+    L.seed_everything(SEED, verbose=False)
+    trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)
     val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(TableModel(recorder, settings), loader, val_loader, ckpt_path=settings.ckpt_path)
+    trainer.fit(model, loader, val_loader, ckpt_path=settings.ckpt_path)
     recorder.write("after_fit", step=trainer.global_step)
+    return model
+
+
+def train_tables_twice(recorder: Recorder, settings: TableSettings) -> None:
+    model = train_tables(recorder, settings)
+    trainer = table_trainer(recorder, settings)
+    trainer.fit(model, DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True))
+    recorder.write("after_second_fit", step=trainer.global_step)
 
 
 def train_tables_then_another_model(recorder: Recorder, settings: TableSettings) -> None:
@@ -217,13 +229,13 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, elastic.ElasticTables, "reshard")
     around(recorder, elastic.ElasticTables, "hand_over")
     around(recorder, elastic.ElasticTables, "roll_back")
-    around(recorder, elastic._Snapshots, "enter")
-    around(recorder, elastic._Snapshots, "_take")
-    around(recorder, elastic._Snapshots, "_replicate")
-    elastic.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
-    voted = elastic._Snapshots.voted
+    around(recorder, snapshots.Snapshots, "enter")
+    around(recorder, snapshots.Snapshots, "_take")
+    around(recorder, neighbours.Neighbours, "replicate")
+    snapshots.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
+    voted = snapshots.Snapshots.voted
     exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
-    swap, replicate = elastic._swap, elastic._Snapshots._replicate
+    swap, replicate = neighbours.swap, neighbours.Neighbours.replicate
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,13 +247,13 @@ def add_moments(recorder: Recorder) -> None:
             recorder.moment("copying")
 
     def watched_commit(self: Any) -> Any:
-        recorder.moment("commit" if snapshot._short(self.header.owner) == snapshot._short(self._holder) else "commit_copy")
+        recorder.moment("commit" if self.header.owner == self._holder else "commit_copy")
         return commit(self)
 
-    def watched_replicate(self: Any, *args: Any) -> int:
+    def watched_replicate(self: Any, *args: Any) -> None:
         nonlocal swaps
         swaps = itertools.count()
-        return replicate(self, *args)
+        replicate(self, *args)
 
     def watched_swap(*args: Any) -> None:
         recorder.moment(f"swap{next(swaps)}")  # of lengths, of headers, of answers, of values
@@ -262,10 +274,10 @@ def add_moments(recorder: Recorder) -> None:
         recorder.moment("save_done")
 
     strategy.save_tables = watched_save
-    elastic._Snapshots.voted = watched_voted  # type: ignore[method-assign]
+    snapshots.Snapshots.voted = watched_voted  # type: ignore[method-assign]
     elastic.exchange = watched_exchange  # type: ignore[assignment]
-    elastic._swap = watched_swap
-    elastic._Snapshots._replicate = watched_replicate  # type: ignore[method-assign]
+    neighbours.swap = watched_swap
+    neighbours.Neighbours.replicate = watched_replicate  # type: ignore[method-assign]
     snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
     snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 

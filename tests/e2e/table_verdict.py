@@ -17,10 +17,7 @@ from toy_job import SEED
 
 from lightning_dlrover.live.loader import epoch_order
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
-from lightning_dlrover.tables.snapshot import (
-    ROOT,
-    _short,
-)
+from lightning_dlrover.tables.snapshot_store import ROOT, short
 
 __all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
 
@@ -143,7 +140,7 @@ def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: in
 def shared_memory_of(job: Job) -> list[Path]:
     """The folders of the job's snapshots."""
     base = ROOT / f"dlrover-{os.getuid()}"
-    return sorted(base.glob(f"{_short(f'{DEFAULT_PREFIX}/{job.run_id}')}-*"))
+    return sorted(base.glob(f"{short(f'{DEFAULT_PREFIX}/{job.run_id}')}-*"))
 
 
 def lose_shared_memory_of(job: Job) -> None:

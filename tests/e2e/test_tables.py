@@ -16,7 +16,7 @@ from harness import Job, Worker
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
-from table_job import KINDS, TableSettings, train_tables, train_tables_then_another_model
+from table_job import KINDS, TableSettings, train_tables, train_tables_then_another_model, train_tables_twice
 from table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
 MakeJob = Callable[..., Job]
@@ -559,4 +559,24 @@ def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -
     assert job.finish() == [0], job.report()
     assert job.records("counted")
     assert job.records("after_second_fit")
+    assert not shared_memory_of(job)
+
+
+def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, num_rows=1920, max_epochs=1)
+    job = new_job(settings, script=train_tables_twice)
+    lost, survivor = job.start(), job.start()
+
+    def counted_in_second() -> list[int]:
+        records = survivor.records()
+        ends = [i for i, record in enumerate(records) if record["kind"] == "after_fit"]
+        return [r["batch"] for r in records[ends[0] :] if r["kind"] == "counted"] if ends else []
+
+    job.wait_until(lambda: len(counted_in_second()) >= 2, "snapshots of the second fit")
+    newest = counted_in_second()[-1]
+    lost.kill()
+    assert job.finish() == [-9, 0], job.report()
+    (event,) = job.events("rollback")
+    assert newest <= event.data["batch"] < settings.num_steps * 0.75  # the first fit's newest ones are of its end
+    assert len(job.records("after_second_fit")) == 1
     assert not shared_memory_of(job)

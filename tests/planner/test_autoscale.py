@@ -28,9 +28,16 @@ from simulated_jobs import (
 )
 
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
-from lightning_dlrover.planner.autoscale import Rules, Situation, expected_improvement, plan
+from lightning_dlrover.planner.autoscale import (
+    expected_improvement,
+    plan,
+)
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings, has_failed
+from lightning_dlrover.planner.situation import (
+    Rules,
+    Situation,
+)
 from lightning_dlrover.planner.space import Limits, all_settings, configuration, why_not
 
 ONE = Settings(1, 0, 1, 0)

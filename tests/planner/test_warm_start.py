@@ -10,9 +10,13 @@ import pytest
 from simulated_jobs import KINDS, SimulatedJob, Truth, dense_heavy, input_bound, limits_of, throughput_share, window
 
 from lightning_dlrover.perf import StepProfile, StepTimeModel
-from lightning_dlrover.planner.autoscale import Rules, Situation, plan
+from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.situation import (
+    Rules,
+    Situation,
+)
 from lightning_dlrover.planner.space import Limits, all_settings
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, descriptor_of, distance, nearest, suggest
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.planner.autoscale import Situation
 from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, tunable_axes
 
 Planner = Callable[[Situation, Limits, int], Decision]

@@ -23,7 +23,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from worker_pool import WORKERS, Worker
 
 from lightning_dlrover.tables import exchange as exchange_module
-from lightning_dlrover.tables import sharded as tables_module
+from lightning_dlrover.tables import torchrec_parts as parts_module
+from lightning_dlrover.tables.block import (
+    Block,
+    part_of,
+)
 from lightning_dlrover.tables.exchange import (
     ExchangeStats,
     exchange,
@@ -41,11 +45,7 @@ from lightning_dlrover.tables.placement import (
     plan_to_dict,
     replan,
 )
-from lightning_dlrover.tables.sharded import (
-    Block,
-    ShardedTables,
-    part_of,
-)
+from lightning_dlrover.tables.sharded import ShardedTables
 
 CPU = torch.device("cpu")
 LOCAL_BATCH_SIZE = 4
@@ -279,7 +279,7 @@ def stock_model(case: Case, plan: Plan, members: Sequence[str]) -> Any:
     from torchrec.distributed.types import ShardingEnv
 
     model = Model(case, device="cpu")
-    tables_module._forget_groups()
+    parts_module.forget_groups()
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
         return DistributedModelParallel(
             module=model,
@@ -296,9 +296,9 @@ def stock_model(case: Case, plan: Plan, members: Sequence[str]) -> Any:
 def stock_blocks(model: Any) -> list[Block]:
     blocks = []
     for path in ("bags", "sequences"):
-        for kernel in tables_module._kernels(model.module.get_submodule(path)):
+        for kernel in parts_module.kernels_in(model.module.get_submodule(path)):
             tables = kernel.config.embedding_tables
-            states = tables_module._optimizer_states(kernel.emb_module, len(tables))
+            states = parts_module.optimizer_states(kernel.emb_module, len(tables))
             for table, weight, of_table in zip(tables, kernel.emb_module.split_embedding_weights(), states, strict=True):
                 region = Region(0, table.num_embeddings, 0, table.embedding_dim)
                 if table.local_metadata is not None:

@@ -1,8 +1,7 @@
-"""What a worker does with its snapshots when a round ends, and who keeps copies for whom."""
+"""What a worker does with its tables when a round or a `fit` begins or ends."""
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,107 +14,21 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
 
 from lightning_dlrover.tables import elastic as module
-from lightning_dlrover.tables import snapshot as snapshot_module
+from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.elastic import (
     ElasticTables,
-    SnapshotConfig,
-    _Snapshots,
 )
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.sharded import Block
-from lightning_dlrover.tables.snapshot import (
-    SnapshotStore,
-    part_header,
-)
-
-ROWS = 100_000
-
-
-class EverythingTracked:
-    """As `TouchedRows` of tables of which no row was trained meanwhile."""
-
-    def is_tracked(self, block: Block) -> bool:
-        return True
-
-    def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
-        return []
-
-
-@pytest.fixture
-def snapshots(tmp_path: Path) -> _Snapshots:
-    world: Any = SimpleNamespace(worker_id="w0")
-    return _Snapshots(world, SnapshotStore("job", "w0", 1 << 28, root=tmp_path), SnapshotConfig(memory=tmp_path))
-
-
-def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_the_next_round_writes(
-    snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = Block("t", "weight", Region(0, ROWS, 0, 64), torch.ones(ROWS, 64))
-    writer = snapshots.store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
-    snapshots._changed = [None]
-    copy, is_copying = snapshot_module._copy, threading.Event()
-
-    def slow_copy(there: torch.Tensor, here: torch.Tensor) -> None:
-        is_copying.set()
-        time.sleep(0.3)  # the cores are busy with training
-        copy(there, here)
-
-    monkeypatch.setattr(snapshot_module, "_copy", slow_copy)
-    touched: Any = EverythingTracked()
-    work = snapshots._begin(snapshots._complete, 1, writer, [block], touched, None, snapshots._stopping)
-    assert is_copying.wait(10)
-    snapshots.stop()
-    again = snapshots.store.begin(part_header(1, 2, ["w0"], "w0", {}, [block], 0))
-    assert again.values.data_ptr() == writer.values.data_ptr()
-    again.values.fill_(7)
-    assert work.exception(10) is not None
-    assert bool((again.values == 7).all())
-    assert snapshots.store.parts() == []
-
-
-def test_memory_being_touched_at_the_end_is_given_back(snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_touching, may_go_on = threading.Event(), threading.Event()
-
-    def slow_touch(mapping: object) -> None:
-        is_touching.set()
-        assert may_go_on.wait(10)
-
-    monkeypatch.setattr(snapshot_module, "touch", slow_touch)
-    tables: Any = SimpleNamespace(parameter_names=dict, module=torch.nn.Linear(2, 2))
-    work = snapshots._begin(snapshots.make_room, tables, 1000)  # both slots, one after the other
-    assert is_touching.wait(10)
-    snapshots.close(lambda: True)
-    may_go_on.set()
-    work.result(10)
-    assert not snapshots.store.folder.exists()
-
-
-def test_job_that_ends_while_a_leaver_copies_to_disk_leaves_nothing(tmp_path: Path) -> None:
-    world: Any = SimpleNamespace(worker_id="w1")
-    disk = tmp_path / "disk"
-    leaver = _Snapshots(world, SnapshotStore("job", "w1", 1 << 28, disk, tmp_path), SnapshotConfig(memory=tmp_path, disk=disk))
-    leaver.store.reserve("w1", 1000)
-    (source,) = list(leaver.store.folder.glob("*-0"))
-    answers = iter([False, True])
-
-    def has_finished() -> bool:
-        # First before the copy: the job trains. Then after it: the other worker has cleaned up meanwhile.
-        if not (answer := next(answers)):
-            leaver._persister.persist(source, disk / leaver.store.folder.name / "1-1" / source.name)
-        else:
-            assert (disk / leaver.store.folder.name / "1-1" / source.name).exists()
-        return answer
-
-    leaver.close(has_finished)
-    assert not (disk / leaver.store.folder.name).exists()
-    assert not leaver.store.folder.exists()
+from lightning_dlrover.tables.snapshot import part_header
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 
 def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     header = part_header(5, 1, ["a"], "a", {}, [], 0)
     elastic = ElasticTables.__new__(ElasticTables)
-    elastic._world = SimpleNamespace(worker_id="a")  # type: ignore[assignment]
+    elastic._world, elastic._fit = SimpleNamespace(worker_id="a", num_fits=1), 1  # type: ignore[assignment]
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=header, is_in_memory=True)], stop=lambda: calls.append("stop")
     )
@@ -136,8 +49,12 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world = SimpleNamespace(  # type: ignore[assignment]
-        worker_id="d", config=SimpleNamespace(run_id="r"), event=lambda kind, text, data: events.append((kind, text))
+        worker_id="d",
+        num_fits=1,
+        config=SimpleNamespace(run_id="r"),
+        event=lambda kind, text, data: events.append((kind, text)),
     )
+    elastic._fit = 1
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=h, is_in_memory=True) for h in headers], stop=lambda: None
     )
@@ -149,7 +66,7 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
 
 
 def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_all_gather", lambda formation, seed: [3, seed])
+    monkeypatch.setattr(module, "all_gather", lambda formation, seed: [3, seed])
     seeds: list[int] = []
     tables: Any = SimpleNamespace(
         is_built=False, first_plan=lambda members: {}, build=lambda *_: None, initialise=seeds.append, blocks=list
@@ -162,35 +79,76 @@ def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkey
     assert seeds == [3]
 
 
-def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
-    snapshots: _Snapshots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[tuple[int, str]] = []
-    snapshots._world.connect = lambda round_, name, members: names.append((round_.number, name))  # type: ignore[assignment, method-assign]
-    monkeypatch.setattr(module, "_all_gather", lambda formation, host: [host] * 2)
-    tables: Any = SimpleNamespace(
-        track=lambda: None, blocks=list, parameter_names=set, module=SimpleNamespace(named_parameters=list)
+def tables_of(rows: torch.Tensor) -> Any:
+    """As `ShardedTables` with one table of one worker, nothing of which is looked up."""
+    block = Block("t", "weight", Region(0, len(rows), 0, rows.shape[1]), rows)
+    touched = SimpleNamespace(
+        is_tracked=lambda block: False,
+        begin_copy=lambda: None,
+        end_copy=list,
+        since=lambda *_: None,
+        mark=lambda moment: None,
+        close=lambda: None,
     )
-    for number in (1, 1, 2, 3, 3):
-        formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0", "w1"], number=number), size=2, rank=0)
-        snapshots.enter(formation, tables)
-    assert len(set(names)) == 5
+    return SimpleNamespace(
+        track=lambda: touched,
+        blocks=lambda: [block],
+        parameter_names=set,
+        module=torch.nn.Linear(1, 1),
+        plan={},
+        num_bytes=rows.nbytes,
+        device=torch.device("cpu"),
+    )
 
 
-def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_left_goes(
-    snapshots: _Snapshots, tmp_path: Path
-) -> None:
-    for holder in ("gone", "spare"):
-        SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
-    snapshots.store.reserve("w0", 1000)
-    snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
-        view=SimpleNamespace(in_state=lambda *states: ["spare"] if "ready" in states else [])
+def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path) -> None:
+    """A later `fit` in the same round counts its batches from 0: the earlier one's snapshots must not compare as newer."""
+    record = SimpleNamespace(members=["w0"], number=1, kind="start")
+    formation: Any = SimpleNamespace(round=record, size=1, rank=0)
+    view = SimpleNamespace(job=SimpleNamespace(created_at=1.0), round=record, in_state=lambda *_: [])
+    world: Any = SimpleNamespace(
+        worker_id="w0",
+        num_fits=0,
+        config=SimpleNamespace(max_workers=1, prefix="p", run_id="r"),
+        membership=SimpleNamespace(view=view),
+        formation=formation,
+        wishes=[],
+        event=lambda *_: None,
     )
-    snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
-    snapshots._formation = SimpleNamespace(  # type: ignore[assignment]
-        round=SimpleNamespace(members=["w0"], number=1), rank=0
-    )
-    snapshots._counted = 1
-    snapshots._counts()
-    holders = {path.name.split("-")[0] for path in snapshots.store.folder.iterdir()}
-    assert holders == {snapshot_module._short(name) for name in ("w0", "spare")}
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = SnapshotConfig(interval_s=1e-6, memory=tmp_path, disk=disk, disk_interval_s=0.0)
+    elastic = ElasticTables(tables_of(torch.zeros(4, 2)), world, config, lambda module, ignored: module)
+    elastic._is_whole(formation)
+
+    def vote(batch: int) -> bool:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            world.wishes = elastic.wishes()
+            if elastic.voted(batch, lambda: b"state"):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def batches() -> set[int]:
+        assert elastic._snapshots is not None
+        return {part.header.batch for part in elastic._snapshots.readable()}
+
+    world.num_fits = 1
+    assert vote(100)
+    assert vote(200)
+    last_vote = [2, 1, 1]  # its result comes in the next fit
+    elastic._snapshots._work.result(10)  # type: ignore[union-attr]
+    assert batches() == {100, 200}
+    world.num_fits, world.wishes = 2, last_vote
+    assert not elastic.voted(0, lambda: b"state")
+    assert batches() == set()
+    assert elastic.roll_back(formation) is None
+    assert vote(3)
+    assert vote(5)
+    elastic._snapshots._work.result(10)  # type: ignore[union-attr]
+    assert batches() == {3, 5}
+    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # of a process that still stands in the first fit
+    assert other.parts() == []
+    assert batches() == {3, 5}
+    elastic._snapshots.close(lambda: True)  # type: ignore[union-attr]

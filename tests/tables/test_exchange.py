@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.tables import exchange as module
+from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.exchange import (
     ExchangeStats,
     exchange,
@@ -19,7 +20,6 @@ from lightning_dlrover.tables.layout import (
     Shard,
     plan_moves,
 )
-from lightning_dlrover.tables.sharded import Block
 
 WORKERS = ["a", "b"]
 ROWS, COLS = 300, 8

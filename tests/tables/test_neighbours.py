@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.elastic import _others
+from lightning_dlrover.tables.neighbours import others
 
 layouts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
@@ -15,7 +15,7 @@ layouts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 @given(hosts=layouts, count=st.integers(0, 2))
 def test_copies_are_with_as_many_other_workers_as_were_asked_for_and_on_other_hosts_first(hosts: list[str], count: int) -> None:
     for rank in range(len(hosts)):
-        kept_by = _others(rank, hosts, count)
+        kept_by = others(rank, hosts, count)
         assert len(kept_by) == len(set(kept_by)) == min(count, len(hosts) - 1)
         assert rank not in kept_by
         elsewhere = len(set(hosts) - {hosts[rank]})
@@ -28,9 +28,9 @@ def test_no_worker_keeps_more_copies_than_another_where_all_hosts_have_as_many(
     num_hosts: int, per_host: int, count: int
 ) -> None:
     hosts = [str(rank // per_host) for rank in range(num_hosts * per_host)]
-    kept = [r for rank in range(len(hosts)) for r in _others(rank, hosts, count)]
+    kept = [r for rank in range(len(hosts)) for r in others(rank, hosts, count)]
     assert {kept.count(r) for r in range(len(hosts))} == {min(count, len(hosts) - 1)}
 
 
 def test_on_one_host_the_next_ones_round_the_ring_keep_the_copies() -> None:
-    assert [_others(rank, ["a"] * 3, 2) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]]
+    assert [others(rank, ["a"] * 3, 2) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]]

@@ -19,10 +19,9 @@ import torch
 
 from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
+from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.elastic import (
     ElasticTables,
-    SnapshotConfig,
-    _Snapshots,
 )
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import (
@@ -31,12 +30,12 @@ from lightning_dlrover.tables.persist import (
     keep_newest,
     persist,
 )
-from lightning_dlrover.tables.sharded import Block
 from lightning_dlrover.tables.snapshot import (
-    SnapshotStore,
     newest_complete,
     part_header,
 )
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 
 
 def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[str, ...] = ("a",)) -> tuple[Path, Path]:
@@ -91,7 +90,8 @@ def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, mo
 
     monkeypatch.setattr(elastic_module, "exchange", note)
     elastic = ElasticTables.__new__(ElasticTables)
-    elastic._world = SimpleNamespace(worker_id="c")  # type: ignore[assignment]
+    elastic._world = SimpleNamespace(worker_id="c", num_fits=1)  # type: ignore[assignment]
+    elastic._fit = 1
     elastic._snapshots = SimpleNamespace(readable=lambda: parts, stop=lambda: None)  # type: ignore[assignment]
     elastic.tables = SimpleNamespace(build=lambda *_: None, blocks=list)  # type: ignore[assignment]
     elastic._wrap_dense = lambda module, ignored: module
@@ -231,7 +231,7 @@ def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: 
 def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_works(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(worker_id="a")
     config = SnapshotConfig(1e-9, memory=tmp_path, disk=tmp_path / "disk", disk_interval_s=1000.0)
-    snapshots = _Snapshots(world, make_store(tmp_path), config)
+    snapshots = Snapshots(world, make_store(tmp_path), config)
     persister: Any = SimpleNamespace(is_busy=True)
     snapshots._persister = persister
     snapshots._number = snapshots._counted = snapshots._number_for_disk = 5
@@ -247,7 +247,7 @@ def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_wor
 
 def test_a_job_that_has_finished_does_not_wait_for_a_copy_that_nobody_will_read(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(worker_id="a")
-    snapshots = _Snapshots(world, make_store(tmp_path), SnapshotConfig(memory=tmp_path, disk=tmp_path / "disk"))
+    snapshots = Snapshots(world, make_store(tmp_path), SnapshotConfig(memory=tmp_path, disk=tmp_path / "disk"))
     fifo = tmp_path / "slow"
     os.mkfifo(fifo)
     snapshots._persister.persist(fifo, tmp_path / "disk" / "1" / "x")  # nobody writes there

@@ -73,7 +73,7 @@ def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequenc
 def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(
     tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_dlrover.tables.sharded.MAX_CHANGED", 1.0)
+    monkeypatch.setattr("lightning_dlrover.tables.touched.MAX_CHANGED", 1.0)
     touched = tables.track()
     for step in range(6):
         moment = step % 2
@@ -123,7 +123,7 @@ def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
 def test_rows_are_not_followed_where_most_of_a_table_is_trained_until_the_next_moment(
     tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_dlrover.tables.sharded.NUM_NOTED", 4)
+    monkeypatch.setattr("lightning_dlrover.tables.touched.NUM_NOTED", 4)
     touched = tables.track()
     (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
     most = list(range(ROWS["b"] // 2))

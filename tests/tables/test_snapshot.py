@@ -18,21 +18,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.elastic import (
-    ElasticTables,
-    SnapshotConfig,
-)
+from lightning_dlrover.tables.block import Block
+from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.sharded import Block
 from lightning_dlrover.tables.snapshot import (
     Part,
     PartHeader,
     PartWriter,
     SnapshotError,
-    SnapshotStore,
     newest_complete,
     part_header,
 )
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 JOB = "/dlrover/job"
 MEMBERS = ("w0", "w1")
@@ -539,6 +537,7 @@ def test_a_job_with_a_short_history_of_its_own_sweeps_nothing_of_others_within_a
     _age(other, 3600)
     world: Any = SimpleNamespace(
         worker_id="w0",
+        num_fits=0,
         config=SimpleNamespace(max_workers=1, prefix="/dlrover", run_id="mine", history_ttl_s=60.0),
         membership=SimpleNamespace(view=SimpleNamespace(job=SimpleNamespace(created_at=1.0))),
     )

@@ -23,9 +23,14 @@ from lightning_dlrover.perf import (
     StepTimeModel,
     configuration_of,
 )
-from lightning_dlrover.planner.autoscale import INTERVAL_SIGMAS, Situation, describe_change, plan
+from lightning_dlrover.planner.autoscale import (
+    describe_change,
+    plan,
+)
+from lightning_dlrover.planner.field import INTERVAL_SIGMAS
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, configuration, settings_of, why_not
 
 __all__ = ["PLANNERS", "Planner"]

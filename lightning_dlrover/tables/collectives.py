@@ -1,0 +1,38 @@
+"""What the members of a round do together, beside an exchange: meet, gather plain data, send to each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_dlrover.rdzv.group import transfer, waits
+from lightning_dlrover.rdzv.group.world import Formation
+
+__all__ = ["all_gather", "meet", "swap"]
+
+SWAP_S = 300.0
+"""For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
+
+
+def all_gather(formation: Formation, obj: Any) -> list[Any]:
+    """Plain data of all members, by rank."""
+    if formation.size == 1:
+        return [obj]
+    return [json.loads(text) for text in transfer.all_gather(json.dumps(obj))]
+
+
+def meet(group: Any) -> None:
+    if group is not None:
+        waits.wait_for(group.allreduce([torch.zeros(1)]))
+
+
+def swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:
+    """Send to and receive from several ranks at once."""
+    work = [group.recv([values], rank, 0) for rank, values in theirs.items() if len(values)]
+    work += [group.send([values], rank, 0) for rank, values in mine.items() if len(values)]
+    for each in work:
+        each.wait(timedelta(seconds=SWAP_S))

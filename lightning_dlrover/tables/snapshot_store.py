@@ -1,0 +1,293 @@
+"""Where the parts of snapshots lie: in files of the hosts' shared memory, and on disk.
+
+Each worker has two slots for its own part and for each copy, so that the former part is valid until the next one is. The files
+stay when a worker is killed, so another one on the same host, also one that is started later, finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import stat
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from lightning_dlrover.tables.arena import touch
+from lightning_dlrover.tables.persist import PREFIX, parts_in
+from lightning_dlrover.tables.snapshot import MAGIC, Part, PartHeader, PartWriter, SnapshotError
+
+__all__ = ["ROOT", "SnapshotStore", "short"]
+
+log = logging.getLogger(__name__)
+
+ROOT = Path("/dev/shm")
+
+ALIGN = 4096
+
+SLACK_BYTES = 8 << 20
+"""A part's memory may be larger than the part, by so much and a quarter."""
+
+
+class SnapshotStore:
+    """The parts that this host's workers of one job hold.
+
+    Args:
+        job: names the job; workers of another one see nothing of it.
+        life: tells it from former jobs of that name, whose parts are removed.
+        holder: this worker.
+        fit: number of the script's `fit`, from 1; parts of earlier ones are removed.
+        max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
+        disk: folder, seen by all hosts, in which parts are kept for the case that all hosts' memory is lost.
+
+    Raises:
+        SnapshotError: shared memory is not there, or the folder in it belongs to somebody else.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        holder: str,
+        max_bytes: int | None = None,
+        disk: Path | None = None,
+        root: Path = ROOT,
+        life: str = "",
+        fit: int = 1,
+    ) -> None:
+        if not root.is_dir():
+            raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
+        self._job, self._life = short(job), short(life)
+        self.folder = root / f"dlrover-{os.getuid()}" / self._name_of_fit(fit)
+        self._disk = disk.absolute() / self.folder.name if disk is not None else None
+        self.holder = holder
+        self._make_folder()
+        self._remove_former(fit)
+        self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
+        self._mappings: dict[Path, mmap.mmap] = {}
+        self._creating = threading.Lock()
+        self._is_closed = False
+
+    def begin_fit(self, number: int) -> None:
+        """Keep the snapshots of a later `fit` of the script, and remove those of earlier ones: all count batches from 0."""
+        self._mappings = {}
+        self.folder = self.folder.with_name(self._name_of_fit(number))
+        self._disk = self._disk.with_name(self.folder.name) if self._disk is not None else None
+        self._remove_former(number)
+
+    def _name_of_fit(self, number: int) -> str:
+        return f"{self._job}-{self._life}" + (f"-{number}" if number > 1 else "")
+
+    def _remove_former(self, fit: int) -> None:
+        """Remove what former jobs of this name have left, and earlier fits of this one, not later ones: this worker may lag."""
+        earlier = {self._name_of_fit(number) for number in range(1, fit)}
+        for parent in (self.folder.parent, *([self._disk.parent] if self._disk is not None else [])):
+            for former in parent.glob(f"{self._job}-*"):
+                if former.name in earlier or former.name.split("-")[1] != self._life:
+                    shutil.rmtree(former, ignore_errors=True)
+
+    def _make_folder(self) -> None:
+        for folder in (self.folder.parent, self.folder):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+
+    # --- writing -------------------------------------------------------------------------------------------------------
+
+    def begin(self, header: PartHeader, keep: tuple[int, int] | None = None) -> PartWriter:
+        """Make room for a part, in place of the older one of the same owner that this worker holds.
+
+        Args:
+            keep: name of the newest snapshot that counts: its part stays, also when there is a newer one.
+
+        Raises:
+            SnapshotError: it would take more memory than is allowed, or than there is.
+        """
+        paths = [self._path(header.owner, slot) for slot in (0, 1)]
+        path = min(paths, key=lambda p: ((name := self._name(p)) == keep, name))
+        encoded = header.encode()
+        start = -(-(PREFIX.size + len(encoded)) // ALIGN) * ALIGN
+        size = start + header.num_bytes
+        taken = sum(p.stat().st_size for p in self.folder.glob(f"{short(self.holder)}-*") if p != path)
+        if taken + size > self.max_bytes:
+            raise SnapshotError(
+                f"a snapshot takes {size >> 20} MiB beside {taken >> 20} MiB, and {self.max_bytes >> 20} MiB are allowed "
+                "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
+            )
+        former = self._read(path) if path in self._mappings else None
+        self._shrink(path, size)
+        mapping = self._open(path, size)
+        is_base = (
+            former is not None
+            and former.header.blocks == header.blocks
+            and former.header.owner == header.owner
+            and PREFIX.unpack_from(mapping)[3] == start
+        )
+        base = former.header.name if former is not None and is_base else None
+        os.utime(path)  # what is written through a mapping does not make it any younger, see `sweep`
+        mapping[: PREFIX.size] = PREFIX.pack(MAGIC, 0, len(encoded), start)
+        mapping[PREFIX.size : PREFIX.size + len(encoded)] = encoded
+        return PartWriter(mapping, header, self.holder, start, paths.index(path), base)
+
+    def _name(self, path: Path) -> tuple[int, int]:
+        part = self._read(path) if path.exists() else None
+        return part.header.name if part is not None else (-1, -1)
+
+    def reserve(self, owner: str, num_bytes: int) -> None:
+        """Make room for both parts of an owner, each of so many bytes, and touch it.
+
+        Raises:
+            SnapshotError: it is more memory than is allowed, or than there is.
+        """
+        size = num_bytes + (1 << 20)  # headers
+        if 2 * size > self.max_bytes:
+            raise SnapshotError(
+                f"two snapshots of {size >> 20} MiB are more than the {self.max_bytes >> 20} MiB that are allowed "
+                "(snapshot max_bytes)"
+            )
+        for slot in (0, 1):
+            touch(self._open(self._path(owner, slot), size))
+
+    def _open(self, path: Path, size: int) -> mmap.mmap:
+        mapping = self._mappings.get(path)
+        if mapping is not None and len(mapping) >= size and path.exists():
+            return mapping
+        try:
+            with self._open_file(path) as file:
+                # Now, not when a page is first touched: that would end the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+                mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise SnapshotError(f"no shared memory for a snapshot of {size >> 20} MiB: {error.strerror}") from error
+        return mapping
+
+    def _open_file(self, path: Path) -> BinaryIO:
+        with self._creating:
+            if self._is_closed:
+                raise SnapshotError("no memory is taken for snapshots any more: this worker's part of the job has ended")
+            self._make_folder()  # somebody may have cleaned up there
+            return path.open("a+b")
+
+    def _shrink(self, path: Path, size: int) -> None:
+        """Give back what a part took that was much larger, as of a worker that has given rows to others since."""
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > 1.25 * size + SLACK_BYTES:
+                self._mappings.pop(path, None)  # nobody reads there any more: what was in it is about to be overwritten
+                os.truncate(path, size)
+
+    def _path(self, owner: str, slot: int) -> Path:
+        return self.folder / f"{short(self.holder)}-{short(owner)}-{slot}"
+
+    # --- reading -------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """All complete parts on this host, of workers that have ended, too; then those on disk."""
+        paths = parts_in(self.folder)
+        if self._disk is not None:
+            paths += [path for folder in sorted(self._disk.glob("*")) for path in parts_in(folder)]
+        return [part for path in paths if (part := self._read(path)) is not None]
+
+    def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:
+        """The owner's own part of a snapshot, if it is in this host's memory and complete."""
+        paths = (self.folder / f"{short(owner)}-{short(owner)}-{slot}" for slot in (0, 1))
+        found = [part for path in paths if path.exists() and (part := self._read(path)) is not None]
+        return next((part for part in found if part.header.name == name and part.header.owner == owner), None)
+
+    def on_disk(self, name: tuple[int, int]) -> tuple[Path, Path] | None:
+        """Where this worker's own part of a snapshot is, and where on disk it belongs; None if it is not there."""
+        if self._disk is None:
+            return None
+        path = next((p for slot in (0, 1) if self._name(p := self._path(self.holder, slot)) == name), None)
+        # Of one name whatever the slot, so that older ones are found.
+        target = self._path(self.holder, 0).name
+        return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / target) if path is not None else None
+
+    def _read(self, path: Path) -> Part | None:
+        try:
+            if path in self._mappings:
+                mapping = self._mappings[path]
+            else:
+                with path.open("rb") as file:
+                    if os.fstat(file.fileno()).st_size == 0:
+                        return None  # its memory is being reserved
+                    mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            magic, is_complete, length, start = PREFIX.unpack_from(mapping)
+            if magic != MAGIC or not is_complete:
+                return None
+            header = PartHeader.decode(mapping[PREFIX.size : PREFIX.size + length])
+            values = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_bytes, offset=start)
+        except (OSError, ValueError, OverflowError, struct.error, SnapshotError) as error:
+            if path.exists():
+                log.warning("ignored %s, which is not a part of a snapshot: %s", path, error)
+            return None
+        return Part(header, path.name.split("-")[0], values, path.parent == self.folder)
+
+    # --- cleaning up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that this worker's parts take."""
+        total = 0
+        for path in self.folder.glob(f"{short(self.holder)}-*"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return total
+
+    def drop_others(self, members: Sequence[str], owners: Sequence[str]) -> None:
+        """Remove what workers hold that are not members any more, and this worker's copies of other parts than of `owners`."""
+        holders = {short(member) for member in members}
+        wanted = {short(owner) for owner in (*owners, self.holder)}
+        for path in self._files():
+            holder, owner, _ = path.name.split("-")
+            if holder not in holders or (holder == short(self.holder) and owner not in wanted):
+                self._remove(path)
+
+    def close(self) -> None:
+        """Create no file any more, whatever a thread that was left behind still does."""
+        with self._creating:
+            self._is_closed = True
+
+    def clear(self) -> None:
+        """Remove everything for good: the job has ended."""
+        self.close()
+        self.clear_memory()
+        if self._disk is not None:
+            shutil.rmtree(self._disk, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+    def clear_memory(self) -> None:
+        """Remove what is in memory: nobody on this host will read it."""
+        for path in self._files():
+            self._remove(path)
+
+    def _files(self) -> list[Path]:
+        """Of all workers of this host; not what somebody else has put here."""
+        return [path for path in self.folder.glob("*-*-*") if path.name.count("-") == 2]
+
+    def _remove(self, path: Path) -> None:
+        self._mappings.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def sweep(self, older_than_s: float) -> None:
+        """Remove what jobs have left behind that were killed long ago and never came back."""
+        for folder in self.folder.parent.iterdir():
+            with contextlib.suppress(OSError):
+                newest = max((p.stat().st_mtime for p in (folder, *folder.iterdir())), default=0.0)
+                if folder != self.folder and time.time() - newest > older_than_s:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def short(worker: str) -> str:
+    return hashlib.sha256(worker.encode()).hexdigest()[:16]

@@ -1,0 +1,226 @@
+"""The parts of torchrec's modules: found, copied and put in place.
+
+All private names of torchrec are in this file, and those that torch gives to parameters with an optimizer of their own.
+`torchrec_build` replaces public ones only.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.tables.layout import Region
+from lightning_dlrover.tables.placement import PlanError
+
+__all__ = [
+    "TorchrecMissingError",
+    "applied_optimizer",
+    "apply_optimizer",
+    "check_torchrec",
+    "configs_of",
+    "copy_applied_optimizer",
+    "default_sharders",
+    "forget_groups",
+    "has_tables",
+    "held_by",
+    "keep_order",
+    "kernels_in",
+    "key_of",
+    "on_meta",
+    "optimizer_states",
+    "region_of",
+    "set_submodule",
+    "shard",
+    "with_parameters",
+]
+
+INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
+
+
+class TorchrecMissingError(ImportError):
+    """torchrec is needed and not there, or does not load."""
+
+
+def has_tables(module: nn.Module) -> bool:
+    """Whether `module` has embedding collections of torchrec that are to be sharded. Imports torchrec only if so."""
+    names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith("torchrec.")}
+    return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
+
+
+def check_torchrec() -> None:
+    """Raise `TorchrecMissingError` with the line that installs it, unless torchrec can be used."""
+    if importlib.util.find_spec("torchrec") is None:
+        raise TorchrecMissingError(f"sharded embedding tables need torchrec, which is not installed: {INSTALL_LINE}")
+    try:
+        import fbgemm_gpu  # noqa: F401
+        import torchrec  # noqa: F401
+    except Exception as error:  # a shared library that does not fit this torch, most often
+        raise TorchrecMissingError(
+            f"torchrec is installed but does not load ({error}); on CPU it needs fbgemm-gpu-cpu, and torchrec itself "
+            f"without its dependencies: {INSTALL_LINE}"
+        ) from error
+
+
+def default_sharders() -> list[Any]:
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingType
+
+    by_rows = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value]
+
+    # torchrec offers these on GPUs only, but gloo has all the collectives that they need.
+    class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(dict.fromkeys([*super().sharding_types(compute_device_type), *by_rows]))
+
+    class Sharder(EmbeddingCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            types = dict.fromkeys([*super().sharding_types(compute_device_type), by_rows[0]])
+            if compute_device_type == "cpu":
+                types.pop(ShardingType.DATA_PARALLEL.value, None)
+            return list(types)
+
+    return [BagSharder(), Sharder()]
+
+
+def key_of(path: str, table: str) -> str:
+    return f"{path}.{table}" if path else table
+
+
+def configs_of(collection: Any) -> list[Any]:
+    is_bag = hasattr(collection, "embedding_bag_configs")
+    configs: list[Any] = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
+    return configs
+
+
+def region_of(metadata: Any) -> Region:
+    (row0, col0), (rows, cols) = metadata.shard_offsets, metadata.shard_sizes
+    return Region(row0, row0 + rows, col0, col0 + cols)
+
+
+def held_by(config: Any) -> Region:
+    """Of a sharded table, what this worker has."""
+    return (
+        region_of(config.local_metadata) if config.local_metadata else Region(0, config.num_embeddings, 0, config.embedding_dim)
+    )
+
+
+def on_meta(collection: nn.Module) -> nn.Module:
+    """A copy without values; what was applied to the parameters is remembered on those of the copy."""
+    memo: dict[int, Any] = {}
+    for parameter in collection.parameters():
+        clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for name in ("_optimizer_classes", "_optimizer_kwargs"):
+            if hasattr(parameter, name):
+                setattr(clone, name, copy.deepcopy(getattr(parameter, name)))
+        memo[id(parameter)] = clone
+    template: nn.Module = copy.deepcopy(collection, memo)
+    if hasattr(template, "_device"):
+        template._device = torch.device("meta")  # type: ignore[assignment]
+    return template
+
+
+def with_parameters(template: nn.Module) -> nn.Module:
+    """A fresh copy of a template, for torchrec to shard: it writes into what was applied to the parameters."""
+    collection = on_meta(template)
+    for parameter in collection.parameters():
+        if hasattr(parameter, "_optimizer_classes"):
+            parameter._in_backward_optimizers = []  # type: ignore[attr-defined]  # marks it as trained in the backward pass
+    return collection
+
+
+def set_submodule(module: nn.Module, path: str, part: nn.Module) -> None:
+    if not path:
+        raise PlanError("the module is an embedding collection itself: make it a part of a LightningModule")
+    module.set_submodule(path, part)
+
+
+def kernels_in(sharded: Any) -> Iterator[Any]:
+    from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
+
+    for lookup in getattr(sharded, "_lookups", ()):
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in inner.modules():
+            if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
+                yield kernel
+
+
+def optimizer_states(emb_module: Any, num_tables: int) -> list[list[torch.Tensor]]:
+    if not hasattr(emb_module, "split_optimizer_states"):
+        return [[] for _ in range(num_tables)]  # trained by an optimizer of the user's
+    states = emb_module.split_optimizer_states()
+    # SGD has none at all, rather than none for each table.
+    return [list(of_table) for of_table in states] or [[] for _ in range(num_tables)]
+
+
+def keep_order(sharded: nn.Module, template: nn.Module) -> None:
+    """Let pooled embeddings be in the order of the unsharded collection: torchrec's follows who holds which table."""
+    if not hasattr(template, "embedding_bag_configs"):
+        return
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    configs = configs_of(template)
+    features = [feature for config in configs for feature in config.feature_names]
+    # A feature that several tables look up has a name for each of them.
+    wanted = [f"{f}@{c.name}" if features.count(f) > 1 else f for c in configs for f in c.feature_names]
+
+    def in_order(pooled: Any) -> Any:
+        keys = pooled.keys()
+        if keys == wanted or set(keys) != set(wanted):
+            return pooled
+        lengths = dict(zip(keys, pooled.length_per_key(), strict=True))
+        values = torch.cat([pooled[key] for key in wanted], dim=1)
+        return KeyedTensor(keys=wanted, length_per_key=[lengths[key] for key in wanted], values=values)
+
+    def add(module: nn.Module, arguments: Any, result: Any) -> None:
+        result.callbacks.append(in_order)
+
+    sharded.register_forward_hook(add)
+
+
+def forget_groups() -> None:
+    """Make torchrec build its sub-groups anew: the others would wait for a newcomer's part in building them."""
+    from torchrec.distributed import collective_utils, comm
+
+    collective_utils._INITIALIZED = False
+    for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D", "_NODE_GROUP_SIZE_2D"):
+        setattr(comm, name, None)
+
+
+def applied_optimizer(parameter: nn.Parameter) -> list[type]:
+    """Classes of the optimizers that are applied to a parameter in its backward pass."""
+    found: list[type] = getattr(parameter, "_optimizer_classes", [])
+    return found
+
+
+def apply_optimizer(parameter: nn.Parameter, kind: type, arguments: Mapping[str, Any]) -> None:
+    """Let torchrec train a table in its backward pass."""
+    parameter._optimizer_classes = [kind]  # type: ignore[attr-defined]
+    parameter._optimizer_kwargs = [dict(arguments)]  # type: ignore[attr-defined]
+
+
+def copy_applied_optimizer(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Apply an optimizer as it is applied to another parameter, if it is and none is here."""
+    if hasattr(source, "_optimizer_classes") and not hasattr(target, "_optimizer_classes"):
+        target._optimizer_classes = source._optimizer_classes  # type: ignore[attr-defined]
+        target._optimizer_kwargs = source._optimizer_kwargs  # type: ignore[attr-defined]
+
+
+def shard(wrap_dense: Callable[[nn.Module, list[str]], nn.Module], **arguments: Any) -> nn.Module:
+    """Make a `DistributedModelParallel` whose dense part is wrapped by `wrap_dense`, and return the module that it calls."""
+    from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+
+    class Wrapper(DataParallelWrapper):  # type: ignore[misc]
+        def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
+            sharded = set(DistributedModelParallel._sharded_parameter_names(dmp._dmp_wrapped_module))
+            if set(dict(dmp.named_parameters())) - sharded:
+                dmp._dmp_wrapped_module = wrap_dense(dmp._dmp_wrapped_module, sorted(sharded))
+
+    wrapped: nn.Module = DistributedModelParallel(**arguments, data_parallel_wrapper=Wrapper())._dmp_wrapped_module
+    return wrapped

@@ -1,0 +1,160 @@
+"""What a worker does with its snapshots when a round ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+
+import torch
+
+from lightning_dlrover.tables import snapshot as snapshot_module
+from lightning_dlrover.tables import snapshot_store as store_module
+from lightning_dlrover.tables import snapshots as module
+from lightning_dlrover.tables.block import Block
+from lightning_dlrover.tables.layout import Region
+from lightning_dlrover.tables.snapshot import part_header
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
+
+ROWS = 100_000
+
+
+class EverythingTracked:
+    """As `TouchedRows` of tables of which no row was trained meanwhile."""
+
+    def is_tracked(self, block: Block) -> bool:
+        return True
+
+    def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
+        return []
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Snapshots:
+    world: Any = SimpleNamespace(worker_id="w0")
+    return Snapshots(world, SnapshotStore("job", "w0", 1 << 28, root=tmp_path), SnapshotConfig(memory=tmp_path))
+
+
+def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_the_next_round_writes(
+    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = Block("t", "weight", Region(0, ROWS, 0, 64), torch.ones(ROWS, 64))
+    writer = snapshots.store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
+    snapshots._changed = [None]
+    copy, is_copying = snapshot_module._copy, threading.Event()
+
+    def slow_copy(there: torch.Tensor, here: torch.Tensor) -> None:
+        is_copying.set()
+        time.sleep(0.3)  # the cores are busy with training
+        copy(there, here)
+
+    monkeypatch.setattr(snapshot_module, "_copy", slow_copy)
+    touched: Any = EverythingTracked()
+    work = snapshots._begin(snapshots._complete, 1, writer, [block], touched, snapshots._neighbours, snapshots._stopping)
+    assert is_copying.wait(10)
+    snapshots.stop()
+    again = snapshots.store.begin(part_header(1, 2, ["w0"], "w0", {}, [block], 0))
+    assert again.values.data_ptr() == writer.values.data_ptr()
+    again.values.fill_(7)
+    assert work.exception(10) is not None
+    assert bool((again.values == 7).all())
+    assert snapshots.store.parts() == []
+
+
+def test_memory_being_touched_at_the_end_is_given_back(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_touching, may_go_on = threading.Event(), threading.Event()
+
+    def slow_touch(mapping: object) -> None:
+        is_touching.set()
+        assert may_go_on.wait(10)
+
+    monkeypatch.setattr(store_module, "touch", slow_touch)
+    tables: Any = SimpleNamespace(parameter_names=dict, module=torch.nn.Linear(2, 2))
+    work = snapshots._begin(snapshots.make_room, tables, 1000)  # both slots, one after the other
+    assert is_touching.wait(10)
+    snapshots.close(lambda: True)
+    may_go_on.set()
+    work.result(10)
+    assert not snapshots.store.folder.exists()
+
+
+def test_job_that_ends_while_a_leaver_copies_to_disk_leaves_nothing(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(worker_id="w1")
+    disk = tmp_path / "disk"
+    leaver = Snapshots(world, SnapshotStore("job", "w1", 1 << 28, disk, tmp_path), SnapshotConfig(memory=tmp_path, disk=disk))
+    leaver.store.reserve("w1", 1000)
+    (source,) = list(leaver.store.folder.glob("*-0"))
+    answers = iter([False, True])
+
+    def has_finished() -> bool:
+        # First before the copy: the job trains. Then after it: the other worker has cleaned up meanwhile.
+        if not (answer := next(answers)):
+            leaver._persister.persist(source, disk / leaver.store.folder.name / "1-1" / source.name)
+        else:
+            assert (disk / leaver.store.folder.name / "1-1" / source.name).exists()
+        return answer
+
+    leaver.close(has_finished)
+    assert not (disk / leaver.store.folder.name).exists()
+    assert not leaver.store.folder.exists()
+
+
+def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
+    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[tuple[int, str]] = []
+    snapshots._world.connect = lambda round_, name, members: names.append((round_.number, name))  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(module, "all_gather", lambda formation, host: [host] * 2)
+    tables: Any = SimpleNamespace(
+        track=lambda: None, blocks=list, parameter_names=set, module=SimpleNamespace(named_parameters=list)
+    )
+    for number in (1, 1, 2, 3, 3):
+        formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0", "w1"], number=number), size=2, rank=0)
+        snapshots.enter(formation, tables)
+    assert len(set(names)) == 5
+
+
+def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_left_goes(
+    snapshots: Snapshots, tmp_path: Path
+) -> None:
+    for holder in ("gone", "spare"):
+        SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
+    snapshots.store.reserve("w0", 1000)
+    snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
+        view=SimpleNamespace(in_state=lambda *states: ["spare"] if "ready" in states else [])
+    )
+    snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
+    snapshots._formation = SimpleNamespace(  # type: ignore[assignment]
+        round=SimpleNamespace(members=["w0"], number=1), rank=0
+    )
+    snapshots._counted = 1
+    snapshots._counts()
+    holders = {path.name.split("-")[0] for path in snapshots.store.folder.iterdir()}
+    assert holders == {store_module.short(name) for name in ("w0", "spare")}
+
+
+def test_rows_are_noted_once_where_a_later_fit_goes_on_with_the_same_tables(
+    snapshots: Snapshots,
+) -> None:
+    following: set[int] = set()
+
+    made: list[int] = []
+
+    def track() -> Any:
+        made.append(number := len(made))
+        following.add(number)
+        return SimpleNamespace(close=lambda: following.discard(number))
+
+    tables: Any = SimpleNamespace(track=track, blocks=list, parameter_names=set, module=torch.nn.Linear(1, 1))
+    formation: Any = SimpleNamespace(round=SimpleNamespace(members=["w0"], number=1), size=1, rank=0)
+    snapshots.enter(formation, tables)
+    snapshots.forget(2)
+    snapshots.enter(formation, tables)
+    assert following == {1}
