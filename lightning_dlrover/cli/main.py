@@ -106,7 +106,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    from lightning_dlrover.components.control.controller import ControllerBusyError
+    from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
     from lightning_dlrover.rdzv.etcd.client import EtcdError
@@ -810,11 +810,8 @@ def _run_job(
     hurry: threading.Event,
 ) -> int:
     """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
-    from lightning_dlrover.components.control.controller import (
-        Controller,
-        Limits,
-    )
-    from lightning_dlrover.components.control.reconcile import Patience
+    from lightning_dlrover.components.control.controller import Controller
+    from lightning_dlrover.components.control.reconcile import Limits, Patience
     from lightning_dlrover.components.targets.target import NodeSpec
     from lightning_dlrover.rdzv.etcd.client import Mirror
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
