@@ -400,7 +400,7 @@ def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
     # Cut off, or hung in the absence of any controller that could have seen it.
-    silent = [n for n in living if not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
+    silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
     # A node whose worker has left is about to end: none that is on its way must go for it.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
