@@ -1,4 +1,4 @@
-"""Have a scheduler end nodes, and ask it again as long as they live."""
+"""Have a scheduler end nodes, and repeat the request while they live."""
 
 from __future__ import annotations
 

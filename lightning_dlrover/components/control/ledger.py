@@ -76,7 +76,7 @@ class NodeEntry:
     cancel_failures: int = 0  # requests to cancel it that the scheduler has refused in a row
     refusals_in_a_row: int = 1  # of a refused one: how many there were up to it
     all_shown: bool = False
-    wanted_back: bool = False  # the scheduler is going to end it
+    wanted_back: bool = False  # the scheduler is going to end it soon
     lacks_memory: bool = False  # it was killed for that, and the plan does not say so yet
     is_enlarged: bool = False  # it was killed for that, and the plan says so
     was_adopted: bool = False  # from a controller before us, which has shown its output until then
@@ -97,7 +97,7 @@ class NodeEntry:
         return self.status not in ("pending", "running")
 
     def record(self, now: float) -> NodeRecord:
-        """What etcd should hold of it."""
+        """Return the record that etcd should hold."""
         state: Literal["asked", "started"] = "started" if self.handle else "asked"
         living = NodeRecord(
             state,
@@ -124,7 +124,7 @@ class NodeEntry:
         )
 
     def node(self, name: str, now: float, forgiven_at: float) -> Node:
-        """What is decided on; failures up to `forgiven_at` are forgiven."""
+        """Return the facts that decisions rest on. Failures up to `forgiven_at` are forgiven."""
         return Node(
             name=name,
             status="cancelled" if self.cancelled else self.status,
@@ -248,6 +248,7 @@ class Ledger:
             self.forget(name)
 
     def forget(self, name: str) -> None:
+        """Remove a node from memory and from etcd."""
         self._office.delete(self._keys.each_node + name)
         del self.entries[name]
 
@@ -262,7 +263,7 @@ class Ledger:
         return first.traceback or first.error or first.cause
 
     def _with_limits(self, nodes: NodesRecord) -> NodesRecord:
-        """Write down how large nodes may be, if that is news. Returns what is written then."""
+        """Write down how large nodes may be, unless the record has it already. Returns the record."""
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Look at what etcd and the scheduler show of a job's nodes, and bring the ledger up to date with it."""
+"""Observe a job's nodes through etcd and the scheduler, and bring the ledger up to date."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Observer:
         self._scheduler_away_since: float | None = None
 
     def view(self) -> View:
-        """What etcd holds about the job."""
+        """Return the job's state in etcd."""
 
         def bad(key: str, error: RecordError) -> None:
             log.error("run %s: ignored a record: %s", self._keys.run_id, error)
@@ -74,11 +74,11 @@ class Observer:
         return read_view(self._mirror.snapshot(), self._keys, self._cache, bad)
 
     def nodes(self, now: float) -> list[Node]:
-        """What is known of each node."""
+        """Return the facts about each node that decisions rest on."""
         return [entry.node(name, now, self._forgiven_at) for name, entry in self._ledger.entries.items()]
 
     def job_view(self, view: View) -> JobView:
-        """What is known of the job, but for whether it is ours to act."""
+        """Return the facts about the job that decisions rest on, apart from the right to act."""
         now = time.monotonic()
         return replace(
             JobView.of(view, self._limits, self.nodes(now)),
@@ -90,7 +90,11 @@ class Observer:
         )
 
     def compare(self) -> Sequence[App] | None:
-        """Settle the fate of nodes that the scheduler may have taken on. Returns what it lists; None: it does not answer."""
+        """Settle the fate of nodes that the scheduler may have taken on.
+
+        Returns:
+            The nodes that the scheduler lists, or None while it does not answer.
+        """
         now = time.monotonic()
         try:
             listed = self._target.apps()
@@ -151,7 +155,7 @@ class Observer:
     def look_for_wishes(self) -> None:
         """Ask the scheduler which nodes it wants back, and which were killed for want of memory.
 
-        Some targets answer the first once for each list of theirs, so it is asked when the answer can be acted on.
+        Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
         """
         now = time.monotonic()
         for entry in self._ledger.entries.values():

@@ -63,7 +63,7 @@ class Limits:
         return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
     def num_workers(self, plan: PlanRecord | None) -> int:
-        """Workers as `plan` wants them, as far as it may; the fewest if it is only a recommendation."""
+        """Number of workers in `plan`, kept within the limits; the fewest if the plan is only a recommendation."""
         asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
         return min(self.max_workers, max(self.min_workers, asked))
 
@@ -109,13 +109,13 @@ class JobView:
     checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
     stop: str = ""  # why somebody wants the whole job to end
     unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
-    size: NodeSize = ANY_SIZE  # of nodes as planned
+    size: NodeSize = ANY_SIZE  # planned size of a node
     members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once another can take their place
 
     @classmethod
     def of(cls, view: View, limits: Limits, nodes: Sequence[Node]) -> JobView:
-        """What etcd holds about the job, and its plan within the limits."""
+        """Take the facts from etcd, and keep the plan within the limits."""
         names = nodes_of_agents(view)
         # Those to be replaced train on until others have started.
         replacements = len(view.replacements & set(view.survivors))
@@ -164,10 +164,10 @@ class ReplaceWorker:
 
 @dataclass(frozen=True)
 class EnlargeNodes:
-    """A node was killed for want of memory: those that come have so much, as far as the limits allow."""
+    """Later nodes get `memory_mb`, as far as the limits allow: one was killed for want of memory."""
 
     name: str
-    size: NodeSize  # that it had
+    size: NodeSize  # size of the killed node
     memory_mb: int
 
 
@@ -190,7 +190,7 @@ Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
-    """Which failures ask for larger nodes. They are planned before all else is decided: the next node has the new size."""
+    """Failures that ask for larger nodes. Carry them out before `reconcile`: the next node has the new size then."""
     return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 
@@ -203,7 +203,7 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
 
 
 def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
-    """What to do about the nodes that have the planned size."""
+    """Decide on everything but the sizes of nodes."""
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
@@ -230,7 +230,7 @@ def _too_large(view: JobView) -> list[Node]:
 
 
 def _without_too_large(view: JobView) -> JobView:
-    """The job as it is once nodes that are too large were withdrawn."""
+    """The job after the withdrawal of nodes that are too large."""
     names = {node.name for node in _too_large(view)}
     return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
 
