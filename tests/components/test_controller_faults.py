@@ -18,13 +18,11 @@ from typing import Any, Literal
 
 import pytest
 
-from lightning_dlrover.components.control.controller import (
-    Controller,
-    Limits,
-)
+from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import (
     CancelNode,
     Give,
+    Limits,
     Patience,
 )
 from lightning_dlrover.components.targets.target import (
@@ -232,7 +230,7 @@ class Job:
         """Take away what a killed controller leaves, once its lease has ended."""
         if self.controller is not None:
             self.controller._mirror.close()
-            self.controller._lease.close()
+            self.controller._office.lease.close()
         if self.client is not None:
             self.client.close()
         self.hand.delete(self.keys.controller)
@@ -465,7 +463,7 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
     job.run_until("a worker", job.trains_with(1))
     job.target.answers = False
     assert job.controller is not None
-    job.controller._cancel(["node1"])
+    job.controller._cancellations.cancel(["node1"])
     job.bury()
     assert job.records()["node1"].cancelled
     assert job.scheduler.living == ["1/node1"]
@@ -517,10 +515,10 @@ def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) ->
     job.target.answers = False
     assert job.controller is not None
     job.target.num_cancels = 0
-    job.controller._cancel(["node1"])
+    job.controller._cancellations.cancel(["node1"])
     began = time.monotonic()
     while time.monotonic() - began < 0.6:
-        job.controller._cancel_again()
+        job.controller._cancellations.repeat()
         time.sleep(0.001)
     assert job.target.num_cancels == 3  # after 0, 0.1 and 0.3 s; the next one after 0.7 s
     job.target.answers = True
@@ -552,8 +550,8 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
     assert former is not None
-    former._lease.revoke()
-    former._lease.lost.set()
+    former._office.lease.revoke()
+    former._office.lease.lost.set()
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     job.plan(3)
@@ -570,11 +568,11 @@ def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(mak
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
     assert former is not None
-    former._lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    former._office.lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
     job.controller = None
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
-    assert not former._lease.lost.is_set()
+    assert not former._office.lease.lost.is_set()
     for _ in range(3):
         former.step()  # it sees a node that it has not asked for
         time.sleep(0.05)
@@ -589,7 +587,7 @@ def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_j
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
     assert former is not None
-    former._lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    former._office.lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     assert former._act([Give(1, "all nodes seemed to have failed")], SIZE) is None
@@ -614,8 +612,8 @@ def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_b
     controller, client = job.controller, job.client
     assert controller is not None
     assert client is not None
-    controller._lease.revoke()
-    controller._lease.lost.set()
+    controller._office.lease.revoke()
+    controller._office.lease.lost.set()
     for name in lost:
         lose_one_answer(client, name, job.keys.controller, monkeypatch)
     job.plan(2)
@@ -623,7 +621,7 @@ def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_b
     assert controller is job.controller
     entry = job.hand.get(job.keys.controller)
     assert entry is not None
-    assert entry.lease_id == controller._lease.id
+    assert entry.lease_id == controller._office.lease.id
 
 
 def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:

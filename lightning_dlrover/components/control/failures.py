@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_dlrover.components.targets.target import AppStatus
+from lightning_dlrover.components.targets.target import ANY_SIZE, AppStatus, NodeSize
 
 __all__ = [
     "Node",
@@ -49,6 +49,11 @@ class Node:
     checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
     forgiven: bool = False  # failed: before the plan was last changed by hand, or under another controller
     warned: bool = False
+    size: NodeSize = ANY_SIZE
+    is_taken_on: bool = False  # by its scheduler, which has given it a handle
+    worker: str = ""  # id of its registered worker, the newest one
+    wanted_back: bool = False  # its scheduler is going to end it soon, though its worker is a member
+    lacks_memory: bool = False  # failed: killed for want of memory, and the plan does not say so yet
 
     @property
     def is_living(self) -> bool:

@@ -6,8 +6,8 @@ too many is not decided here: the workers' convener drops one from the middle, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_dlrover.components.control.failures import (
@@ -20,19 +20,52 @@ from lightning_dlrover.components.control.failures import (
     refusals,
     stops_without_progress,
 )
+from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize
+from lightning_dlrover.rdzv.job.records import PlanRecord
+from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = [
     "Action",
     "AddNode",
     "CancelNode",
+    "EnlargeNodes",
     "Give",
     "JobView",
+    "Limits",
     "Node",
     "Patience",
+    "ReplaceWorker",
     "Warn",
+    "WithdrawNode",
+    "enlargements",
+    "nodes_of_agents",
     "reconcile",
     "why_none_is_added",
 ]
+
+OUT_OF_MEMORY_FACTOR = 2
+"""How much more memory nodes have once one was killed for want of it: how much it would have needed nobody knows."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many workers the job may have, and how large each one's node may be."""
+
+    min_workers: int
+    max_workers: int
+    min_size: NodeSize = ANY_SIZE
+    max_size: NodeSize = ANY_SIZE
+
+    def size(self, plan: PlanRecord | None) -> NodeSize:
+        """Of nodes as `plan` wants them, as far as it may."""
+        asked = (plan.node_cpus or 0, plan.node_memory_mb or 0) if plan is not None else (0, 0)
+        low, high = self.min_size, self.max_size
+        return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
+
+    def num_workers(self, plan: PlanRecord | None) -> int:
+        """Number of workers in `plan`, kept within the limits; the fewest if the plan is only a recommendation."""
+        asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
+        return min(self.max_workers, max(self.min_workers, asked))
 
 
 @dataclass(frozen=True)
@@ -67,6 +100,7 @@ class JobView:
     phase: Literal["none", "starting", "training", "finished", "failed"]
     wanted: int
     nodes: Sequence[Node]
+    target: str = "its scheduler"  # where nodes run
     may_act: bool = True  # we hold the job's controller key, and etcd answers
     etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
     failures_in_a_row: int = 0  # without a new round between them
@@ -75,6 +109,31 @@ class JobView:
     checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
     stop: str = ""  # why somebody wants the whole job to end
     unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
+    size: NodeSize = ANY_SIZE  # planned size of a node
+    members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
+    leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once another can take their place
+
+    @classmethod
+    def of(cls, view: View, limits: Limits, nodes: Sequence[Node]) -> JobView:
+        """Take the facts from etcd, and keep the plan within the limits."""
+        names = nodes_of_agents(view)
+        # Those to be replaced train on until others have started.
+        replacements = len(view.replacements & set(view.survivors))
+        return cls(
+            phase=view.job.phase if view.job is not None else "none",
+            unfinished_fit=view.job.unfinished_fit if view.job is not None else 0,
+            wanted=limits.num_workers(view.plan) + replacements,
+            nodes=nodes,
+            fewest=limits.min_workers,
+            size=limits.size(view.plan),
+            members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
+            leaving=(view.drains | view.replacements) & view.workers.keys(),
+        )
+
+
+def nodes_of_agents(view: View) -> dict[str, str]:
+    """The name of each agent's node, by agent; empty for one that no controller has started."""
+    return {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
 
 
 @dataclass(frozen=True)
@@ -86,6 +145,30 @@ class AddNode:
 class CancelNode:
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class WithdrawNode:
+    """A node still waits for more than is planned any more, such as than any host has. It goes before others are added."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ReplaceWorker:
+    """A worker leaves once another one can take its place."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EnlargeNodes:
+    """Later nodes get `memory_mb`, as far as the limits allow: one was killed for want of memory."""
+
+    name: str
+    size: NodeSize  # size of the killed node
+    memory_mb: int
 
 
 @dataclass(frozen=True)
@@ -103,13 +186,24 @@ class Give:
     is_trained: bool = False  # the training was done, whatever the script did afterwards
 
 
-Action = AddNode | CancelNode | Warn | Give
+Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
+
+
+def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
+    """Failures that ask for larger nodes. Carry them out before `reconcile`: the next node has the new size then."""
+    return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 
 def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     """What to do now; nothing when all is as the plan says, or when it is not ours to act."""
     if not view.may_act:
         return _end_without_etcd(view, patience)
+    withdrawals = [WithdrawNode(node.name) for node in _too_large(view)]
+    return [*withdrawals, *_replacements(view), *_decide_on_others(_without_too_large(view), patience)]
+
+
+def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
+    """Decide on everything but the sizes of nodes."""
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
@@ -128,6 +222,36 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     if not living and (end := _end_without_job(view, patience)):
         return [end]
     return [*_additions(view, living, patience), *_cancellations(view, living, patience), *_warnings(living, patience)]
+
+
+def _too_large(view: JobView) -> list[Node]:
+    """Nodes that wait for more than is planned any more: nothing comes before them."""
+    return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
+
+
+def _without_too_large(view: JobView) -> JobView:
+    """The job after the withdrawal of nodes that are too large."""
+    names = {node.name for node in _too_large(view)}
+    return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
+
+
+def _replacements(view: JobView) -> list[ReplaceWorker]:
+    """Workers that leave once another one is ready: those that the scheduler wants back, and one that is too small."""
+    wanted_back = [node for node in view.nodes if node.wanted_back and node.worker not in view.leaving]
+    return [*(ReplaceWorker(n.worker, f"{view.target} wants {n.name} back") for n in wanted_back), *_too_small(view)]
+
+
+def _too_small(view: JobView) -> list[ReplaceWorker]:
+    """One member whose node is smaller than planned; the next one's turn is when that is done."""
+    living = [node for node in _without_too_large(view).nodes if node.is_living]
+    small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
+    is_changing = view.leaving or not all(node.is_member for node in living)
+    if not small or view.phase != "training" or is_changing:
+        return []
+    for worker, name in view.members.items():
+        if (node := small.get(name)) is not None:
+            return [ReplaceWorker(worker, f"a node of {view.size} instead of {node.size}")]
+    return []
 
 
 def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
@@ -258,6 +382,7 @@ def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Pat
 
 def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
     """Why the job has fewer nodes than planned, for people; empty if it has not, or if that is about to pass."""
+    view = _without_too_large(view)
     living = [node for node in view.nodes if node.is_living]
     if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
         return ""
@@ -275,7 +400,7 @@ def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
     # Cut off, or hung in the absence of any controller that could have seen it.
-    silent = [n for n in living if not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
+    silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
     # A node whose worker has left is about to end: none that is on its way must go for it.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.components.control.controller import (
-    MAX_REFUSED,
-    Controller,
-    ControllerBusyError,
-    Limits,
-)
+from lightning_dlrover.components.control.controller import Controller
+from lightning_dlrover.components.control.observer import MAX_REFUSED
+from lightning_dlrover.components.control.office import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import (
     Give,
+    Limits,
     Patience,
 )
 from lightning_dlrover.components.targets.target import (
@@ -143,13 +141,14 @@ class Job:
         high: int = 3,
         least: NodeSize = ANY_SIZE,
         largest: NodeSize = ANY_SIZE,
+        patience: Patience = QUICK,
     ) -> None:
         self.client = client
         self.keys = keys
         self.target = target
         self.shown: list[str] = []
         limits = Limits(low, high, least, largest)
-        self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=QUICK)
+        self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=patience)
         self.end: Give | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
@@ -243,7 +242,7 @@ def test_a_plan_that_comes_while_the_controller_is_busy_is_not_waited_for(make_j
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
-    job.run_until("calm", lambda: job.controller._apps["node1"].is_member)
+    job.run_until("calm", lambda: job.controller._ledger.entries["node1"].is_member)
     start = job.target.start
 
     def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
@@ -361,11 +360,11 @@ def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(mak
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._nodes.num_started > QUICK.max_failures + 2)
+    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > QUICK.max_failures + 2)
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -378,7 +377,7 @@ def test_once_a_node_was_killed_for_want_of_memory_nodes_have_more_as_far_as_the
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._apps["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
     job.target.out_of_memory.add("node2")
     job.fail("node2")
     job.round(2, "node1")
@@ -538,7 +537,7 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     job.train_with("node1")
     job.target.refuses = "quota exceeded"
     job.plan(2)
-    job.run_until("many refusals", lambda: job.controller._nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
+    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
     entry = client.get(keys.controller)
     assert entry is not None
     held_up = decode(ControllerRecord, entry.value, entry.key).held_up
@@ -646,11 +645,11 @@ def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
 ) -> None:
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
-    job.controller._lease.revoke()
-    job.controller._lease.lost.set()
+    job.controller._office.lease.revoke()
+    job.controller._office.lease.lost.set()
     job.stays(lambda: client.get(keys.controller) is not None, steps=2)
-    job.controller._lease.revoke()
-    job.controller._lease.lost.set()
+    job.controller._office.lease.revoke()
+    job.controller._office.lease.lost.set()
     with (
         Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)),
         pytest.raises(ControllerBusyError),
@@ -686,13 +685,12 @@ def test_nodes_that_end_with_their_controller_end_before_etcd_is_told_and_it_is_
 def test_the_end_is_not_kept_waiting_by_a_node_that_was_just_being_started(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job()
+    job = make_job(patience=replace(QUICK, submit_s=20.0, cancel_s=20.0))
 
     def interrupted(node: str, size: NodeSize) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job.target, "start", interrupted)
-    job.controller._patience = replace(QUICK, submit_s=20.0, cancel_s=20.0)
     with pytest.raises(KeyboardInterrupt):
         job.controller.step()
     began = time.monotonic()
@@ -763,8 +761,7 @@ def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
     private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
 ) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
-        job = Job(client, keys, FakeTarget(tmp_path))
-        job.controller._patience = replace(QUICK, etcd_s=0.5)
+        job = Job(client, keys, FakeTarget(tmp_path), patience=replace(QUICK, etcd_s=0.5))
         job.run_until("a node", lambda: job.target.living)
         job.train_with("node1")
         job.stays(lambda: True, steps=2)

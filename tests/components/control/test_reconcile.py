@@ -13,14 +13,22 @@ from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
     CancelNode,
+    EnlargeNodes,
     Give,
     JobView,
+    Limits,
     Node,
     Patience,
+    ReplaceWorker,
     Warn,
+    WithdrawNode,
+    enlargements,
     reconcile,
     why_none_is_added,
 )
+from lightning_dlrover.components.targets.target import NodeSize
+from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.live.rounds import View
 
 PATIENCE = Patience()
 LATE_S = 10_000.0
@@ -163,6 +171,11 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         (
             "a worker has left but its node does not end",
             training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
+            [CancelNode],
+        ),
+        (
+            "and its agent was not seen since an earlier controller's time",
+            training(1, member("a"), replace(joining("b"), workerless_s=31.0, agent_seen=False, age_s=LATE_S, warned=True)),
             [CancelNode],
         ),
         (
@@ -387,3 +400,115 @@ def test_end_without_training_is_told(phase: Any, reason: str) -> None:
     assert isinstance(end, Give)
     assert (end.exit_code, end.is_trained) == (0, False)
     assert f"the script ended without training: {reason}" in end.reason
+
+
+SMALL, LARGE = NodeSize(1, 1024), NodeSize(1, 2048)
+
+
+def sized(node: Node, size: NodeSize) -> Node:
+    return replace(node, size=size, worker=f"worker-{node.name}" if node.has_worker else "", is_taken_on=True)
+
+
+def planned(size: NodeSize, wanted: int, *nodes: Node) -> JobView:
+    """A job that trains with all members among `nodes`, in this order."""
+    members = {node.worker: node.name for node in nodes if node.is_member}
+    return replace(training(wanted, *nodes), size=size, members=members)
+
+
+def waiting(name: str, size: NodeSize) -> Node:
+    return sized(Node(name, "pending", idle_s=1.0, asked_s=1.0), size)
+
+
+def test_node_that_waits_for_too_much_is_withdrawn_before_another_is_added() -> None:
+    view = planned(SMALL, 2, sized(member("a"), SMALL), waiting("b", LARGE))
+    assert reconcile(view) == [WithdrawNode("b"), AddNode()]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        pytest.param(waiting("b", SMALL), id="of-the-planned-size"),
+        pytest.param(replace(waiting("b", LARGE), is_taken_on=False), id="of-unknown-fate"),
+        pytest.param(sized(joining("b"), LARGE), id="that-runs"),
+    ],
+)
+def test_other_nodes_are_not_withdrawn(node: Node) -> None:
+    assert reconcile(planned(SMALL, 2, sized(member("a"), SMALL), node)) == []
+
+
+def test_withdrawn_node_counts_as_missing_for_people() -> None:
+    view = planned(SMALL, 2, sized(member("a"), SMALL), waiting("b", LARGE), *[faulty(stopped_job=False)] * 3)
+    assert "no more nodes are added" in why_none_is_added(view)
+
+
+def test_first_of_the_members_with_small_nodes_is_replaced() -> None:
+    view = planned(LARGE, 3, sized(member("a"), LARGE), sized(member("b"), SMALL), sized(member("c"), SMALL))
+    assert reconcile(view) == [ReplaceWorker("worker-b", f"a node of {LARGE} instead of {SMALL}")]
+
+
+def test_small_node_stays_while_the_job_changes() -> None:
+    view = planned(LARGE, 2, sized(member("a"), SMALL), sized(member("b"), SMALL))
+    assert reconcile(replace(view, leaving={"worker-b"})) == []
+    assert reconcile(replace(view, nodes=[*view.nodes, sized(joining("c"), LARGE)], wanted=3)) == []
+    assert reconcile(replace(view, phase="starting")) == []
+
+
+def test_member_whose_node_is_wanted_back_is_replaced_once() -> None:
+    node = replace(sized(member("a"), SMALL), wanted_back=True)
+    view = replace(planned(SMALL, 1, node), target="slurm")
+    assert reconcile(view) == [ReplaceWorker("worker-a", "slurm wants a back")]
+    assert reconcile(replace(view, leaving={"worker-a"})) == []
+
+
+def test_node_killed_for_want_of_memory_asks_for_more() -> None:
+    nodes = [sized(member("a"), SMALL), replace(sized(killed("b"), SMALL), lacks_memory=True)]
+    assert enlargements(nodes) == [EnlargeNodes("b", SMALL, 2048)]
+
+
+def test_plan_is_kept_within_the_limits() -> None:
+    limits = Limits(2, 4, NodeSize(1, 1024), NodeSize(4, 4096))
+    wanted = [JobView.of(View(plan=PlanRecord(n, "user", "", True)), limits, []).wanted for n in (1, 3, 9)]
+    assert wanted == [2, 3, 4]
+    recommended = JobView.of(View(plan=PlanRecord(3, "user", "", False, node_cpus=2)), limits, [])
+    assert (recommended.wanted, recommended.size) == (2, NodeSize(2, 1024))
+
+
+def test_worker_to_be_replaced_is_counted_until_it_leaves() -> None:
+    def worker(name: str) -> WorkerRecord:
+        return WorkerRecord(f"worker-{name}", f"agent-{name}", "h", 1, 0, "127.0.0.1", 1, "active", 1)
+
+    view = View(
+        round=RoundRecord(1, ["worker-b", "worker-a", "worker-gone"], "", "start", True),
+        workers={"worker-a": worker("a"), "worker-b": worker("b")},
+        agents={f"agent-{n}": AgentRecord(f"agent-{n}", "h", 1, 1, "running", {"node": n}) for n in "ab"},
+        drains={"worker-gone"},
+        replacements={"worker-a"},
+    )
+    found = JobView.of(view, Limits(2, 2), [])
+    assert found.wanted == 3
+    assert list(found.members.items()) == [("worker-b", "b"), ("worker-a", "a")]
+    assert found.leaving == {"worker-a"}
+
+
+sizes = st.sampled_from([SMALL, LARGE])
+
+
+@given(views, st.lists(st.tuples(sizes, st.booleans(), st.booleans()), min_size=8, max_size=8), sizes)
+def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
+    view: JobView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
+) -> None:
+    nodes_ = [
+        replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
+        for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
+    ]
+    members = {node.worker: node.name for node in nodes_ if node.is_member and node.has_worker}
+    view = replace(view, nodes=nodes_, size=size, members=members, may_act=True)
+    actions = reconcile(view)
+    ended_ = [action.name for action in actions if isinstance(action, CancelNode | WithdrawNode)]
+    assert len(ended_) == len(set(ended_))
+    living = sum(node.is_living for node in nodes_)
+    added = sum(isinstance(action, AddNode) for action in actions)
+    withdrawn = sum(isinstance(action, WithdrawNode) for action in actions)
+    assert added == 0 or living - withdrawn + added <= view.wanted
+    replaced = [action for action in actions if isinstance(action, ReplaceWorker)]
+    assert sum("instead of" in action.reason for action in replaced) <= 1

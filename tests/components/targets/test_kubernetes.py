@@ -22,11 +22,8 @@ from kubernetes_models import problems
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
 
-from lightning_dlrover.components.control.controller import (
-    Controller,
-    Limits,
-)
-from lightning_dlrover.components.control.reconcile import Patience
+from lightning_dlrover.components.control.controller import Controller
+from lightning_dlrover.components.control.reconcile import Limits, Patience
 from lightning_dlrover.components.targets import kubernetes_api
 from lightning_dlrover.components.targets.kubernetes import (
     KubernetesOptions,
@@ -1096,7 +1093,7 @@ def test_job_goes_on_when_the_cluster_refuses_a_node(
     cluster.max_jobs = 1
     patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
     with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
-        while len(controller._apps) < 4:  # three refusals
+        while len(controller._ledger.entries) < 4:  # three refusals
             assert controller.step() is None
             controller.wait(0.01)
         assert cluster.nodes() == ["node1"]

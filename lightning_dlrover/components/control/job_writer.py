@@ -1,0 +1,136 @@
+"""Write what a controller decides about the job as a whole: its first plan, requests to workers, larger nodes, its failure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Mapping
+
+from lightning_dlrover.components.control.office import Office
+from lightning_dlrover.components.control.reconcile import EnlargeNodes, Limits
+from lightning_dlrover.components.targets.target import NodeSize
+from lightning_dlrover.rdzv.etcd.client import (
+    Delete,
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    Mirror,
+    Put,
+    absent,
+    modified,
+)
+from lightning_dlrover.rdzv.job.records import (
+    JobRecord,
+    Keys,
+    PlanRecord,
+    RecordError,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.membership import ask_for_replacement
+
+__all__ = ["JobWriter"]
+
+log = logging.getLogger(__name__)
+
+MIRROR_S = 5.0
+"""How long what was written may take to be seen; it is seen later otherwise."""
+
+
+class JobWriter:
+    """Writes the records of a job that its controller shares with workers and with people."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
+        self._client = client
+        self._keys = keys
+        self._office = office
+        self._mirror = mirror
+        self._limits = limits
+
+    def begin(self) -> None:
+        """Write the job's first plan, unless there is a plan already."""
+        least = self._limits.min_workers
+        reason = f"start with the fewest workers, {least}"
+        plan = PlanRecord(least, "initial", reason, binding=True, created_at=time.time())
+        self._client.txn([absent(self._keys.plan)], [Put(self._keys.plan, encode(plan))])
+
+    def ask_for_replacement(self, worker: str, reason: str) -> None:
+        """Let a worker leave once another one can take its place, unless it has gone or was asked to leave already."""
+        log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
+        with contextlib.suppress(EtcdError):  # the next step tries it again
+            ask_for_replacement(self._client, self._keys, worker, reason, self._office.is_ours)
+
+    def enlarge_nodes(self, request: EnlargeNodes) -> None:
+        """Plan larger nodes; as the plan says that, whoever comes next knows.
+
+        Raises:
+            EtcdError: it was not written, or nobody can tell.
+            RecordError: the plan cannot be read.
+        """
+        had = request.size
+        given = self._plan_memory(request.memory_mb)
+        text = f"{request.name} was killed for want of memory ({had}); "
+        text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
+        act = "enlarge" if given > had.memory_mb else "none"
+        self._office.add_event("memory", text, {"act": act, "node": request.name, "node_memory_mb": given})
+        log.warning("run %s: %s", self._keys.run_id, text)
+
+    def declare_failed(self, reason: str) -> bool:
+        """Tell nodes that others have started, and whoever asks later.
+
+        Returns:
+            False if another controller may act by now: it is for that one to say whether the job has failed.
+        """
+        key = self._keys.job
+        try:
+            acts = self._office.add_event("error", f"the job has failed: {reason}")
+            while acts and (entry := self._client.get(key)) is not None:
+                job = decode(JobRecord, entry.value, key)
+                if job.phase in ("finished", "failed"):
+                    break
+                failed = encode(dataclasses.replace(job, phase="failed", message=reason[:2000]))
+                unchanged = modified(key) == entry.mod_revision
+                if self._client.txn([self._office.is_ours, unchanged], [Put(key, failed)]).succeeded:
+                    break
+                acts = self._office.still_acts() is not False
+            if acts:  # a worker that leaves a job that has ended does the same; the last one may have left before
+                self._client.txn([self._office.is_ours], [Delete(self._keys.plan)])
+                self._client.delete_prefix(self._keys.drains)
+            return acts
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)
+            return True
+
+    def _plan_memory(self, memory_mb: int) -> int:
+        """Ask for nodes with so much memory, as far as the limits allow. Returns what they have then, in MiB."""
+        key = self._keys.plan
+        while (entry := self._client.get(key)) is not None:
+            plan = decode(PlanRecord, entry.value, key)
+            wanted = dataclasses.replace(plan, node_memory_mb=min(memory_mb, self._limits.max_size.memory_mb))
+            larger, now = self._limits.size(wanted).memory_mb, self._limits.size(plan).memory_mb
+            if larger <= now:
+                return now
+            wanted = dataclasses.replace(wanted, created_at=time.time())
+            unchanged = modified(key) == entry.mod_revision
+            if self._client.txn([self._office.is_ours, unchanged], [Put(key, encode(wanted))]).succeeded:
+                # The next node is started by what the mirror shows.
+                with contextlib.suppress(TimeoutError):
+                    self._mirror.wait_for(functools.partial(_newer, key, entry.mod_revision), MIRROR_S)
+                return larger
+            if not self._office.still_acts():
+                break
+        raise EtcdError(f"{key!r} was not written: it has gone, or another controller acts")
+
+
+def _why_no_more_memory(size: NodeSize) -> str:
+    if not size.memory_mb:
+        return "how much it had is not known here; start the job with --mem MIN:MAX, and nodes get more when they need it"
+    return f"they may have no more than that (--mem MIN:MAX): {size.memory_mb} MiB"
+
+
+def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
+    """The key as it was written after `revision`."""
+    return seen[key] if key in seen and seen[key].mod_revision > revision else None

@@ -1,0 +1,232 @@
+"""Observe a job's nodes through etcd and the scheduler, and bring the ledger up to date."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_dlrover.components.control.failures import Node, num_refusals, refusals
+from lightning_dlrover.components.control.ledger import SAME_FAILURE_S, Ledger, NodeEntry
+from lightning_dlrover.components.control.post_mortem import PostMortem, examine
+from lightning_dlrover.components.control.reconcile import JobView, Limits, Patience, nodes_of_agents
+from lightning_dlrover.components.targets.logs import read_tail
+from lightning_dlrover.components.targets.target import App, Target, TargetError
+from lightning_dlrover.rdzv.etcd.client import Mirror
+from lightning_dlrover.rdzv.job.records import (
+    CheckpointRecord,
+    Keys,
+    NodesRecord,
+    RecordError,
+    decode,
+)
+from lightning_dlrover.rdzv.live.membership import read_view
+from lightning_dlrover.rdzv.live.rounds import View
+
+__all__ = ["MAX_REFUSED", "Observer"]
+
+log = logging.getLogger(__name__)
+
+MAX_REFUSED = 8
+"""Refused nodes that are remembered, the newest: a quota that stays full must not push out what has failed otherwise."""
+
+
+@dataclass
+class _Streak:
+    """Nodes that failed one after the other, without a new round between them."""
+
+    count: int = 0
+    failed_at: float = 0.0
+    round_number: int = 0  # of the last one that had started
+
+    def add(self, now: float) -> None:
+        self.count, self.failed_at = self.count + 1, now
+
+
+class Observer:
+    """Observes one job: through a mirror of its keys and through the target that runs its nodes."""
+
+    def __init__(self, keys: Keys, mirror: Mirror, target: Target, ledger: Ledger, limits: Limits, patience: Patience) -> None:
+        self._keys = keys
+        self._mirror = mirror
+        self._target = target
+        self._ledger = ledger
+        self._limits = limits
+        self._patience = patience
+        self._cache: dict[str, Any] = {}
+        self._streak = _Streak()
+        self._had_member = False
+        self._finished_at: float | None = None  # when the job's training was first seen to be done
+        self._looked_at = time.monotonic()
+        self._plan_by_hand = 0  # revision of the last plan that somebody has made by hand
+        self._forgiven_at = time.monotonic()  # nodes that failed before do not keep others from being added
+        self._scheduler_away_since: float | None = None
+
+    def view(self) -> View:
+        """Return the job's state in etcd."""
+
+        def bad(key: str, error: RecordError) -> None:
+            log.error("run %s: ignored a record: %s", self._keys.run_id, error)
+
+        return read_view(self._mirror.snapshot(), self._keys, self._cache, bad)
+
+    def nodes(self, now: float) -> list[Node]:
+        """Return the facts about each node that decisions rest on."""
+        return [entry.node(name, now, self._forgiven_at) for name, entry in self._ledger.entries.items()]
+
+    def job_view(self, view: View) -> JobView:
+        """Return the facts about the job that decisions rest on, apart from the right to act."""
+        now = time.monotonic()
+        return replace(
+            JobView.of(view, self._limits, self.nodes(now)),
+            target=self._target.name,
+            failures_in_a_row=self._streak.count,
+            since_failure_s=now - self._streak.failed_at,
+            checkpoint_step=self._checkpoint_step(),
+            stop=self._stop_reason(),
+        )
+
+    def compare(self) -> Sequence[App] | None:
+        """Settle the fate of nodes that the scheduler may have taken on.
+
+        Returns:
+            The nodes that the scheduler lists, or None while it does not answer.
+        """
+        now = time.monotonic()
+        try:
+            listed = self._target.apps()
+        except TargetError as error:
+            if self._scheduler_away_since is None:
+                self._scheduler_away_since = now
+                log.warning("run %s: nodes are taken to be as they were: %s", self._keys.run_id, error)
+            return None
+        if self._scheduler_away_since is not None:
+            log.warning("run %s: %s answers again", self._keys.run_id, self._target.name)
+            self._scheduler_away_since = None
+        for seen in listed:
+            entry = self._ledger.entries.get(seen.node)
+            if entry is not None and entry.handle is None and not entry.has_ended:
+                log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
+                entry.handle = seen.handle
+        for name, entry in self._ledger.entries.items():
+            if entry.handle is not None or entry.has_ended:
+                continue
+            entry.missing_since = entry.missing_since if entry.missing_since is not None else now
+            if now - entry.missing_since > self._patience.submit_s:
+                log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
+                entry.status, entry.ended_at, entry.all_shown = "failed", now, True
+                self._streak.add(now)
+        return listed
+
+    def look(self, view: View) -> None:
+        """Bring what we remember of the nodes up to date."""
+        now = time.monotonic()
+        names = nodes_of_agents(view)
+        with_agent = set(names.values())
+        workers = {names.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
+        with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
+        if self._had_member and not with_member:
+            # While others trained, failures said nothing about a start without them: they may have held what a new node needs.
+            self._streak.count = 0
+        self._had_member = bool(with_member)
+        if self._finished_at is None and view.job is not None and view.job.phase == "finished":
+            self._finished_at = now
+        since_look_s, self._looked_at = now - self._looked_at, now
+        for name, entry in self._ledger.entries.items():
+            entry.trained_s += since_look_s if entry.is_member and name in with_member else 0.0
+            entry.agent_seen = entry.agent_seen or name in with_agent
+            entry.worker, entry.is_member = workers.get(name, ""), name in with_member
+            entry.worker_seen_at = now if entry.worker else entry.worker_seen_at
+            entry.member_seen_at = now if entry.is_member else entry.member_seen_at
+            if not entry.has_ended and entry.handle:
+                status = self._target.status(entry.handle)
+                if status == "running" and entry.running_since is None:
+                    entry.running_since = now
+                if status == entry.status:
+                    continue
+                ended = status not in ("pending", "running")
+                entry.status = "cancelled" if ended and entry.cancelled else status
+                if ended and not entry.cancelled:
+                    self._note_end(name, entry, entry.handle, view, now, is_last=not with_member - {name})
+
+    def look_for_wishes(self) -> None:
+        """Ask the scheduler which nodes it wants back, and which were killed for want of memory.
+
+        Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
+        """
+        now = time.monotonic()
+        for entry in self._ledger.entries.values():
+            trains = entry.is_member and not entry.cancelled and not entry.has_ended
+            entry.wanted_back = trains and entry.handle is not None and self._target.wants_back(entry.handle)
+            has_just_failed = entry.status == "failed" and now - (entry.ended_at or now) < SAME_FAILURE_S
+            may_lack = has_just_failed and not entry.is_enlarged
+            entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
+
+    def note_refusal(self, name: str, problem: str, now: float) -> None:
+        """Take note of a node that the scheduler has refused. The oldest ones of many are forgotten."""
+        log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+        entries = self._ledger.entries
+        # Counted on, as the oldest are forgotten: the pause before the next attempt grows with their number.
+        earlier = refusals([node for node in self.nodes(now) if node.name != name])
+        entry = entries[name]
+        entry.refusals_in_a_row = 1 + num_refusals(earlier)
+        entry.post_mortem = PostMortem(f"it could not be started: {problem}", "")
+        entry.status, entry.ended_at, entry.all_shown = "failed", now, True
+        refused = [other for other, each in entries.items() if each.is_refused]
+        for other in refused[:-MAX_REFUSED]:
+            self._ledger.forget(other)
+
+    def note_plan_by_hand(self, view: View) -> None:
+        """Forgive what kept nodes from being added once somebody asks for another plan: its cause may have been mended."""
+        entry = self._mirror.get(self._keys.plan)
+        is_by_hand = view.plan is not None and view.plan.source == "user"
+        if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
+            self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
+
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, is_last: bool) -> None:
+        entry.ended_at = now
+        log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
+        if entry.status != "failed":
+            return
+        entry.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(handle)))
+        if self._target.ran_out_of_memory(handle):
+            # Not the script's fault as long as the next node may have more.
+            can_grow = entry.size.memory_mb < self._limits.max_size.memory_mb
+            entry.post_mortem = replace(entry.post_mortem, error="" if can_grow else "out of memory")
+        # Without an error of the script, the node may have been killed in its last step, which others finished without it.
+        has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
+        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._patience.settle_s)
+        trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
+        entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
+        entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
+        round_number = view.round.number if view.round else 0
+        # A round formed since the last failure is progress: the two have nothing to do with each other.
+        # Nor has that of the last member, of which the scheduler may know before etcd does, with starts that failed beside it.
+        is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
+        self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
+
+    def _checkpoint_step(self) -> int:
+        """Step of the job's newest checkpoint; 0: none is known of."""
+        entry = self._mirror.get(self._keys.checkpoint)
+        try:
+            return max(0, decode(CheckpointRecord, entry.value, entry.key).global_step) if entry else 0
+        except RecordError:
+            return 0  # workers that want to go on from it report it
+
+    def _stop_reason(self) -> str:
+        entry = self._mirror.get(self._keys.nodes)
+        try:
+            return decode(NodesRecord, entry.value, entry.key).stop if entry else ""
+        except RecordError:
+            return ""  # said when it is read to be written
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_tail(file)
+    except OSError as error:
+        log.warning("what a node has said before its end cannot be read: %s", error)
+        return ""

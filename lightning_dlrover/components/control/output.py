@@ -1,0 +1,67 @@
+"""Show the output of a job's nodes as it comes, line by line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_dlrover.components.control.ledger import Ledger, NodeEntry
+from lightning_dlrover.components.targets.logs import LogFile
+from lightning_dlrover.components.targets.target import Target
+
+__all__ = ["Output"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Files:
+    """The files of one node's output, as far as they were read."""
+
+    logs: dict[Path, LogFile] = field(default_factory=dict)
+    unreadable: set[Path] = field(default_factory=set)  # a warning was logged about each
+
+
+class Output:
+    """Passes new lines of every node's output on, with the node's name in front."""
+
+    def __init__(self, run_id: str, target: Target, show: Callable[[str], None]) -> None:
+        self._run_id = run_id
+        self._target = target
+        self._show = show
+        self._files: dict[str, _Files] = {}  # by node
+
+    def show(self, ledger: Ledger) -> None:
+        """Show all lines that have come since the last call."""
+        for name, entry in ledger.entries.items():
+            if not entry.all_shown and entry.handle is not None:
+                self._show_node(name, entry, entry.handle)
+            if entry.all_shown:
+                self._files.pop(name, None)
+
+    def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
+        files = self._files.setdefault(name, _Files())
+        # Only what a node that still lives writes may end in the middle of a line.
+        entry.all_shown = entry.has_ended
+        was_adopted, entry.was_adopted = entry.was_adopted, False
+        for file in self._target.logs(handle):
+            if entry.cancelled and file.name.startswith("stderr"):
+                continue  # the agent's traceback for a signal that came from us
+            try:
+                if file not in files.logs:
+                    log_file = LogFile(file)
+                    if was_adopted:
+                        log_file.skip()
+                    files.logs[file] = log_file
+                lines = list(files.logs[file].new_lines(whole=entry.has_ended))
+            except OSError as error:
+                # A shared file system has its moments; what is not read now is read with the next step.
+                entry.all_shown, entry.was_adopted = False, was_adopted
+                if file not in files.unreadable:
+                    files.unreadable.add(file)
+                    log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
+                continue
+            for line in lines:
+                self._show(f"[{name}] {line}")
