@@ -15,11 +15,13 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv.group.meeting import (
     Counts,
     Meeting,
-    Place,
-    Purpose,
     Sighting,
     can_go_on,
     difference,
+)
+from lightning_dlrover.rdzv.group.purpose import (
+    Place,
+    Purpose,
     place_of,
     shown,
 )

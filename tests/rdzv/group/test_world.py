@@ -24,15 +24,15 @@ from lightning_dlrover.rdzv.etcd.client import (
     EtcdConfig,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.world import (
-    MismatchError,
-    World,
-    WorldConfig,
-    _inet_sockets,
-    _shut_down,
-    _with_gloo,
-    is_group_failure,
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.failures import is_group_failure
+from lightning_dlrover.rdzv.group.gloo import (
+    inet_sockets,
+    shut_down,
+    with_gloo,
 )
+from lightning_dlrover.rdzv.group.meeting import MismatchError
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     AgentRecord,
@@ -122,7 +122,7 @@ def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
     ],
 )
 def test_every_backend_has_gloo_for_the_cpu(given: str, used: str) -> None:
-    assert _with_gloo(given) == used
+    assert with_gloo(given) == used
 
 
 @pytest.mark.parametrize("given", ["mpi", "cuda:nccl", "cpu:mpi,cuda:nccl"])
@@ -220,7 +220,7 @@ def test_a_connection_is_shut_down_so_that_both_ends_notice() -> None:
     listener, client, accepted = connected_pair()
     with listener, client, accepted:
         fd = client.fileno()
-        _shut_down(fd, _inet_sockets()[fd], set(), 0)
+        shut_down(fd, inet_sockets()[fd], set(), 0)
         assert not is_open(client)
         assert not is_open(accepted)
 
@@ -228,7 +228,7 @@ def test_a_connection_is_shut_down_so_that_both_ends_notice() -> None:
 def test_a_descriptor_that_belongs_to_another_socket_by_now_is_left_alone() -> None:
     listener, client, accepted = connected_pair()
     with listener, client, accepted:
-        _shut_down(client.fileno(), _inet_sockets()[client.fileno()] + 1, set(), 0)
+        shut_down(client.fileno(), inet_sockets()[client.fileno()] + 1, set(), 0)
         assert is_open(client)
 
 
@@ -237,10 +237,10 @@ def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
     listener, client, accepted = connected_pair()
     with listener, client, accepted:
         port = listener.getsockname()[1]
-        inodes = _inet_sockets()
-        _shut_down(client.fileno(), inodes[client.fileno()], {port}, 0)
-        _shut_down(accepted.fileno(), inodes[accepted.fileno()], set(), port)
-        _shut_down(listener.fileno(), inodes[listener.fileno()], set(), 0)
+        inodes = inet_sockets()
+        shut_down(client.fileno(), inodes[client.fileno()], {port}, 0)
+        shut_down(accepted.fileno(), inodes[accepted.fileno()], set(), port)
+        shut_down(listener.fileno(), inodes[listener.fileno()], set(), 0)
         assert is_open(client)
         assert is_open(accepted)
         socket.create_connection(listener.getsockname()).close()
