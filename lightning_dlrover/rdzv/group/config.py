@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from lightning_dlrover.rdzv.etcd.client import EtcdConfig
 from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
+from lightning_dlrover.rdzv.live.membership import MembershipConfig
+from lightning_dlrover.rdzv.live.rounds import Patience
 from lightning_dlrover.rdzv.timeouts import Timeouts
 
 __all__ = ["WorldConfig"]
@@ -73,4 +75,21 @@ class WorldConfig:
             history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
             left_state_folder=environ.get(left_state.VARIABLE, ""),
             **timeouts,
+        )
+
+    def of_member(self, address: str, port: int) -> MembershipConfig:
+        """The part that the job's membership needs, with the address at which this worker serves its store."""
+        return MembershipConfig(
+            run_id=self.run_id,
+            prefix=self.prefix,
+            agent_id=self.agent_id,
+            local_rank=self.local_rank,
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            version=self.version,
+            address=address,
+            port=port,
+            lease_ttl_s=self.lease_ttl_s,
+            history_ttl_s=self.history_ttl_s,
+            patience=Patience(start_s=self.start_timeout_s, regroup_s=self.regroup_timeout_s),
         )

@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
+from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.reach import Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -31,21 +31,15 @@ from lightning_dlrover.rdzv.live.member import (
 )
 from lightning_dlrover.rdzv.live.membership import Membership
 
-__all__ = ["Formed", "Forming", "connect_briefly"]
+__all__ = ["Forming"]
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 0.5
 """How long one attempt to reach the store of a round may take."""
 
-
-@dataclass(frozen=True)
-class Formed:
-    """A round whose members are connected."""
-
-    formation: Formation
-    gloo: dist.ProcessGroupGloo
-    control: dist.ProcessGroupGloo | None  # for votes and comparisons; None: this worker is alone in the round
+VOTE_ROOM = 32, 8
+"""Numbers that a vote may hold: in any round, and for each of its workers."""
 
 
 class Forming:
@@ -78,8 +72,10 @@ class Forming:
         self._groups = groups
         self._reach = reach
 
-    def form(self, target: RoundRecord, hello: bytes) -> Formed:
-        """Connect to the other members of a round, and make its default group; see `Means.form`."""
+    def form(
+        self, target: RoundRecord, hello: bytes, activity: Callable[[], str], is_in_step: Callable[[], bool]
+    ) -> tuple[Formation, Meeting | None]:
+        """Connect to the other members of a round, and make its default group; see `Means.form` and `Meeting`."""
         me = self._membership.worker_id
         rank = target.members.index(me)
         self._sockets.begin_forming(target.number)
@@ -117,7 +113,21 @@ class Forming:
             self._sockets.end_forming()
         # The round may have ended while its sockets were not known yet.
         self._sockets.follow(self._membership.view, self._membership.evicted)
-        return Formed(Formation(target, hellos, rank), gloo, control)
+        formation = Formation(target, hellos, rank)
+        if control is None:
+            return formation, None
+        meeting = Meeting(
+            control,
+            rank,
+            formation.size,
+            VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
+            connect=functools.partial(_connect_briefly, target),
+            activity=activity,
+            is_in_step=is_in_step,
+            sever=functools.partial(self._sockets.sever, target.number),
+        )
+        return formation, meeting
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
         """See `World.connect`."""
@@ -229,7 +239,7 @@ class Forming:
             self._membership.wait_for(lambda view: None, seconds, "nothing")
 
 
-def connect_briefly(target: RoundRecord) -> Store | None:
+def _connect_briefly(target: RoundRecord) -> Store | None:
     """A further connection to a round's store, which stays when the round is severed; None if there is no answer."""
     with contextlib.suppress(OSError, dist.DistError):
         return PrefixStore(f"round/{target.number}/meeting", _store_at(target, CONNECT_TIMEOUT_S))

@@ -194,6 +194,18 @@ class RoundSockets:
                 with contextlib.suppress(RuntimeError):
                     torch_names.abort_process_group()
 
+    def destroy_group(self) -> None:
+        """Leave the default group, if there is one."""
+        if not dist.is_initialized():
+            return
+        if self._has_nccl and self.are_severed:
+            torch_names.abort_process_group()
+            return
+        # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
+        # unnoticed by the peers, shutting them down does not.
+        self.sever(self._member.number, quietly=True)
+        dist.destroy_process_group()
+
 
 def _sockets_beside(known_inodes: set[int]) -> list[tuple[int, int]]:
     return [(fd, inode) for fd, inode in inet_sockets().items() if inode not in known_inodes]

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 
-__all__ = ["VOTE_ROOM", "Vote"]
-
-VOTE_ROOM = 32, 8
-"""Numbers that a vote may hold: in any round, and for each of its workers."""
+__all__ = ["Vote"]
 
 
 class Vote:

@@ -6,8 +6,8 @@ is made of serves loops that want to decide more themselves: `World.start` or `W
 `World.finish` and `World.leave` at the end. Every worker says a few bytes of `hello` when it enters a round, and receives those
 of all others before the process group exists: enough to tell who is ahead.
 
-The main thread forms and destroys groups. The membership thread only ever calls `_sever`, which makes a collective that the
-main thread is blocked in raise at once: gloo has no abort, but its sockets can be shut down from outside.
+The main thread forms and destroys groups. The membership thread only ever severs them (`RoundSockets`), which makes a
+collective that the main thread is blocked in raise at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,15 +24,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdError
-from lightning_dlrover.rdzv.group import torch_names, waits
+from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.group.alone import LoneWorld
+from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import Failures
-from lightning_dlrover.rdzv.group.forming import Forming, connect_briefly
+from lightning_dlrover.rdzv.group.forming import Forming
 from lightning_dlrover.rdzv.group.gloo import (
     RoundSockets,
     StoreServer,
-    num_begun,
     own_address,
     protect_forks,
     use_interface_of,
@@ -41,7 +42,7 @@ from lightning_dlrover.rdzv.group.gloo import (
 )
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hooks import compare_with
-from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm
+from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm, end_with_agent
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.means import BlockingMeans
@@ -51,11 +52,11 @@ from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
 from lightning_dlrover.rdzv.group.standing import JobStanding
 from lightning_dlrover.rdzv.group.transfer import Packed
-from lightning_dlrover.rdzv.group.votes import VOTE_ROOM, Vote
+from lightning_dlrover.rdzv.group.votes import Vote
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
-from lightning_dlrover.rdzv.live.membership import JobClosedError, Membership, MembershipConfig
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.membership import JobClosedError, Membership
+from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = ["World"]
 
@@ -101,7 +102,9 @@ class World:
         self._vote: Vote | None = None
         self._meeting: Meeting | None = None  # of the round, unless this worker is alone in it
         self._watched: list[RoundSockets] = []  # none yet when the membership reads its first view
-        self.membership = self._new_membership(address, server.port)
+        self.membership = Membership(
+            self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
+        )
         self._groups = RoundGroups()
         reach = Reach(self.membership)
         self._reports = Reports(self.membership, config.run_id, lambda: self.formation)
@@ -117,28 +120,6 @@ class World:
         # NCCL's groups can be aborted; votes and the state travel through gloo in any case.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self._has_nccl)
         compare_with(weakref.WeakMethod(self._current_meeting))
-
-    def _new_membership(self, address: str, port: int) -> Membership:
-        config = self.config
-        return Membership(
-            self._client,
-            MembershipConfig(
-                run_id=config.run_id,
-                prefix=config.prefix,
-                agent_id=config.agent_id,
-                local_rank=config.local_rank,
-                min_workers=config.min_workers,
-                max_workers=config.max_workers,
-                version=config.version,
-                address=address,
-                port=port,
-                lease_ttl_s=config.lease_ttl_s,
-                history_ttl_s=config.history_ttl_s,
-                patience=Patience(start_s=config.start_timeout_s, regroup_s=config.regroup_timeout_s),
-            ),
-            on_view=self._on_view,
-            on_tick=lambda: self._neighbour.probe(),
-        )
 
     @staticmethod
     def from_environment(backend: str = "gloo") -> AnyWorld:
@@ -202,8 +183,6 @@ class World:
             # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
             log.warning("%s", error)
             raise SystemExit(0) from error
-
-    # --- entering and leaving ----------------------------------------------------------------------------------------
 
     @property
     def worker_id(self) -> str:
@@ -364,8 +343,6 @@ class World:
         """Let SIGTERM mean that this worker hands over and leaves; in any thread but the main one this does nothing."""
         drain_on_sigterm(self.membership, self.config.wait_timeout_s)
 
-    # --- what people are told ----------------------------------------------------------------------------------------
-
     def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
         """Queue one line for the job's history; never blocks."""
         self.membership.event(kind, text, data)
@@ -373,8 +350,6 @@ class World:
     def report_error(self, error: BaseException) -> None:
         """Tell the job, and this worker's agent, why the worker is about to fail; and its user, who has failed before it."""
         self._reports.error(error)
-
-    # --- while a round lasts -----------------------------------------------------------------------------------------
 
     @property
     def broken(self) -> bool:
@@ -463,23 +438,9 @@ class World:
         """
         return self._forming.connect(target, name, workers)
 
-    # --- what the membership protocol calls --------------------------------------------------------------------------
-
     def _form(self, target: RoundRecord, hello: bytes) -> Formation:
-        formed = self._forming.form(target, hello)
-        if formed.control is not None:
-            self._meeting = Meeting(
-                formed.control,
-                formed.formation.rank,
-                formed.formation.size,
-                VOTE_ROOM[0] + VOTE_ROOM[1] * formed.formation.size,
-                begun=partial(num_begun, formed.gloo, self._has_nccl),
-                connect=partial(connect_briefly, target),
-                activity=lambda: self.activity(),
-                is_in_step=lambda: self.is_in_step(),
-                sever=partial(self._sockets.sever, target.number),
-            )
-        return formed.formation
+        formation, self._meeting = self._forming.form(target, hello, lambda: self.activity(), lambda: self.is_in_step())
+        return formation
 
     def _destroy(self, is_last: bool = False) -> None:
         self._vote = None
@@ -488,15 +449,7 @@ class World:
             self._meeting = None
         self.wishes = []  # they were said in a round that is over
         self._groups.let_go(is_last)
-        if not dist.is_initialized():
-            return
-        if self._has_nccl and self.broken:
-            torch_names.abort_process_group()
-            return
-        # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
-        # unnoticed by the peers, shutting them down does not.
-        self._sockets.sever(self._member.number, quietly=True)
-        dist.destroy_process_group()
+        self._sockets.destroy_group()
 
     def _round_of_waits(self) -> tuple[int, bool]:
         self._failures.raise_mismatch()
