@@ -33,7 +33,7 @@ def test_a_lost_peer_is_told_from_a_mistake_of_the_users(error: Exception, expec
     assert is_group_failure(error) is expected
 
 
-# --- what is recovered from ----------------------------------------------------------------------------------------------------
+# --- what is recovered from -----------------------------------------------------------------------------------------------
 
 
 def failures_of_a_round(is_broken: bool) -> Failures:

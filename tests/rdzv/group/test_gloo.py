@@ -22,7 +22,7 @@ def test_every_backend_has_gloo_for_the_cpu(given: str, used: str) -> None:
     assert with_gloo(given) == used
 
 
-# --- sockets --------------------------------------------------------------------------------------------------------------------
+# --- sockets ---------------------------------------------------------------------------------------------------------------
 
 
 def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:
