@@ -109,7 +109,7 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from lightning_dlrover.live.training import Position, can_meet
-from lightning_dlrover.rdzv.group.world import World, WorldConfig
+from lightning_dlrover.rdzv import World, WorldConfig
 
 connect = dist.ProcessGroupGloo
 
