@@ -60,19 +60,16 @@ from lightning_dlrover.observe.pulse import OwnClock
 from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.packages import TrainerFn, fabric_submodule, submodule
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group import transfer, waits
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.leaving import end_with_agent
 from lightning_dlrover.rdzv.group.loop import model_fingerprint
-from lightning_dlrover.rdzv.group.meeting import (
+from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     place_of,
 )
-from lightning_dlrover.rdzv.group.world import (
-    Formation,
-    LeftOutError,
-    World,
-    WorldConfig,
-    end_with_agent,
-)
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.member import Formation, LeftOutError
 from lightning_dlrover.rdzv.live.membership import JobClosedError
 from lightning_dlrover.tables.checkpoint import (
     load_tables,
@@ -342,7 +339,7 @@ class DLRoverStrategy(EitherStrategy):
         DLRoverStrategy._in_job = self
         DLRoverStrategy._close_at_exit()
         self._live = LiveTraining(self, trainer, self._world, formation, self._check_interval_s)
-        self.clock.stop_in_waits()
+        waits.time_with(self.clock.stopped)
         self._take_place(formation)
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(formation.size)
@@ -398,7 +395,7 @@ class DLRoverStrategy(EitherStrategy):
         self._live = LiveTraining(self, self._lightning_trainer, self._world, formation, self._check_interval_s)
         self._snapshot_stores = former._snapshot_stores
         self._live.searches.num_begun = former._live.searches.num_begun
-        self.clock.stop_in_waits()
+        waits.time_with(self.clock.stopped)
         self._take_place(formation)
 
     @classmethod

@@ -412,7 +412,7 @@ ROWS: list[Row] = [
         (
             '`process_group_backend="nccl"`',
             "works",
-            "tests/rdzv/group/test_world.py::test_every_backend_has_gloo_for_the_cpu",
+            "tests/rdzv/group/test_gloo.py::test_every_backend_has_gloo_for_the_cpu",
             "with gloo beside it",
         ),
         (

@@ -20,8 +20,8 @@ from lightning_dlrover import callback as callback_module
 from lightning_dlrover.live.training import remaining_batches
 from lightning_dlrover.observe.profiler import StepProfiler
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.rdzv.group.world import Formation
 from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.live.member import Formation
 
 
 class Model(L.LightningModule):

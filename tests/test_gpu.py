@@ -22,8 +22,8 @@ from lightning_dlrover.live.training import (
     _Update,
 )
 from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.meeting import (
-    Meeting,
+from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     shown,
 )

@@ -78,7 +78,7 @@ def command_function(command: str) -> Callable[[argparse.Namespace], int]:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """Errors whose message is all that the user has to see."""
-    from lightning_dlrover.components.control.controller import ControllerBusyError
+    from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
     from lightning_dlrover.rdzv.etcd.client import EtcdError

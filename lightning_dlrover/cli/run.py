@@ -30,8 +30,8 @@ from lightning_dlrover.cli.run_options import (
 )
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
 from lightning_dlrover.cli.signals import Interrupted, install_handlers, signals_as_exceptions
-from lightning_dlrover.components.control.controller import Controller, Limits
-from lightning_dlrover.components.control.reconcile import Give, Patience
+from lightning_dlrover.components.control.controller import Controller
+from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import complain, say
 from lightning_dlrover.rdzv.etcd.client import Mirror

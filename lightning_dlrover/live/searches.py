@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.packages import LearningRateFinder, package_of, submodule
-from lightning_dlrover.rdzv.group.world import WorldError
 from lightning_dlrover.rdzv.job.records import SearchRecord
+from lightning_dlrover.rdzv.live.member import WorldError
 from lightning_dlrover.rdzv.live.rounds import View
 
 if TYPE_CHECKING:

@@ -95,22 +95,22 @@ from lightning_dlrover.rdzv.group.loop import (
     handover,
     model_fingerprint,
 )
-from lightning_dlrover.rdzv.group.meeting import (
+from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     place_of,
     shown,
 )
-from lightning_dlrover.rdzv.group.world import (
-    Formation,
-    LeftOutError,
-    World,
-    WorldError,
-)
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     from_fields,
 )
-from lightning_dlrover.rdzv.live.member import RoundEndedError
+from lightning_dlrover.rdzv.live.member import (
+    Formation,
+    LeftOutError,
+    RoundEndedError,
+    WorldError,
+)
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.tables.snapshot import SnapshotError
 

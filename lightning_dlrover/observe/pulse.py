@@ -15,10 +15,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -52,8 +52,6 @@ class OwnTime(NamedTuple):
 
 class OwnClock:
     """Stands still while the thread that made it is blocked in a collective."""
-
-    _running: ClassVar[OwnClock | None] = None  # the one of this process that stands still in `Work.wait`
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -90,28 +88,18 @@ class OwnClock:
         blocked = self._now().since(start)
         self._blocked = OwnTime(self._blocked.busy_s + blocked.busy_s, self._blocked.queued_s + blocked.queued_s)
 
-    def stop_in_waits(self) -> None:
-        """Stand still in what waits for a collective from Python, such as torchrec's exchanges, in place of other clocks."""
-        is_installed = OwnClock._running is not None
-        OwnClock._running = self
-        if is_installed:
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stand still within, where its thread waits for a collective from Python, such as torchrec's exchanges."""
+        if threading.get_ident() != self._thread or self.is_stopped:
+            yield
             return
-        work: Any = torch._C._distributed_c10d.Work
-        wait = work.wait
-
-        def timed_wait(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            clock = OwnClock._running
-            assert clock is not None
-            if threading.get_ident() != clock._thread or clock.is_stopped:
-                return wait(self_, *args, **kwargs)
-            started = clock._now()
-            clock.is_stopped = True
-            try:
-                return wait(self_, *args, **kwargs)
-            finally:
-                clock._was_blocked_since(started)
-
-        work.wait = timed_wait
+        started = self._now()
+        self.is_stopped = True
+        try:
+            yield
+        finally:
+            self._was_blocked_since(started)
 
     def stop_in_forward(self, model: torch.nn.Module) -> None:
         """Stand still while DDP's forward pass waits for rank 0's buffers."""

@@ -10,12 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.group.config import WorldConfig
+    from lightning_dlrover.rdzv.group.failures import is_group_failure
     from lightning_dlrover.rdzv.group.loop import Step
-    from lightning_dlrover.rdzv.group.world import (
-        World,
-        WorldConfig,
-        is_group_failure,
-    )
+    from lightning_dlrover.rdzv.group.world import World
     from lightning_dlrover.rdzv.live.member import (
         EvictedError,
         Formation,
@@ -40,7 +38,9 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("EvictedError", "Formation", "LeftOutError", "MembershipError", "WorldError"), "live.member"),
-    **dict.fromkeys(("World", "WorldConfig", "is_group_failure"), "group.world"),
+    "World": "group.world",
+    "WorldConfig": "group.config",
+    "is_group_failure": "group.failures",
     "JobClosedError": "live.membership",
     "Step": "group.loop",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_dlrover.rdzv.group import transfer, waits
-from lightning_dlrover.rdzv.group.world import Formation
+from lightning_dlrover.rdzv.live.member import Formation
 
 __all__ = ["all_gather", "meet", "swap"]
 

@@ -24,12 +24,10 @@ from torch import nn
 
 from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.world import (
-    Formation,
-    World,
-)
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import (
+    Formation,
     RoundEndedError,
     UnreachableError,
 )

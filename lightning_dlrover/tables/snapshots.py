@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lightning_dlrover.rdzv.group.world import Formation, World
-from lightning_dlrover.rdzv.live.member import RoundEndedError
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.collectives import all_gather
 from lightning_dlrover.tables.neighbours import Neighbours, others

@@ -277,7 +277,7 @@ class Stopping(ToyModel):
             assert all_reach(place)  # so all have come, and the others go on
             world.all_reach = all_reach  # type: ignore[method-assign]
             assert world.formation is not None
-            world._sever(world.formation.round.number)
+            world._sockets.sever(world.formation.round.number)
             return all_reach(place)
 
         world.all_reach = arrive_and_break  # type: ignore[method-assign]
@@ -308,7 +308,7 @@ class Severed(ToyModel):
         if self.trainer.global_step == STEP and self.trainer.global_rank == 0 and not self.severed_in:
             assert self.live.formation is not None
             self.severed_in = self.live.formation.round.number
-            self.live.world._sever(self.severed_in)
+            self.live.world._sockets.sever(self.severed_in)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.recorder.write("updates", **self.where(), step=self.trainer.global_step)

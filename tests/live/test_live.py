@@ -24,9 +24,8 @@ from lightning_dlrover.live.training import (
 from lightning_dlrover.observe.pulse import Pulse
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.left_state import LeftState
-from lightning_dlrover.rdzv.group.world import Formation
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import RoundEndedError
+from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.snapshot import SnapshotError
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)

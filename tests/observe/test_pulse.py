@@ -39,7 +39,7 @@ def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> 
     if is_guarded:
         waits.end_waits_with(weakref.WeakMethod(round_.now))
     clock = OwnClock()
-    clock.stop_in_waits()
+    waits.time_with(clock.stopped)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
     clock.stop_in_forward(model)
     if is_guarded:

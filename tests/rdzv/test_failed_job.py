@@ -11,7 +11,7 @@ SOURCE = """
 import dataclasses, os, time
 import torch
 import torch.distributed as dist
-from lightning_dlrover.rdzv.group.world import World, WorldConfig
+from lightning_dlrover.rdzv import World, WorldConfig
 
 config = WorldConfig.from_environment(os.environ, "1")
 with World(dataclasses.replace(config, wait_timeout_s=7.0)) as world:

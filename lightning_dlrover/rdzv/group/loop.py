@@ -14,21 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
+from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.left_state import LeftStateError
-from lightning_dlrover.rdzv.live.member import RoundEndedError
-
-if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.group.world import (
-        Formation,
-        World,
-    )
+from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 __all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
 
@@ -56,7 +51,7 @@ class Pace:
         wishes: called for each agreement: numbers of which `World.wishes` then holds the smallest of all workers.
     """
 
-    def __init__(self, world: World, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
+    def __init__(self, world: AnyWorld, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
         self._world = world
         self._wishes = wishes
         self._check_interval_s = check_interval_s
@@ -229,7 +224,7 @@ class _Loop:
     """The state of a plain loop between its steps."""
 
     def __init__(
-        self, world: World, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+        self, world: AnyWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
     ) -> None:
         self.num_made = first_step
         self._num_steps = num_steps
@@ -401,7 +396,7 @@ class _Loop:
 
 
 def steps(
-    world: World, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+    world: AnyWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
 ) -> Iterator[Step]:
     """See `World.steps`."""
     return _Loop(world, num_steps, first_step, state, check_interval_s).run()

@@ -19,25 +19,22 @@ The error is agreed on through the store of the round before the group is severe
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import logging
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.group import torch_names, waits
+from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
+from lightning_dlrover.rdzv.group.torch_names import Store
 from lightning_dlrover.rdzv.live.member import (
     RoundEndedError,
     WorldError,
@@ -47,14 +44,9 @@ __all__ = [
     "Counts",
     "Meeting",
     "MismatchError",
-    "Place",
-    "Purpose",
     "Sighting",
     "can_go_on",
-    "compare_with",
     "difference",
-    "place_of",
-    "shown",
 ]
 
 log = logging.getLogger(__name__)
@@ -80,75 +72,9 @@ NUM_HEADER = 4
 NUM_RECENT = 8
 """Compared collectives whose texts are kept for an error message."""
 
-LIBRARIES = frozenset(
-    (
-        *("lightning", "lightning_dlrover", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
-        *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
-    )
-)
-"""Top-level packages whose frames are passed over in the search for the user's line."""
-
 
 class MismatchError(WorldError):
     """Workers have met in different collectives. The program is wrong: no round can be formed that would mend it."""
-
-
-# --- what a collective is for -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a collective was called."""
-
-    user: str  # file, line and function of the innermost frame outside of libraries
-    caller: str  # function of Lightning's or another library that called it on the user's behalf; empty: the user did
-    line: str  # the user's file name and line, without the folder, which may differ between hosts
-
-    def __str__(self) -> str:
-        return self.user + (f" (through {self.caller})" if self.caller else "")
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """What one worker is about to do with all others."""
-
-    kind: str  # such as "strategy.reduce"
-    details: str = ""  # name, size, type, root: must be equal on all workers
-    place: Place | None = None
-    same_line: bool = False  # whether it must be called at the same line on all workers
-    any_place: bool = False  # whether `place` is for the error's text alone
-
-    @property
-    def key(self) -> int:
-        """Equal for workers that may meet; 62 bits."""
-        compared = [self.kind, self.details]
-        if self.place is not None and not self.any_place:
-            compared += [self.place.caller, self.place.line if self.same_line else ""]
-        return int.from_bytes(hashlib.blake2b("\n".join(compared).encode(), digest_size=8).digest(), "big") >> 2
-
-    def __str__(self) -> str:
-        return self.kind + (f" of {self.details}" if self.details else "") + (f" at {self.place}" if self.place else "")
-
-
-def shown(frame: FrameType | None) -> Place:
-    """The place of a call that is named in errors, and not compared."""
-    return Place(place_of(frame).user, "", "")
-
-
-def place_of(frame: FrameType | None) -> Place:
-    """The place of a call whose innermost frame is `frame`."""
-    caller, outermost = "", ""
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        package = name.partition(".")[0]
-        code = frame.f_code
-        outermost = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        if package not in LIBRARIES:
-            return Place(outermost, caller, f"{Path(code.co_filename).name}:{frame.f_lineno}")
-        if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
-            caller = f"{name}.{code.co_qualname}"
-        frame = frame.f_back
-    return Place(outermost, caller, "")
 
 
 # --- who is ahead -------------------------------------------------------------------------------------------------------------
@@ -305,7 +231,7 @@ class Meeting:
 
     def compare(self, purpose: Purpose) -> None:
         """See `compared`."""
-        if self._depth or _is_in_backward() or threading.get_ident() != self._thread:
+        if self._depth or torch_names.is_in_backward() or threading.get_ident() != self._thread:
             return
         number, work, numbers = self._reduce(purpose, ())
         waits.wait_for(work)
@@ -329,14 +255,19 @@ class Meeting:
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
         """Compare a collective that is begun on `torch.distributed` itself, if it is one of all workers."""
-        if self._depth or group is not dist.group.WORLD or threading.get_ident() != self._thread or _is_in_backward():
+        if (
+            self._depth
+            or group is not dist.group.WORLD
+            or threading.get_ident() != self._thread
+            or torch_names.is_in_backward()
+        ):
             return
         options = args[-1] if args else None
         if getattr(options, "asyncOp", False):
             return  # overlaps with computing
-        if self._is_in_step() and any(t.device.type != "cpu" for t in _tensors(args)):
+        if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
-        self.compare(Purpose(f"torch.distributed.{name}", _details(name, args), place_of(sys._getframe(2))))
+        self.compare(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have come to `place`; False once one of them has gone on without.
@@ -576,121 +507,3 @@ def _waits_in(frame: FrameType | None) -> tuple[str, str]:
             return f"torch.distributed.{name}", ""
         frame = frame.f_back
     return "outside of collectives", ""
-
-
-def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in the arguments of a process group's method."""
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from _tensors(arg)
-
-
-def _is_in_backward() -> bool:
-    """Whether autograd runs in this thread: collectives there overlap with those of DDP."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
-# --- collectives begun on torch.distributed itself ----------------------------------------------------------------------------
-
-_OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",  # newer versions of torch call this one, and the other two "_single"
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-}
-
-_MESSAGES = ("send", "recv", "recv_anysource")
-
-_find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None  # noqa: E731
-
-
-def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> None:
-    """From here on compare collectives that are begun on the default group by whoever calls them.
-
-    Args:
-        meeting: returns that of the round, or None while there is none.
-    """
-    global _find_meeting
-    _find_meeting = meeting
-    _install()
-
-
-@functools.cache
-def _install() -> None:
-    kind: Any = dist.ProcessGroup
-    for method, name in _OPERATIONS.items():
-        if (original := getattr(kind, method, None)) is not None:
-            setattr(kind, method, _compared_first(original, name))
-    for method in _MESSAGES:
-        setattr(kind, method, _as_message(getattr(kind, method)))
-    kind.monitored_barrier = _as_messages(kind.monitored_barrier)
-
-
-def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        if meeting is not None:
-            meeting.before(self, name, args)
-        return original(self, *args, **kwargs)
-
-    return begin
-
-
-def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
-            return original(self, tensors, *args, **kwargs)
-
-    return begin
-
-
-def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A monitored barrier: rank 0 exchanges messages with each of the others. Not compared, as its user sets the timeout."""
-
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        with meeting.only_messages(self) if meeting is not None else contextlib.nullcontext():
-            return original(self, *args, **kwargs)
-
-    return run
-
-
-_SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
-"""Position of the argument whose size is equal on all workers. Other operations may take another one on each worker."""
-
-_ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
-
-
-def _details(name: str, args: Sequence[Any]) -> str:
-    """Sizes and types that have to be equal on all workers, and the root."""
-    root = f"{_ROOTS[name]} rank {args[-1].rootRank}" if name in _ROOTS and args and hasattr(args[-1], "rootRank") else ""
-    sized: Any = args[_SIZED[name]] if name in _SIZED and args else None
-    if name == "all_gather" and args:
-        sized = args[0][0] if args[0] else None  # NCCL takes inputs of different sizes, but the outputs are alike everywhere
-    tensors = list(_tensors([sized]))
-    if not tensors:
-        return root
-    sizes = [str(tensor.numel()) for tensor in tensors]
-    size = sizes[0] if len({*sizes}) == 1 else ", ".join(sizes)
-    return f"{size} x {str(tensors[0].dtype).removeprefix('torch.')} {root}".rstrip()

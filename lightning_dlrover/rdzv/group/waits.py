@@ -9,6 +9,7 @@ anything else to do: the destructor waits for it, too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -22,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
-__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "guards_all", "let_go", "wait_for", "wait_in"]
+__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "guards_all", "let_go", "time_with", "wait_for", "wait_in"]
 
 SLICE_S = 0.2
-
-POINT_TO_POINT = frozenset((12, 13, 14))
-"""`c10d::OpType` of send, receive and receive from anybody: a wait for one that times out breaks its connections."""
 
 Round = tuple[int, bool]
 
 _find_round: Callable[[], Callable[[], Round] | None] = lambda: None  # noqa: E731
+_guards_all = False
+_timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
@@ -44,15 +45,23 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
             whatever gloo wakes is awake. Raises the reason if the round was ended because of an error.
         all_waits: False: only those in `wait_for`. NCCL's waits are none of the host's.
     """
-    global _find_round
+    global _find_round, _guards_all
     _find_round = round_
     if all_waits:
+        _guards_all = True
         _install()
 
 
 def guards_all() -> bool:
     """Whether every wait that is begun from Python ends with its round, not only those in `wait_for`."""
-    return _install.cache_info().currsize > 0
+    return _guards_all
+
+
+def time_with(timer: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    """From here on enter `timer()` around every wait that is begun from Python, in place of the timer before it."""
+    global _timer
+    _timer = timer
+    _install()
 
 
 def wait_for(work: Any) -> None:
@@ -70,13 +79,15 @@ def _round_now() -> Round:
 
 @functools.cache
 def _install() -> None:
-    work: Any = torch._C._distributed_c10d.Work
+    """Stand around torch's own wait: the only place that does."""
+    work = torch_names.work_class()
     wait = work.wait
 
-    def guarded_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wait(self, *args, **kwargs) if args or kwargs else wait_in(self, wait)
+    def watched_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _timer():
+            return wait_in(self, wait) if _guards_all and not args and not kwargs else wait(self, *args, **kwargs)
 
-    work.wait = guarded_wait
+    work.wait = watched_wait
 
 
 def wait_in(work: Any, wait: Callable[..., Any]) -> Any:
@@ -85,7 +96,7 @@ def wait_in(work: Any, wait: Callable[..., Any]) -> Any:
     if number == 0:
         return wait(work)
     try:
-        if work._get_op_type() in POINT_TO_POINT:
+        if torch_names.is_point_to_point(work):
             return _wait_beside(number, functools.partial(wait, work))
         return _wait_in_slices(number, work, wait)
     except RuntimeError:
@@ -133,12 +144,11 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     Gradients are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has, or is
     to have, a hook for communication of its own, nor to a static graph, whose first pass reduces gradients later than that.
     """
-    has_hook = replica._comm_hooks or any(hasattr(p, "_in_backward_optimizers") for p in replica.module.parameters())
-    if has_hook or replica.static_graph:
+    if torch_names.has_gradient_hook(replica) or replica.static_graph:
         return
     group: Any = replica.process_group
     size, is_divided = group.size(), replica.gradient_as_bucket_view  # or multiplied, which rounds otherwise
-    replica._distributed_broadcast_coalesced = functools.partial(broadcast_buffers, group)  # type: ignore[method-assign]
+    torch_names.replace_buffer_broadcast(replica, functools.partial(broadcast_buffers, group))
     its_replica = weakref.ref(replica)  # in a cycle with the reducer it would live for ever
     pending: list[Any] = []
 
@@ -159,7 +169,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
             # Run before what DDP queues after the last bucket, which takes the values. For every bucket: this may be a pass
             # within another one, each of which runs what was queued in it.
             try:
-                torch.autograd.Variable._execution_engine.queue_callback(await_all)
+                torch_names.after_backward(await_all)
             except RuntimeError:  # not in a backward pass, as for a worker that has run out of inputs
                 await_all()
         # Not the work's own future: a thread of gloo's would call into Python, and abort a process that is about to end.

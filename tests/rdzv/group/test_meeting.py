@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv.group.meeting import (
     Counts,
     Meeting,
-    Place,
-    Purpose,
     Sighting,
     can_go_on,
     difference,
-    place_of,
-    shown,
+)
+from lightning_dlrover.rdzv.group.purpose import (
+    Place,
 )
 from lightning_dlrover.rdzv.live.member import (
     RoundEndedError,
@@ -94,48 +92,6 @@ def test_worker_gets_no_answer_after_the_round(meetings: list[Meeting]) -> None:
 def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
     with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
         meetings[0].all_reach("here", lambda: False, 0.05)
-
-
-# --- what is compared ---------------------------------------------------------------------------------------------------------
-
-
-def test_purpose_holds_kind_and_details() -> None:
-    keys = {Purpose("reduce").key, Purpose("reduce", "[2]").key, Purpose("reduce", "[3]").key, Purpose("gather", "[3]").key}
-    assert len(keys) == 4
-    assert all(0 <= key < 1 << 62 for key in keys)
-
-
-def test_lines_of_barriers_may_differ_and_those_of_reductions_not() -> None:
-    other = Place("/home/me/train.py:9 in main", "", "train.py:9")
-    assert Purpose("barrier", place=USER).key == Purpose("barrier", place=other).key
-    assert Purpose("reduce", place=USER, same_line=True).key != Purpose("reduce", place=other, same_line=True).key
-
-
-def test_folder_of_a_script_may_differ_between_hosts() -> None:
-    other = Place("/mnt/job/train.py:3 in main", "", "train.py:3")
-    assert Purpose("reduce", place=USER, same_line=True).key == Purpose("reduce", place=other, same_line=True).key
-
-
-def test_caller_within_lightning_is_compared() -> None:
-    other = Place(USER.user, "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint", USER.line)
-    assert Purpose("barrier", place=USER).key != Purpose("barrier", place=other).key
-
-
-def test_place_is_the_innermost_line_outside_of_libraries() -> None:
-    library: dict[str, object] = {"__name__": "lightning.pytorch.core.module", "sys": sys}
-    exec("def all_gather():\n    return sys._getframe()", library)
-    place = place_of(library["all_gather"]())  # type: ignore[operator]
-    assert place.user.endswith("in test_place_is_the_innermost_line_outside_of_libraries")
-    assert place.caller == "lightning.pytorch.core.module.all_gather"
-    assert place.line.startswith("test_meeting.py:")
-
-
-def test_shown_place_is_not_compared() -> None:
-    frame = sys._getframe()
-    first = Purpose("vote", place=shown(frame))
-    second = Purpose("vote", place=shown(frame))
-    assert first.key == second.key
-    assert first.place != second.place
 
 
 # --- what people read ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from full_etcd import full
 from torchrun_agent import eventually
 
@@ -24,27 +21,15 @@ from lightning_dlrover.rdzv.etcd.client import (
     EtcdConfig,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.world import (
-    MismatchError,
-    World,
-    WorldConfig,
-    _inet_sockets,
-    _shut_down,
-    _with_gloo,
-    is_group_failure,
-)
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
-    DEFAULT_PREFIX,
     AgentRecord,
     ControllerRecord,
     Keys,
     encode,
 )
 from lightning_dlrover.rdzv.live.member import TooLateError
-from lightning_dlrover.rdzv.timeouts import Timeouts
-
-JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
-
 
 WorldOf = Callable[..., World]
 
@@ -64,65 +49,8 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
         world.leave()
 
 
-# --- configuration ------------------------------------------------------------------------------------------------------------
-
-
-def test_outside_of_a_job_there_is_no_configuration() -> None:
-    assert WorldConfig.from_environment({"RANK": "0", "WORLD_SIZE": "2"}, "1") is None
-
-
-def test_limits_are_counted_in_workers_not_nodes() -> None:
-    environ = {**JOB, "DLROVER_MIN_NODES": "2", "DLROVER_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    config = WorldConfig.from_environment(environ, "1")
-    assert config is not None
-    assert (config.min_workers, config.max_workers, config.local_rank) == (8, 12, 1)
-    assert config.prefix == DEFAULT_PREFIX
-
-
-@pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
-def test_a_missing_variable_is_named_with_what_to_do(missing: str) -> None:
-    environ = {name: value for name, value in JOB.items() if name != missing}
-    with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
-        WorldConfig.from_environment(environ, "1")
-
-
-def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
-    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
-    assert config is not None
-    assert config.etcd.access == {"user": "me", "password_file": "/secret"}
-
-
-def test_timeouts_of_the_agent_reach_its_workers() -> None:
-    timeouts = Timeouts(*(float(number) for number in range(11, 18)))
-    config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
-    assert config is not None
-    assert config.etcd.timeout_s == timeouts.etcd_timeout_s
-    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
-        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
-    }
-
-
-@pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])
-def test_malformed_timeout_is_named(value: str) -> None:
-    with pytest.raises(ValueError, match=f"DLROVER_WAIT_TIMEOUT_S='{value}' cannot be used: it must be a number of seconds"):
-        WorldConfig.from_environment(JOB | {"DLROVER_WAIT_TIMEOUT_S": value}, "1")
-
-
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
     assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
-
-
-@pytest.mark.parametrize(
-    "given, used",
-    [
-        ("gloo", "gloo"),
-        ("nccl", "cpu:gloo,cuda:nccl"),  # as scripts have it that were written for stock DDP
-        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
-        ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:gloo"),
-    ],
-)
-def test_every_backend_has_gloo_for_the_cpu(given: str, used: str) -> None:
-    assert _with_gloo(given) == used
 
 
 @pytest.mark.parametrize("given", ["mpi", "cuda:nccl", "cpu:mpi,cuda:nccl"])
@@ -188,78 +116,6 @@ def test_job_with_a_later_fit_under_way_has_not_ended(world_of: WorldOf) -> None
         assert each.ask_whether_finished()
 
 
-# --- errors -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error, expected",
-    [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2"), True),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"), True),
-        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error"), True),
-        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
-        (dist.DistBackendError("NCCL error: ncclInvalidUsage: Last error: Duplicate GPU detected : rank 1 and rank 0"), False),
-        (
-            dist.DistBackendError("NCCL error: unhandled cuda error, ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
-            False,
-        ),
-        (RuntimeError("Distributed package doesn't have NCCL built in"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), False),
-        (ValueError("Connection closed by peer"), False),
-        (KeyError("gloo/transport"), False),
-    ],
-)
-def test_a_lost_peer_is_told_from_a_mistake_of_the_users(error: Exception, expected: bool) -> None:
-    assert is_group_failure(error) is expected
-
-
-# --- sockets ------------------------------------------------------------------------------------------------------------------
-
-
-def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:
-    listener = socket.create_server(("127.0.0.1", port))
-    client = socket.create_connection(listener.getsockname())
-    return listener, client, listener.accept()[0]
-
-
-def is_open(sock: socket.socket) -> bool:
-    sock.settimeout(0.2)
-    try:
-        return sock.recv(1) != b""
-    except TimeoutError:
-        return True
-
-
-def test_a_connection_is_shut_down_so_that_both_ends_notice() -> None:
-    listener, client, accepted = connected_pair()
-    with listener, client, accepted:
-        fd = client.fileno()
-        _shut_down(fd, _inet_sockets()[fd], set(), 0)
-        assert not is_open(client)
-        assert not is_open(accepted)
-
-
-def test_a_descriptor_that_belongs_to_another_socket_by_now_is_left_alone() -> None:
-    listener, client, accepted = connected_pair()
-    with listener, client, accepted:
-        _shut_down(client.fileno(), _inet_sockets()[client.fileno()] + 1, set(), 0)
-        assert is_open(client)
-
-
-def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
-    """Others may be connected to our store for a newer round than the one that is cut off."""
-    listener, client, accepted = connected_pair()
-    with listener, client, accepted:
-        port = listener.getsockname()[1]
-        inodes = _inet_sockets()
-        _shut_down(client.fileno(), inodes[client.fileno()], {port}, 0)
-        _shut_down(accepted.fileno(), inodes[accepted.fileno()], set(), port)
-        _shut_down(listener.fileno(), inodes[listener.fileno()], set(), 0)
-        assert is_open(client)
-        assert is_open(accepted)
-        socket.create_connection(listener.getsockname()).close()
-
-
 # --- a round that cannot be completed --------------------------------------------------------------------------------------
 
 MEMBER = """
@@ -267,7 +123,7 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from lightning_dlrover.live.training import Position, can_meet
-from lightning_dlrover.rdzv.group.world import World, WorldConfig
+from lightning_dlrover.rdzv import World, WorldConfig
 
 connect = dist.ProcessGroupGloo
 
@@ -419,41 +275,3 @@ def test_a_member_that_fails_to_form_a_round_does_not_hold_up_those_who_have_for
     outputs = run_members([[], [], ["fail"]], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
     assert all(output.endswith("FORMED 2 3\nDONE\n") for output in outputs), "\n".join(outputs)
-
-
-# --- what is recovered from ---------------------------------------------------------------------------------------------------
-
-
-def world_of_a_round(is_broken: bool) -> World:
-    """Enough of a world to judge errors; it has no group, socket or thread."""
-    world = World.__new__(World)
-    world._severed = is_broken
-    world._meeting = world._mismatch = None
-    world._last_failure = ""
-    return world
-
-
-def missing_group() -> Exception:
-    """What torch raises once the default group was aborted."""
-    with pytest.raises(ValueError, match="Default process group has not been initialized") as raised:
-        dist.all_reduce(torch.ones(1))
-    return raised.value
-
-
-def test_missing_group_is_a_loss_in_a_broken_round_only() -> None:
-    assert world_of_a_round(is_broken=True).is_failure(missing_group())
-    assert not world_of_a_round(is_broken=False).is_failure(missing_group())
-    assert not world_of_a_round(is_broken=True).is_failure(ValueError("a mistake of the user's"))
-
-
-def test_mismatch_is_no_loss_though_the_round_is_broken() -> None:
-    assert not world_of_a_round(is_broken=True).is_failure(MismatchError("rank 0 is here, rank 1 there"))
-
-
-def test_consequence_of_a_mismatch_is_raised_as_the_mismatch() -> None:
-    world = world_of_a_round(is_broken=True)
-    world._mismatch = MismatchError("rank 0 is here, rank 1 there")
-    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    with pytest.raises(MismatchError, match="rank 0 is here") as raised:
-        world.is_failure(closed)
-    assert raised.value.__cause__ is closed

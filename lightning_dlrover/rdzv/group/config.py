@@ -1,0 +1,95 @@
+"""Read a worker's place in its job from the environment that its elastic agent exports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_dlrover.rdzv.etcd.client import EtcdConfig
+from lightning_dlrover.rdzv.group import left_state
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
+from lightning_dlrover.rdzv.live.membership import MembershipConfig
+from lightning_dlrover.rdzv.live.rounds import Patience
+from lightning_dlrover.rdzv.timeouts import Timeouts
+
+__all__ = ["WorldConfig"]
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """Where the job's records are and who this worker is; read once from the environment that the elastic agent exports."""
+
+    etcd: EtcdConfig
+    run_id: str
+    prefix: str
+    agent_id: str
+    local_rank: int
+    min_workers: int
+    max_workers: int
+    version: str
+    lease_ttl_s: float = 5.0  # this and the following as in `Timeouts`
+    form_timeout_s: float = 120.0
+    wait_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    regroup_timeout_s: float = 120.0
+    collective_timeout_s: float = 1800.0
+    history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
+    left_state_folder: str = ""  # of this worker's agent, see `left_state`; empty: it has a single worker
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
+        """The configuration exported by the `etcd-v3` rendezvous handler, or None outside of such a job.
+
+        Raises:
+            ValueError: a variable is missing or malformed.
+        """
+        if "DLROVER_RUN_ID" not in environ:
+            return None
+
+        def number(name: str, default: int) -> int:
+            text = environ.get(name, str(default))
+            try:
+                return int(text)
+            except ValueError as error:
+                raise ValueError(f"environment variable {name} is {text!r}, not a whole number") from error
+
+        try:
+            endpoints, agent_id = environ["DLROVER_ENDPOINT"], environ["DLROVER_AGENT_ID"]
+        except KeyError as error:
+            raise ValueError(
+                f"environment variable {error} is missing though DLROVER_RUN_ID is set; "
+                "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
+            ) from error
+        workers_per_node = number("LOCAL_WORLD_SIZE", 1)
+        timeouts = dataclasses.asdict(Timeouts.from_environment(environ))
+        return cls(
+            etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.pop("etcd_timeout_s")),
+            run_id=environ["DLROVER_RUN_ID"],
+            prefix=environ.get("DLROVER_PREFIX", DEFAULT_PREFIX),
+            agent_id=agent_id,
+            local_rank=number("LOCAL_RANK", 0),
+            min_workers=number("DLROVER_MIN_NODES", 1) * workers_per_node,
+            max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
+            version=version,
+            history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
+            left_state_folder=environ.get(left_state.VARIABLE, ""),
+            **timeouts,
+        )
+
+    def of_member(self, address: str, port: int) -> MembershipConfig:
+        """The part that the job's membership needs, with the address at which this worker serves its store."""
+        return MembershipConfig(
+            run_id=self.run_id,
+            prefix=self.prefix,
+            agent_id=self.agent_id,
+            local_rank=self.local_rank,
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            version=self.version,
+            address=address,
+            port=port,
+            lease_ttl_s=self.lease_ttl_s,
+            history_ttl_s=self.history_ttl_s,
+            patience=Patience(start_s=self.start_timeout_s, regroup_s=self.regroup_timeout_s),
+        )

@@ -1,0 +1,92 @@
+"""Tell a broken round from a mistake in the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.live.member import LeftOutError, MembershipError, RoundEndedError, WorldError
+
+__all__ = ["Failures", "is_group_failure"]
+
+MAX_ATTEMPTS = 8
+"""Recoveries of one place in the program before its error is taken for the user's own."""
+
+
+def is_group_failure(error: BaseException) -> bool:
+    """Whether `error` was raised by a collective whose peer went away, as opposed to by the user's own code."""
+    text = str(error)
+    if any(mark in text for mark in _MISTAKES):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _LOSSES)
+
+
+_LOSSES = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL communicator was aborted",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+"""Texts of errors that collectives raise when a peer is gone."""
+
+_MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "Duplicate GPU detected")
+"""Texts of NCCL's errors that would come again in the next round, such as two workers on one GPU."""
+
+
+class Failures:
+    """The errors that end a worker's rounds: which are to recover from, and when to give up.
+
+    Args:
+        is_broken: returns whether the round's group was cut off.
+        meeting: returns that of the round, if there is one.
+    """
+
+    def __init__(self, is_broken: Callable[[], bool], meeting: Callable[[], Meeting | None]) -> None:
+        self.mismatch: MismatchError | None = None
+        self._is_broken = is_broken
+        self._meeting = meeting
+        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
+        self._last_failure = ""  # text of the newest error that was taken for a loss
+
+    def is_failure(self, error: BaseException) -> bool:
+        """See `World.is_failure`."""
+        if isinstance(error, MembershipError | LeftOutError | MismatchError):
+            return False
+        self.raise_mismatch(error)
+        is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
+        # After an abort the default group is gone, and torch raises a ValueError about it.
+        is_loss = is_loss or (self._is_broken() and (isinstance(error, RuntimeError) or _has_no_group(error)))
+        if is_loss:
+            self._last_failure = f"{type(error).__name__}: {error}"[:2000]
+        return is_loss
+
+    def raise_mismatch(self, error: BaseException | None = None) -> None:
+        """Raise the mismatch that has ended the round, if any, in place of `error`, which is a consequence of it."""
+        if (meeting := self._meeting()) is not None:
+            self.mismatch = meeting.await_mismatch()
+        if self.mismatch is not None and error is not self.mismatch:
+            raise self.mismatch from error
+
+    def count_attempt(self, hello: bytes) -> None:
+        """Count one more recovery at the place that `hello` names.
+
+        Raises:
+            WorldError: there were too many at this place.
+        """
+        self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
+        if self._attempts[1] > MAX_ATTEMPTS:
+            raise WorldError(
+                f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up. "
+                f"The last error was: {self._last_failure or 'unknown'}"
+            )
+
+
+def _has_no_group(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and "Default process group has not been initialized" in str(error)

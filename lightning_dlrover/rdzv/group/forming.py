@@ -1,0 +1,258 @@
+"""Form a round's process groups: reach the round's store, exchange hellos, connect all members."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
+from lightning_dlrover.rdzv.group.groups import RoundGroups
+from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.reach import Reach
+from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
+from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.live.member import (
+    CannotMeetError,
+    EvictedError,
+    Formation,
+    Member,
+    RoundEndedError,
+    VoidRoundError,
+)
+from lightning_dlrover.rdzv.live.membership import Membership
+
+__all__ = ["Forming"]
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 0.5
+"""How long one attempt to reach the store of a round may take."""
+
+VOTE_ROOM = 32, 8
+"""Numbers that a vote may hold: in any round, and for each of its workers."""
+
+
+class Forming:
+    """What one worker does to connect to the other members of a round.
+
+    Args:
+        backend: of the default group.
+        can_meet: see `World`.
+        sockets: of the round, which are shut down when it does not form.
+        groups: of the round.
+    """
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        backend: str,
+        can_meet: Callable[[Mapping[str, bytes]], bool],
+        membership: Membership,
+        member: Member,
+        sockets: RoundSockets,
+        groups: RoundGroups,
+        reach: Reach,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._can_meet = can_meet
+        self._membership = membership
+        self._member = member
+        self._sockets = sockets
+        self._groups = groups
+        self._reach = reach
+
+    def form(
+        self, target: RoundRecord, hello: bytes, activity: Callable[[], str], is_in_step: Callable[[], bool]
+    ) -> tuple[Formation, Meeting | None]:
+        """Connect to the other members of a round, and make its default group; see `Means.form` and `Meeting`."""
+        me = self._membership.worker_id
+        rank = target.members.index(me)
+        self._sockets.begin_forming(target.number)
+        try:
+            deadline = time.monotonic() + self._config.form_timeout_s
+            self._reach.begin()
+            # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
+            check = functools.partial(self._raise_if_void, target)
+            store = self._connect(target, deadline, check)
+            rendezvous = PrefixStore(f"round/{target.number}", store)
+            rendezvous.set(f"hello/{me}", hello.decode())
+            hellos = self._await_hellos(target, rendezvous, deadline)
+            # Before anyone connects: the others would wait for a member that has gone away again.
+            if not self._can_all_meet(target, hellos):
+                raise CannotMeetError
+            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
+            self._groups.add(gloo)
+            control = None
+            if len(target.members) > 1:
+                control = self._connect_gloo(target, PrefixStore("meeting", rendezvous), deadline, target.members, check)
+                self._groups.add(control)
+            with as_gloo(gloo):
+                dist.init_process_group(
+                    self._backend,
+                    store=PrefixStore("group", rendezvous),
+                    rank=rank,
+                    world_size=len(target.members),
+                    timeout=timedelta(seconds=self._config.collective_timeout_s),
+                )
+        except BaseException:
+            # Others may have formed the round already: they must notice that this worker has not.
+            self._sockets.sever(target.number, quietly=True)
+            raise
+        finally:
+            self._sockets.end_forming()
+        # The round may have ended while its sockets were not known yet.
+        self._sockets.follow(self._membership.view, self._membership.evicted)
+        formation = Formation(target, hellos, rank)
+        if control is None:
+            return formation, None
+        meeting = Meeting(
+            control,
+            rank,
+            formation.size,
+            VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
+            connect=functools.partial(_connect_briefly, target),
+            activity=activity,
+            is_in_step=is_in_step,
+            sever=functools.partial(self._sockets.sever, target.number),
+        )
+        return formation, meeting
+
+    def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
+        """See `World.connect`."""
+        deadline = time.monotonic() + self._config.form_timeout_s
+        self._reach.begin()
+        known = set(inet_sockets().values())
+
+        def raise_if_over() -> None:
+            view = self._membership.view
+            if self._member.must_cut_off(view, target.number, False, self._membership.evicted):
+                raise RoundEndedError(f"round {target.number} ended while {name} was being connected")
+            if gone := [w for w in workers if w not in view.workers]:
+                raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
+
+        store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
+        group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
+        self._groups.add(group)
+        self._sockets.add_beside(known)
+        raise_if_over()  # it may have ended while the sockets were not known yet
+        return group
+
+    def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
+        while True:
+            check()
+            # torch's own connect cannot be interrupted, so it is tried only against a port that answers, and not for long:
+            # the process may die just then.
+            with contextlib.suppress(OSError, dist.DistError):
+                store = _store_at(target, 1.0)
+                store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
+                return store
+            self._membership.bury_the_dead(target.members[:1])
+            self._reach.raise_if_silent(target)
+            if time.monotonic() > deadline:
+                raise self._reach.too_late(
+                    target,
+                    f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
+                    f"{target.store_address}:{target.store_port}",
+                )
+            self._pause(0.02)
+
+    def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
+        try:
+            return self._can_meet(hellos)
+        except ValueError as error:
+            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+            log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
+            return False
+
+    def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
+        missing = list(target.members)
+        next_probe = time.monotonic() + 0.1
+        while True:
+            missing = [w for w in missing if not store.check([f"hello/{w}"])]
+            if not missing:
+                return {w: store.get(f"hello/{w}") for w in target.members}
+            self._raise_if_void(target)
+            if time.monotonic() > next_probe:
+                next_probe = time.monotonic() + 0.1
+                self._membership.bury_the_dead(missing)
+            self._reach.raise_if_silent(target)
+            if time.monotonic() > deadline:
+                raise self._reach.too_late(
+                    target,
+                    f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
+                )
+            # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
+            self._pause(0.003)
+
+    def _connect_gloo(
+        self, target: RoundRecord, store: Store, deadline: float, workers: Sequence[str], check: Callable[[], None]
+    ) -> dist.ProcessGroupGloo:
+        """Gloo's connections among the members of a round, or others.
+
+        Gloo waits for a member that has died meanwhile as long as for a slow one, several times the timeout of a collective,
+        and where it waits for the other to connect there is no socket to shut down. So it waits in a thread of its own, which
+        is left behind when the round has become void.
+        """
+        connected: Future[dist.ProcessGroupGloo] = Future()
+
+        def connect() -> None:
+            timeout = timedelta(seconds=self._config.collective_timeout_s)
+            try:
+                rank = workers.index(self._membership.worker_id)
+                connected.set_result(dist.ProcessGroupGloo(store, rank, len(workers), timeout))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
+        next_probe = time.monotonic() + 0.1
+        while not wait([connected], timeout=0.02).done:
+            check()
+            if time.monotonic() > next_probe:
+                next_probe = time.monotonic() + 0.1
+                self._membership.bury_the_dead(workers)
+            self._reach.raise_if_silent(target)
+            if time.monotonic() > deadline:
+                raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
+        return connected.result()
+
+    def _raise_if_void(self, target: RoundRecord) -> None:
+        if self._member.will_never_form(self._membership.view, target.number):
+            raise VoidRoundError
+        if self._membership.evicted:
+            me = self._membership.worker_id
+            raise EvictedError(f"worker {me} was removed from the job while forming round {target.number}")
+
+    def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._membership.wait_for(lambda view: None, seconds, "nothing")
+
+
+def _connect_briefly(target: RoundRecord) -> Store | None:
+    """A further connection to a round's store, which stays when the round is severed; None if there is no answer."""
+    with contextlib.suppress(OSError, dist.DistError):
+        return PrefixStore(f"round/{target.number}/meeting", _store_at(target, CONNECT_TIMEOUT_S))
+    return None
+
+
+def _store_at(target: RoundRecord, answer_s: float) -> TCPStore:
+    """A connection to a round's store, whose port must answer within `answer_s`."""
+    socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
+    return TCPStore(
+        target.store_address,
+        target.store_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+    )

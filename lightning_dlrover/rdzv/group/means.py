@@ -1,0 +1,125 @@
+"""Carry out what the membership protocol asks of a worker's process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
+from lightning_dlrover.rdzv.live.member import (
+    CannotMeetError,
+    EvictedError,
+    Formation,
+    TooLateError,
+    VoidRoundError,
+    WorldError,
+)
+from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.rounds import View
+
+__all__ = ["BlockingMeans"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NEWS_S = 3.0
+"""A wait that lasts for so long is told to who reads the worker's output."""
+
+FULL_PAUSE_S = 0.2
+"""Between two attempts to write a record into an etcd that takes none."""
+
+
+class BlockingMeans:
+    """What `Member` asks for, done by blocking the worker's thread.
+
+    Args:
+        out_of_reach: returns those of some workers that give no answer.
+        form: forms a round's process group.
+        destroy: leaves the process group, if any.
+        report_wait: tells people about a long wait.
+    """
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        membership: Membership,
+        out_of_reach: Callable[[Sequence[str]], list[str]],
+        form: Callable[[RoundRecord, bytes], Formation],
+        destroy: Callable[[], None],
+        report_wait: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._out_of_reach = out_of_reach
+        self._form = form
+        self._destroy = destroy
+        self._report_wait = report_wait
+
+    @property
+    def worker_id(self) -> str:
+        return self._membership.worker_id
+
+    @property
+    def view(self) -> View:
+        return self._membership.view
+
+    async def until(
+        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> T:
+        membership = self._membership
+        last_probe = time.monotonic()
+        news_at = last_probe + NEWS_S
+
+        def tick() -> None:
+            nonlocal last_probe, news_at
+            if time.monotonic() > news_at:
+                news_at = float("inf")
+                self._report_wait(what)
+            if probe and time.monotonic() - last_probe > 0.05:
+                last_probe = time.monotonic()
+                membership.bury_the_dead(probe)
+
+        try:
+            limit_s = timeout_s or self._config.wait_timeout_s
+            return membership.wait_for(found, limit_s, what, tick, membership.is_being_staffed)
+        except TimeoutError as error:
+            raise TooLateError(str(error)) from error
+
+    async def write(
+        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        # While etcd is away a change of membership waits.
+        deadline = time.monotonic() + self._config.wait_timeout_s
+        while True:
+            try:
+                self._membership.update(state, number, fingerprint, unreachable)
+                return
+            except EtcdUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
+                time.sleep(FULL_PAUSE_S)  # a full etcd refuses at once
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+        self._membership.bury_the_dead(workers)
+
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        return self._out_of_reach(workers)
+
+    async def form(self, target: RoundRecord, hello: bytes) -> Formation:
+        try:
+            formation = self._form(target, hello)
+        except EvictedError:
+            raise
+        except (VoidRoundError, CannotMeetError, RuntimeError) as error:
+            log.info("run %s: round %d did not form: %s", self._config.run_id, target.number, error or type(error).__doc__)
+            raise
+        self._membership.reached.update(target.members)
+        return formation
+
+    async def destroy(self) -> None:
+        self._destroy()

@@ -1,0 +1,106 @@
+"""Describe what a worker is about to do with all others: the collective, what must be equal in it, and the user's line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Place", "Purpose", "details", "place_of", "shown", "tensors_in"]
+
+LIBRARIES = frozenset(
+    (
+        *("lightning", "lightning_dlrover", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+        *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
+    )
+)
+"""Top-level packages whose frames are passed over in the search for the user's line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a collective was called."""
+
+    user: str  # file, line and function of the innermost frame outside of libraries
+    caller: str  # function of Lightning's or another library that called it on the user's behalf; empty: the user did
+    line: str  # the user's file name and line, without the folder, which may differ between hosts
+
+    def __str__(self) -> str:
+        return self.user + (f" (through {self.caller})" if self.caller else "")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What one worker is about to do with all others."""
+
+    kind: str  # such as "strategy.reduce"
+    details: str = ""  # name, size, type, root: must be equal on all workers
+    place: Place | None = None
+    same_line: bool = False  # whether it must be called at the same line on all workers
+    any_place: bool = False  # whether `place` is for the error's text alone
+
+    @property
+    def key(self) -> int:
+        """Equal for workers that may meet; 62 bits."""
+        compared = [self.kind, self.details]
+        if self.place is not None and not self.any_place:
+            compared += [self.place.caller, self.place.line if self.same_line else ""]
+        return int.from_bytes(hashlib.blake2b("\n".join(compared).encode(), digest_size=8).digest(), "big") >> 2
+
+    def __str__(self) -> str:
+        return self.kind + (f" of {self.details}" if self.details else "") + (f" at {self.place}" if self.place else "")
+
+
+def shown(frame: FrameType | None) -> Place:
+    """The place of a call that is named in errors, and not compared."""
+    return Place(place_of(frame).user, "", "")
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """The place of a call whose innermost frame is `frame`."""
+    caller, outermost = "", ""
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        code = frame.f_code
+        outermost = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        if package not in LIBRARIES:
+            return Place(outermost, caller, f"{Path(code.co_filename).name}:{frame.f_lineno}")
+        if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
+            caller = f"{name}.{code.co_qualname}"
+        frame = frame.f_back
+    return Place(outermost, caller, "")
+
+
+SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
+"""Position of the argument whose size is equal on all workers. Other operations may take another one on each worker."""
+
+ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
+
+def details(name: str, args: Sequence[Any]) -> str:
+    """Sizes and types that have to be equal on all workers, and the root."""
+    root = f"{ROOTS[name]} rank {args[-1].rootRank}" if name in ROOTS and args and hasattr(args[-1], "rootRank") else ""
+    sized: Any = args[SIZED[name]] if name in SIZED and args else None
+    if name == "all_gather" and args:
+        sized = args[0][0] if args[0] else None  # NCCL takes inputs of different sizes, but the outputs are alike everywhere
+    tensors = list(tensors_in([sized]))
+    if not tensors:
+        return root
+    sizes = [str(tensor.numel()) for tensor in tensors]
+    size = sizes[0] if len({*sizes}) == 1 else ", ".join(sizes)
+    return f"{size} x {str(tensors[0].dtype).removeprefix('torch.')} {root}".rstrip()
+
+
+def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in the arguments of a process group's method."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from tensors_in(arg)

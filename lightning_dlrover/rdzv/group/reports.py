@@ -1,0 +1,95 @@
+"""Tell people why a worker waits or fails: on its output, to its agent, and in the job's history."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Callable
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.group.failures import is_group_failure
+from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.live import rounds
+from lightning_dlrover.rdzv.live.member import EvictedError, Formation, MembershipError, WorldError
+from lightning_dlrover.rdzv.live.membership import Membership
+
+__all__ = ["Reports"]
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """What people read of one worker's waits and errors.
+
+    Args:
+        membership: the job's records.
+        run_id: the job.
+        formation: returns the round that this worker has formed last.
+    """
+
+    def __init__(self, membership: Membership, run_id: str, formation: Callable[[], Formation | None]) -> None:
+        self._membership = membership
+        self._run_id = run_id
+        self._formation = formation
+
+    def error(self, error: BaseException) -> None:
+        """See `World.report_error`."""
+        if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
+            error.add_note(f"\nThe first to fail was {first.text}\n{first.data.get('traceback', '')}")
+        if is_group_failure(error) and (lost := self._lost_members()):
+            error.add_note(
+                f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
+                "see why that one has ended. Outside of a training loop a loss ends the other workers, too"
+            )
+        get_error_handler().record_exception(error)
+        text = "".join(traceback.format_exception(error))
+        worker_id, formation = self._membership.worker_id, self._formation()
+        with contextlib.suppress(EtcdError):
+            self._membership.event(
+                "error",
+                f"worker {worker_id}: {type(error).__name__}: {error}"[:500],
+                {
+                    "worker_id": worker_id,
+                    "rank": formation.rank if formation is not None else 0,
+                    "traceback": text[-20000:],
+                    "at": time.time(),
+                },
+            )
+            self._membership.flush()
+
+    def wait(self, what: str) -> None:
+        """Say on this worker's output what it waits for, and since whose failure."""
+        worker_id = self._membership.worker_id
+        waits_for = rounds.waits(self._membership.view).get(worker_id) or f"waits for {what}"
+        first = self._first_failure()
+        log.warning(
+            "run %s: worker %s %s%s",
+            self._run_id,
+            worker_id,
+            waits_for,
+            f"; the first to fail was {first.text}" if first is not None else "",
+        )
+
+    def _lost_members(self) -> list[str]:
+        """Members of the round that this worker has formed last whose process is gone."""
+        if (formation := self._formation()) is None:
+            return []
+        members = formation.round.members
+        with contextlib.suppress(EtcdError):
+            self._membership.bury_the_dead(members)
+            with contextlib.suppress(TimeoutError, EvictedError):  # buried by whoever was first, so it may take a moment
+                self._membership.wait_for(lambda view: set(members) - view.workers.keys() or None, 1.0, "the loss of a worker")
+        return [member for member in members if member not in self._membership.view.workers]
+
+    def _first_failure(self) -> EventRecord | None:
+        """What the first of this worker's peers that failed with an error has said."""
+        formation = self._formation()
+        peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
+        with contextlib.suppress(EtcdError):
+            events = self._membership.past_events() if peers else []
+            return next((e for e in events if e.kind == "error" and e.data.get("worker_id") in peers), None)
+        return None

@@ -1,0 +1,157 @@
+"""How far a job has come, as its record in etcd holds it: announced, its fits begun and finished, open to joiners or not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.job.records import JobRecord, RecordError
+from lightning_dlrover.rdzv.live.member import Formation, MembershipError
+from lightning_dlrover.rdzv.live.membership import Membership, dead_workers
+
+__all__ = ["JobStanding"]
+
+log = logging.getLogger(__name__)
+
+
+class JobStanding:
+    """The record of one worker's job, as this worker reads and writes it.
+
+    Args:
+        membership: the job's records.
+        run_id: the job.
+        wait_timeout_s: how long a write may take to be seen.
+        formation: returns the round that this worker has formed last.
+    """
+
+    def __init__(
+        self, membership: Membership, run_id: str, wait_timeout_s: float, formation: Callable[[], Formation | None]
+    ) -> None:
+        self._membership = membership
+        self._run_id = run_id
+        self._wait_timeout_s = wait_timeout_s
+        self._formation = formation
+        self._has_finished = False  # as far as this worker has written it itself
+        self._has_ended = False  # nothing is left to train, as far as this worker has written or read it itself
+        self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
+
+    # --- who may join ------------------------------------------------------------------------------------------------
+
+    def check_joiner(self, fingerprint: str) -> None:
+        """Raise a `MembershipError` if a worker whose model has this fingerprint cannot join."""
+        job = self._membership.view.job
+        if job is not None and job.fingerprint and job.fingerprint != fingerprint:
+            raise MembershipError(
+                f"run {self._run_id!r}: this worker's model has other parameter names or shapes than the job's "
+                f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
+                f"{self.consequence_of_refusal()}"
+            )
+        if job is not None and job.unjoinable:
+            raise MembershipError(
+                f"run {self._run_id!r}: no worker can join this job, as its state cannot be handed over: "
+                f"{job.unjoinable}. The job goes on without this worker"
+            )
+
+    def close_to_joiners(self, reason: str) -> None:
+        """See `World.close_to_joiners`."""
+        job = self._membership.view.job
+        if job is None or job.unjoinable == reason[:1000]:
+            return
+        try:
+            self._membership.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not put on record that nobody can join: %s", self._run_id, error)
+        if reason:
+            self._membership.event("unjoinable", f"no worker can join: {reason}"[:500], {"reason": reason[:1000]})
+
+    def consequence_of_refusal(self) -> str:
+        """See `World.consequence_of_refusal`."""
+        view = self._membership.view
+        members = [view.workers[worker] for worker in view.survivors]
+        if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
+            return "The job goes on without it"
+        weights = ""
+        with contextlib.suppress(EtcdError, RecordError):  # it cannot be read: the way out is the same without it
+            if (record := self._membership.newest_checkpoint()) is not None:
+                weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
+        return (
+            f"All workers of job {self._run_id!r} have ended before it was done, and under its name it goes on with the "
+            f"model and the data it had. If these were changed on purpose, start a new job under another --rdzv-id{weights}"
+        )
+
+    def announce(self, fingerprint: str, global_batch_size: int, data: str) -> None:
+        """See `World.announce`."""
+        self._announcement = (fingerprint, global_batch_size, data)
+        self.announce_as_first()
+
+    def announce_as_first(self) -> None:
+        """Write what is still to be announced, if this worker is rank 0."""
+        formation = self._formation()
+        if self._announcement is None or formation is None or formation.rank != 0:
+            return
+        fingerprint, global_batch_size, data = self._announcement
+
+        def announced(job: JobRecord) -> JobRecord:
+            if job.phase == "starting":
+                return dataclasses.replace(
+                    job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size, data=data
+                )
+            # Workers that start a job again after the loss of all may have been given other data.
+            # What a finished job trains on later, by the same script, is no concern of those who join.
+            return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
+
+        self._membership.update_job(announced)
+        self._announcement = None
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_finished(self) -> bool:
+        job = self._membership.view.job
+        return self._has_finished or (job is not None and job.phase == "finished")
+
+    def ask_whether_finished(self) -> bool:
+        """See `World.ask_whether_finished`."""
+        if not self._has_ended:
+            job = self._membership.view.job
+            with contextlib.suppress(EtcdError, RecordError):
+                job = self._membership.newest_job()
+            self._has_ended = job is not None and job.phase == "finished" and not job.unfinished_fit
+        return self._has_ended
+
+    def has_finished_fit(self, number: int) -> bool:
+        """See `World.has_finished_fit`."""
+        job = self._membership.view.job
+        return job is not None and job.phase == "finished" and job.fits_finished >= number
+
+    def begin_fit(self, number: int) -> None:
+        """See `World.begin_fit`."""
+        self._has_ended = False
+        try:
+            self._membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
+            # A recovery that still saw the end of the former one would take the job for finished.
+            self._membership.wait_for(
+                lambda view: True if view.job is not None and view.job.fits_begun >= number else None,
+                self._wait_timeout_s,
+                f"etcd to show that fit number {number} has begun",
+            )
+        except (EtcdError, RecordError, TimeoutError) as error:
+            log.warning("run %s: could not record that fit number %d begins: %s", self._run_id, number, error)
+
+    def finish(self, num_steps: int, fit: int) -> None:
+        """See `World.finish`."""
+        formation = self._formation()
+        try:
+            self._membership.update_job(
+                lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit))
+            )
+            self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
+            if formation is not None and formation.rank == 0:
+                self._membership.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
+                self._membership.flush()
+        except (EtcdError, RecordError) as error:
+            # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
+            log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)

@@ -1,0 +1,83 @@
+"""The private names of torch that live process groups depend on, each used in this file alone.
+
+tests/rdzv/group/test_torch_names.py names each of them and checks that it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "abort_process_group",
+    "after_backward",
+    "backend_of",
+    "has_gradient_hook",
+    "is_in_backward",
+    "is_point_to_point",
+    "num_begun",
+    "replace_buffer_broadcast",
+    "work_class",
+]
+
+POINT_TO_POINT = frozenset((12, 13, 14))
+"""`c10d::OpType` of send, receive and receive from anybody: a wait for one that times out breaks its connections."""
+
+
+def work_class() -> Any:
+    """The class of all works, those that C++ returns included."""
+    return torch._C._distributed_c10d.Work
+
+
+def is_point_to_point(work: Any) -> bool:
+    """Whether a work is one message between two workers."""
+    return work._get_op_type() in POINT_TO_POINT
+
+
+def num_begun(group: Any) -> int:
+    """Collectives and messages that this worker has begun in a group or a backend, whoever began them."""
+    number: int = group._get_sequence_number_for_group()
+    return number
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend of a group for tensors on `device`."""
+    return group._get_backend(device)
+
+
+def abort_process_group() -> None:
+    """Abort the default group: collectives of NCCL's that are under way end."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs in this thread: collectives there overlap with those of DDP."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called at the end of the backward pass that runs in this thread.
+
+    Raises:
+        RuntimeError: none runs.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hook(replica: DistributedDataParallel) -> bool:
+    """Whether a model has a hook for communication, or optimizers that run in the backward pass."""
+    return bool(replica._comm_hooks) or any(hasattr(p, "_in_backward_optimizers") for p in replica.module.parameters())
+
+
+def replace_buffer_broadcast(replica: DistributedDataParallel, broadcast: Callable[..., None]) -> None:
+    """Have DDP's forward pass give all workers rank 0's buffers by `broadcast`."""
+    replica._distributed_broadcast_coalesced = broadcast  # type: ignore[method-assign]

@@ -1,0 +1,40 @@
+"""Agree with all members of a round on numbers, in a collective that overlaps with a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.purpose import Purpose, shown
+
+__all__ = ["Vote"]
+
+
+class Vote:
+    """One worker's ballot on its way, and the smallest of all members' numbers once it has arrived.
+
+    Args:
+        meeting: of the round; None: this worker is alone in it.
+        place: number of the next step; must be equal on all members.
+    """
+
+    def __init__(self, ballot: Sequence[int], meeting: Meeting | None, place: int) -> None:
+        self._ballot = list(ballot)
+        self._meeting = meeting
+        self._begun: tuple[int, dist.Work, torch.Tensor] | None = None
+        if meeting is not None:
+            self._begun = meeting.vote(Purpose("the vote between two steps", f"step {place}", shown(sys._getframe())), ballot)
+
+    def counted(self) -> list[int]:
+        """The smallest of each of the numbers.
+
+        Raises:
+            MismatchError: other workers do something else than voting.
+        """
+        if self._meeting is None or self._begun is None:
+            return self._ballot
+        return self._meeting.counted(self._begun, len(self._ballot))

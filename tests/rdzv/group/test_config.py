@@ -1,0 +1,52 @@
+"""What a worker reads from the environment that its agent exports."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from lightning_dlrover.rdzv.timeouts import Timeouts
+
+JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
+
+
+def test_outside_of_a_job_there_is_no_configuration() -> None:
+    assert WorldConfig.from_environment({"RANK": "0", "WORLD_SIZE": "2"}, "1") is None
+
+
+def test_limits_are_counted_in_workers_not_nodes() -> None:
+    environ = {**JOB, "DLROVER_MIN_NODES": "2", "DLROVER_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    config = WorldConfig.from_environment(environ, "1")
+    assert config is not None
+    assert (config.min_workers, config.max_workers, config.local_rank) == (8, 12, 1)
+    assert config.prefix == DEFAULT_PREFIX
+
+
+@pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
+def test_a_missing_variable_is_named_with_what_to_do(missing: str) -> None:
+    environ = {name: value for name, value in JOB.items() if name != missing}
+    with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
+        WorldConfig.from_environment(environ, "1")
+
+
+def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
+    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
+    assert config is not None
+    assert config.etcd.access == {"user": "me", "password_file": "/secret"}
+
+
+def test_timeouts_of_the_agent_reach_its_workers() -> None:
+    timeouts = Timeouts(*(float(number) for number in range(11, 18)))
+    config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
+    assert config is not None
+    assert config.etcd.timeout_s == timeouts.etcd_timeout_s
+    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
+        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
+    }
+
+
+@pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])
+def test_malformed_timeout_is_named(value: str) -> None:
+    with pytest.raises(ValueError, match=f"DLROVER_WAIT_TIMEOUT_S='{value}' cannot be used: it must be a number of seconds"):
+        WorldConfig.from_environment(JOB | {"DLROVER_WAIT_TIMEOUT_S": value}, "1")

@@ -1,0 +1,102 @@
+"""The private names of torch that live process groups depend on exist in the installed release."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.rdzv import group as room
+from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.group.gloo import as_gloo, num_begun
+from lightning_dlrover.rdzv.group.hooks import MESSAGES, OPERATIONS
+
+C10D: Any = torch._C._distributed_c10d
+ENGINE: Any = torch.autograd.Variable._execution_engine
+
+NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
+"""Names that only later releases have, in place of others."""
+
+
+@pytest.fixture
+def gloo() -> Iterator[dist.ProcessGroupGloo]:
+    """The default group of one worker, which `as_gloo` hands over."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+    with as_gloo(group):
+        dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "holder, name",
+    [
+        *[(C10D, name) for name in ("HashStore", "PrefixStore", "Store", "TCPStore", "Work")],
+        (C10D.Work, "wait"),
+        (C10D.Work, "_get_op_type"),
+        (dist.distributed_c10d, "ProcessGroupGloo"),
+        (dist.distributed_c10d, "_abort_process_group"),
+        (dist.ProcessGroup, "_get_backend"),
+        (dist.ProcessGroupGloo, "_get_sequence_number_for_group"),
+        (torch._C, "_current_graph_task_id"),
+        (ENGINE, "queue_callback"),
+        (DistributedDataParallel, "_distributed_broadcast_coalesced"),
+        (DistributedDataParallel, "_sync_buffers"),  # by `observe/pulse.py`
+        *[(dist.ProcessGroup, name) for name in (*OPERATIONS, *MESSAGES, "monitored_barrier") if name not in NEWER],
+    ],
+)
+def test_private_name_exists(holder: Any, name: str) -> None:
+    assert hasattr(holder, name)
+
+
+def test_other_files_use_no_private_name_of_torch() -> None:
+    own = ast.parse(inspect.getsource(torch_names))
+    private = {n.attr for n in ast.walk(own) if isinstance(n, ast.Attribute) and n.attr.startswith("_")} | {"_C"}
+    for file in Path(room.__path__[0]).glob("*.py"):
+        if file.name != "torch_names.py":
+            tree = ast.parse(file.read_text())
+            assert not private & {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}, file
+            imported = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+            assert not [name for name in imported if name.startswith("torch._")], file
+
+
+def test_connected_group_becomes_the_default_groups_backend(gloo: dist.ProcessGroupGloo) -> None:
+    assert torch_names.backend_of(dist.group.WORLD, torch.device("cpu")) is gloo
+
+
+def test_begun_collectives_and_kinds_of_works_are_read(gloo: dist.ProcessGroupGloo) -> None:
+    before = num_begun(gloo, False)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    work.wait()
+    assert num_begun(gloo, False) == before + 1
+    assert not torch_names.is_point_to_point(work)
+
+
+def test_callback_runs_after_the_backward_pass() -> None:
+    seen = []
+    weight = torch.ones(1, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(torch_names.is_in_backward())
+        torch_names.after_backward(lambda: seen.append("after"))  # type: ignore[arg-type]
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert seen == [True, "after"]
+    assert not torch_names.is_in_backward()
+
+
+def test_hooks_of_a_wrapped_model_are_found(gloo: dist.ProcessGroupGloo) -> None:
+    replica = DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False)
+    assert not torch_names.has_gradient_hook(replica)
+    replica.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
+    assert torch_names.has_gradient_hook(replica)
