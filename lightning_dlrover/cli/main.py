@@ -109,7 +109,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     from lightning_dlrover.components.control.controller import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.rdzv.job.records import RecordError
     from lightning_dlrover.report.status import JobNotFoundError
@@ -718,7 +718,7 @@ def _embedded_etcd(options: argparse.Namespace, folder: Path) -> Iterator[Embedd
         EtcdServerError: it cannot be started.
         UsageError: it cannot be started where the nodes look for it.
     """
-    from lightning_dlrover.rdzv.etcd.client import parse_endpoints
+    from lightning_dlrover.rdzv.etcd.config import parse_endpoints
     from lightning_dlrover.rdzv.etcd.server import (
         EmbeddedEtcd,
         EtcdServerError,
@@ -816,7 +816,7 @@ def _run_job(
     )
     from lightning_dlrover.components.control.reconcile import Patience
     from lightning_dlrover.components.targets.target import NodeSpec
-    from lightning_dlrover.rdzv.etcd.client import Mirror
+    from lightning_dlrover.rdzv.etcd.mirror import Mirror
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.report.status import (
         EVENTS_FILE,
@@ -1176,7 +1176,7 @@ def _plan_by_hand(
     client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
 ) -> None:
     """Write a plan that the job's own planner leaves alone; what is not asked for stays as it was planned."""
-    from lightning_dlrover.rdzv.etcd.client import (
+    from lightning_dlrover.rdzv.etcd.operations import (
         Put,
         absent,
         modified,
@@ -1297,7 +1297,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _cancel(options: argparse.Namespace) -> int:
-    from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
     from lightning_dlrover.report.status import (
         JOB_FILE,
         JobNotFoundError,
@@ -1358,7 +1358,7 @@ def _wait_for_controller(
         UsageError: it still has one.
         EtcdUnavailableError: nobody knows.
     """
-    from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
     from lightning_dlrover.report.status import is_locked
 
     folder = options.run_dir / options.job
@@ -1381,7 +1381,7 @@ def _wait_for_controller(
 
 def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
     """Let the job's controller, present or future, end all nodes."""
-    from lightning_dlrover.rdzv.etcd.client import (
+    from lightning_dlrover.rdzv.etcd.operations import (
         Put,
         modified,
     )
@@ -1460,7 +1460,7 @@ def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> 
 
 def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
     """Let whoever asks later, or wants to join, know."""
-    from lightning_dlrover.rdzv.etcd.client import (
+    from lightning_dlrover.rdzv.etcd.operations import (
         Put,
         modified,
     )
@@ -1514,7 +1514,7 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         UsageError: on another machine.
     """
     from lightning_dlrover.components.targets.target import NodeSpec
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.report.status import (
         JobNotFoundError,
         connect,
@@ -1565,7 +1565,7 @@ def _follow(options: argparse.Namespace, output: _Output) -> None:
         log_files,
     )
     from lightning_dlrover.components.targets.target import TargetError
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.report.status import (
         JobNotFoundError,
         connect,
@@ -1626,7 +1626,7 @@ def _follow(options: argparse.Namespace, output: _Output) -> None:
 
 def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | None]:
     """What is said of each node that takes part in the current round, and whether the job is over; None: etcd does not tell."""
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.report.status import (
         JobNotFoundError,
         read_job,
@@ -1835,7 +1835,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _events_of(options: argparse.Namespace) -> list[EventRecord]:
     """A job's events from etcd, else from its run folder; none if neither knows it."""
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.report.status import (
         EVENTS_FILE,
         JobNotFoundError,

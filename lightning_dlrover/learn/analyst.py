@@ -40,7 +40,7 @@ from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     PlanRecord,

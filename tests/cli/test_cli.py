@@ -28,11 +28,9 @@ from lightning_dlrover.components.targets.slurm import (
 )
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdUnavailableError,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,

@@ -29,10 +29,8 @@ from lightning_dlrover.live.loader import (
     epoch_order,
     share,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     Keys,

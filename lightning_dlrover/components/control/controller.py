@@ -58,14 +58,14 @@ from lightning_dlrover.components.targets.target import (
     Target,
     TargetError,
 )
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    EtcdClient,
-    EtcdError,
     KeyValue,
-    Lease,
-    Mirror,
     Put,
     absent,
     created,

@@ -50,22 +50,26 @@ from lightning_dlrover.rdzv.agents.rounds import (
     Limits,
     why_over,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    Delete,
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
+    LeaseLostError,
+)
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
+    Delete,
     Get,
     KeyValue,
-    Lease,
-    LeaseLostError,
-    Mirror,
     Op,
     Put,
     absent,
     modified,
-    parse_endpoints,
 )
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.group import left_state

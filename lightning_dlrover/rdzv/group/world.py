@@ -43,13 +43,15 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
     LeaseLostError,
-    parse_endpoints,
 )
 from lightning_dlrover.rdzv.group import left_state, waits
 from lightning_dlrover.rdzv.group.left_state import LeftState

@@ -26,16 +26,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.client import (
-    Compare,
-    Delete,
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
-    KeyValue,
-    Lease,
     LeaseLostError,
-    Mirror,
+)
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
+    Compare,
+    Delete,
+    KeyValue,
     Put,
     Txn,
     absent,

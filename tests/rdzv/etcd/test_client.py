@@ -18,27 +18,31 @@ from full_etcd import full
 from torchrun_agent import eventually
 
 from lightning_dlrover.rdzv.etcd import client as client_module
-from lightning_dlrover.rdzv.etcd.client import (
-    Delete,
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdFullError,
     EtcdUnavailableError,
+    LeaseLostError,
+)
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
+    Delete,
     Get,
     KeyValue,
-    LeaseLostError,
-    Mirror,
     Put,
     absent,
     created,
-    etcdrpc,
     exists,
     modified,
-    parse_endpoints,
-    version_warning,
 )
+from lightning_dlrover.rdzv.etcd.release import version_warning
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 from lightning_dlrover.rdzv.job.records import Keys
 
 # -- configuration
@@ -168,7 +172,7 @@ def one_lost_answer(client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> Iter
         def details(self) -> str:
             return "the answer was lost"
 
-    stub = client._connect()._stubs["KV"]
+    stub = client.caller.connections.current()._stubs["KV"]
     original = stub.Txn
     answers = iter([True])
 
@@ -256,7 +260,7 @@ def _first_connected_to(first: str, second: str, timeout_s: float = 5.0) -> Etcd
     """A client of both endpoints that uses the first one, until it has a reason not to."""
     while True:
         client = EtcdClient(EtcdConfig(f"{first},{second}", timeout_s=timeout_s))
-        if client._connect().target == first:
+        if client.caller.connections.current().target == first:
             return client
         client.close()
 
@@ -267,15 +271,15 @@ def test_a_connection_that_is_only_late_keeps_its_watches(etcd: EmbeddedEtcd, ke
         with client, Mirror(client, keys.root) as mirror:
             client.put(keys.root + "k", b"1")
             mirror.wait_for(lambda found: found or None, 5)
-            connection, stream = client._connection, mirror._stream
+            connection, stream = client.caller.connections._connection, mirror._stream
             proxy.blackhole()
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(client.get, keys.root + "k")
-                eventually(lambda: client._spare is not None, "another connection is asked", 5)
+                eventually(lambda: client.caller.connections._spare is not None, "another connection is asked", 5)
                 assert not answer.done()
                 proxy.heal()
                 assert answer.result(5) is not None
-            assert (client._connection, client._spare) == (connection, None)
+            assert (client.caller.connections._connection, client.caller.connections._spare) == (connection, None)
             client.put(keys.root + "k", b"2")
             mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
             assert mirror._stream is stream
@@ -290,9 +294,9 @@ def test_a_half_open_connection_costs_neither_the_lease_nor_the_watch(etcd: Embe
     ):
         lease = client.lease(5).keep_alive()
         client.put(keys.root + "ours", b"", lease)
-        first = client._connection
+        first = client.caller.connections._connection
         proxy.blackhole()
-        eventually(lambda: client._connection not in (None, first), "the client uses the other endpoint", 6)
+        eventually(lambda: client.caller.connections._connection not in (None, first), "the client uses the other endpoint", 6)
         other.put(keys.root + "theirs", b"")
         mirror.wait_for(lambda found: keys.root + "theirs" in found or None, 5)
         time.sleep(5)  # the lease would have ended by now, had it not been refreshed
@@ -325,7 +329,7 @@ def test_a_key_outlives_its_ttl_while_its_lease_is_kept_alive(client: EtcdClient
 
 def test_a_lease_that_etcd_no_longer_knows_is_lost(client: EtcdClient, keys: Keys) -> None:
     lease = client.lease(2).keep_alive()
-    client._revoke(lease.id)
+    client.leases.revoke(lease.id)
     assert lease.lost.wait(5)
     with pytest.raises(LeaseLostError):
         client.put(keys.root + "k", b"", lease)
@@ -401,13 +405,13 @@ def test_a_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys
 def test_a_mirror_survives_that_its_revision_was_compacted(
     etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = client._watch
+    watch = client.caller.watch
     first_revision = client.put(keys.root + "k", b"0")
     starts = iter([first_revision])  # the first watch asks for a past that no longer exists
-    monkeypatch.setattr(client, "_watch", lambda prefix, start: watch(prefix, next(starts, start)))
+    monkeypatch.setattr(client.caller, "watch", lambda prefix, start: watch(prefix, next(starts, start)))
     newest = client.put(keys.root + "k", b"1")
-    client._connect()
-    etcdrpc.KVStub(client._connect().channel).Compact(etcdrpc.CompactionRequest(revision=newest))
+    client.caller.connections.current()
+    etcdrpc.KVStub(client.caller.connections.current().channel).Compact(etcdrpc.CompactionRequest(revision=newest))
     with Mirror(client, keys.root) as mirror:
         client.put(keys.root + "k", b"2")
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
@@ -449,7 +453,10 @@ def test_forked_loader_workers_neither_disturb_the_mirror_nor_print_anything(
 FORKS = """
 import gc, multiprocessing, sys, threading, time
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig, EtcdError, Mirror
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.agents.handler import create_backend
 
 def child():
@@ -519,7 +526,7 @@ def test_etcd_that_never_compacts_is_pointed_out(
         client.check()
         assert "--auto-compaction-retention=1h" in caplog.text
         caplog.clear()
-        client._call("compact", "KV", "Compact", etcdrpc.CompactionRequest(revision=newest))
+        client.caller.call("compact", "KV", "Compact", etcdrpc.CompactionRequest(revision=newest))
         client.check()
     assert "compaction" not in caplog.text
 

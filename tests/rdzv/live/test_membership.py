@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
-    EtcdClient,
-    EtcdConfig,
-    EtcdUnavailableError,
     Put,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import (
+    EtcdUnavailableError,
+    LeaseLostError,
+)
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    EtcdClient,
-    EtcdUnavailableError,
     KeyValue,
-    LeaseLostError,
     Op,
     Put,
     Txn,
