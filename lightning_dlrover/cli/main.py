@@ -1660,7 +1660,7 @@ def _try_to_lock(lock: IO[str]) -> bool:
 
 
 def _stacks(options: argparse.Namespace) -> int:
-    from lightning_dlrover.rdzv.live.membership import (
+    from lightning_dlrover.rdzv.live.requests import (
         ask_for_stacks,
         read_stacks,
     )

@@ -49,8 +49,8 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.rdzv.live import rounds
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 __all__ = [
     "EVENTS_FILE",

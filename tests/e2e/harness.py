@@ -38,7 +38,7 @@ from lightning_dlrover.rdzv.job.records import (
     StacksRecord,
     decode,
 )
-from lightning_dlrover.rdzv.live.membership import read_stacks
+from lightning_dlrover.rdzv.live.requests import read_stacks
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
 

@@ -85,11 +85,9 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import (
-    ask_for_replacement,
-    read_view,
-)
+from lightning_dlrover.rdzv.live.requests import ask_for_replacement
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 __all__ = ["Controller", "ControllerBusyError", "Limits"]
 

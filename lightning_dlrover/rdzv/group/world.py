@@ -96,6 +96,8 @@ from lightning_dlrover.rdzv.live.membership import (
     JobClosedError,
     Membership,
     MembershipConfig,
+)
+from lightning_dlrover.rdzv.live.probe import (
     dead_workers,
     silent_workers,
 )

@@ -107,7 +107,7 @@ def test_malformed_timeout_is_named(value: str) -> None:
 
 
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
-    assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
+    assert world_of(lease_ttl_s=9.0).membership._own.lease.ttl_s == 9.0
 
 
 @pytest.mark.parametrize(

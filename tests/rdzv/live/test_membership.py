@@ -31,18 +31,22 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live import membership
-from lightning_dlrover.rdzv.live.membership import (
+from lightning_dlrover.rdzv.live import outbox
+from lightning_dlrover.rdzv.live.member import (
     EvictedError,
+    MembershipError,
+)
+from lightning_dlrover.rdzv.live.membership import (
     JobClosedError,
     Membership,
     MembershipConfig,
-    MembershipError,
+)
+from lightning_dlrover.rdzv.live.probe import (
     dead_workers,
-    read_view,
     silent_workers,
 )
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 T = TypeVar("T")
 
@@ -297,8 +301,8 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     third.membership.update("ready")
     for worker in (first, second, third):
         worker.enter(2)
-    with second.membership._write_lock:  # as if it was stopped
-        second.membership._lease.revoke()
+    with second.membership._own._write_lock:  # as if it was stopped
+        second.membership._own.lease.revoke()
         first.wait_for_round(3)
     eventually(lambda: second.membership.evicted)
     new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
@@ -325,8 +329,8 @@ def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_re
     first, second = job_of(start, 2)
     assert first.membership.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
-    with second.membership._write_lock:  # its host is gone
-        second.membership._lease.revoke()
+    with second.membership._own._write_lock:  # its host is gone
+        second.membership._own.lease.revoke()
         first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
     assert first.membership.view.replacements == frozenset()
 
@@ -337,10 +341,10 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
     first, second = job_of(start, 2)
     before = first.membership.view.round
     second.membership.drain("leave when another one is there")
-    leases = [worker.membership._lease for worker in (first, second)]
+    leases = [worker.membership._own.lease for worker in (first, second)]
     for lease in leases:  # both, as when etcd was out of reach
         lease.revoke()
-    eventually(lambda: all(worker.membership._lease not in leases for worker in (first, second)))
+    eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)))
     for worker in (first, second):
         worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
         assert not worker.membership.evicted
@@ -508,7 +512,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_EVENTS", 20)
+    monkeypatch.setattr(outbox, "MAX_EVENTS", 20)
     workers = job_of(start, 2)
     keys = workers[0].membership.keys
     for number in range(60):

@@ -24,8 +24,8 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Txn,
 )
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 from .kernel import Kernel, Process, Wake
 
