@@ -71,7 +71,7 @@ from lightning_dlrover.rdzv.group.world import (
     WorldConfig,
     end_with_agent,
 )
-from lightning_dlrover.rdzv.live.membership import JobClosedError
+from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.tables.checkpoint import (
     load_tables,
     save_tables,

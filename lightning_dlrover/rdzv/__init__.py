@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         WorldConfig,
         is_group_failure,
     )
+    from lightning_dlrover.rdzv.live.admission import JobClosedError
     from lightning_dlrover.rdzv.live.member import (
         EvictedError,
         Formation,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         MembershipError,
         WorldError,
     )
-    from lightning_dlrover.rdzv.live.membership import JobClosedError
 
 __all__ = [
     "EvictedError",
@@ -41,7 +41,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("EvictedError", "Formation", "LeftOutError", "MembershipError", "WorldError"), "live.member"),
     **dict.fromkeys(("World", "WorldConfig", "is_group_failure"), "group.world"),
-    "JobClosedError": "live.membership",
+    "JobClosedError": "live.admission",
     "Step": "group.loop",
 }
 

@@ -39,10 +39,8 @@ from lightning_dlrover.rdzv.job.records import (
     PlanRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import (
-    Membership,
-    MembershipConfig,
-)
+from lightning_dlrover.rdzv.live.admission import MembershipConfig
+from lightning_dlrover.rdzv.live.membership import Membership
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

@@ -78,6 +78,10 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerState,
 )
 from lightning_dlrover.rdzv.live import rounds
+from lightning_dlrover.rdzv.live.admission import (
+    JobClosedError,
+    MembershipConfig,
+)
 from lightning_dlrover.rdzv.live.member import (
     CannotMeetError,
     EvictedError,
@@ -92,11 +96,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.live.membership import (
-    JobClosedError,
-    Membership,
-    MembershipConfig,
-)
+from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import (
     dead_workers,
     silent_workers,

@@ -10,7 +10,6 @@ holds the election key, and writes queued events. The calling thread writes only
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -19,7 +18,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -35,7 +33,6 @@ from lightning_dlrover.rdzv.etcd.operations import (
     modified,
 )
 from lightning_dlrover.rdzv.job.records import (
-    HISTORY_TTL_S,
     CheckpointRecord,
     CheckpointRequest,
     EventRecord,
@@ -53,6 +50,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import announce
 from lightning_dlrover.rdzv.live.convener import (
     Convener,
@@ -67,46 +65,18 @@ from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
     View,
     awaited,
     lacks_workers,
 )
 from lightning_dlrover.rdzv.live.view import Decoded, read_view
 
-__all__ = ["JobClosedError", "Membership", "MembershipConfig"]
+__all__ = ["Membership"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class JobClosedError(MembershipError):
-    """The job has finished or failed; there is nothing to join."""
-
-
-@dataclass(frozen=True)
-class MembershipConfig:
-    run_id: str
-    prefix: str
-    agent_id: str
-    local_rank: int
-    min_workers: int
-    max_workers: int
-    version: str
-    address: str  # where other workers reach this one
-    port: int  # its TCPStore
-    lease_ttl_s: float = 5.0
-    history_ttl_s: float = HISTORY_TTL_S
-    patience: Patience = field(default_factory=Patience)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 class Membership:
@@ -158,9 +128,9 @@ class Membership:
             JobClosedError: the job has ended.
             MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
         """
-        self._enter_job()
+        enter_job(self._client, self.keys, self._config)
         self._refresh()
-        self._refuse_loopback()
+        refuse_loopback(self._config, self._view.workers.values())
         state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
         record = WorkerRecord(
             worker_id=self.worker_id,
@@ -181,63 +151,6 @@ class Membership:
             raise EvictedError(self._own.evicted_text) from error  # its lease may have ended, as when it was stopped meanwhile
         self._thread.start()
         return state
-
-    def _enter_job(self) -> None:
-        """Make the job's record if there is none, and refuse a job that this worker cannot be part of."""
-        entry = self._client.get(self.keys.job)
-        if entry is None:
-            job = JobRecord(
-                phase="starting",
-                live=True,
-                min_workers=self._config.min_workers,
-                max_workers=self._config.max_workers,
-                version=self._config.version,
-                created_at=time.time(),
-            )
-            self._client.txn([absent(self.keys.job)], [Put(self.keys.job, encode(job))])
-            entry = self._client.get(self.keys.job)
-        if entry is None:
-            raise MembershipError(
-                f"run {self._config.run_id!r}: {self.keys.job!r} vanished while joining; start the worker again"
-            )
-        try:
-            job = decode(JobRecord, entry.value, self.keys.job)
-            if (round_entry := self._client.get(self.keys.round)) is not None:
-                decode(RoundRecord, round_entry.value, self.keys.round)
-        except RecordError as error:
-            raise MembershipError(f"run {self._config.run_id!r} cannot be joined: {error}") from error
-        if job.unfinished_fit and not self._client.get_prefix(self.keys.workers)[1]:
-            raise MembershipError(
-                f"run {self._config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
-                "only the first can be resumed; start a new run with another --rdzv-id"
-            )
-        if job.phase in ("finished", "failed"):
-            raise JobClosedError(
-                f"run {self._config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
-                "start a new run with another --rdzv-id"
-            )
-        if job.version != self._config.version:
-            raise MembershipError(
-                f"run {self._config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
-                f"{self._config.version}: install the same release on every node"
-            )
-
-    def _refuse_loopback(self) -> None:
-        """
-        Raises:
-            MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
-        """
-        own = self._config.address
-        for worker in self._view.workers.values():
-            if worker.host == socket.gethostname():
-                continue
-            for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
-                if _is_loopback(address):
-                    raise MembershipError(
-                        f"run {self._config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
-                        "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
-                        "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
-                    )
 
     def update(
         self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()

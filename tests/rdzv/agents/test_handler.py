@@ -382,12 +382,12 @@ def test_ranks_of_a_round_are_distinct_and_all_agree_on_the_master(make_handler:
 def test_an_agent_taken_for_dead_registers_again(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     handler = make_handler()
     handler.next_rendezvous()
-    assert handler._lease is not None
-    client.leases.revoke(handler._lease.id)
+    assert handler._own.lease is not None
+    client.leases.revoke(handler._own.lease.id)
 
     def is_back() -> bool:
         handler.num_nodes_waiting()
-        return len(client.get_prefix(keys.agents)[1]) == 1 and not handler._lease.lost.is_set()  # type: ignore[union-attr]
+        return len(client.get_prefix(keys.agents)[1]) == 1 and not handler._own.lease.lost.is_set()  # type: ignore[union-attr]
 
     eventually(is_back, "the agent is registered again", 10)
 

@@ -20,11 +20,9 @@ from lightning_dlrover.rdzv.etcd.operations import (
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
     EventRecord,
     JobRecord,
     Keys,
-    RecordError,
     RoundRecord,
     SearchRecord,
     WorkerRecord,
@@ -32,19 +30,15 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.rdzv.live import outbox
+from lightning_dlrover.rdzv.live.admission import (
+    JobClosedError,
+    MembershipConfig,
+)
 from lightning_dlrover.rdzv.live.member import (
     EvictedError,
     MembershipError,
 )
-from lightning_dlrover.rdzv.live.membership import (
-    JobClosedError,
-    Membership,
-    MembershipConfig,
-)
-from lightning_dlrover.rdzv.live.probe import (
-    dead_workers,
-    silent_workers,
-)
+from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 
@@ -220,31 +214,6 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
 
 
 # --- the dead ---------------------------------------------------------------------------------------------------------------
-
-
-def test_only_a_port_that_refuses_proves_a_death() -> None:
-    def record(name: str, address: str, port: int) -> WorkerRecord:
-        return WorkerRecord(name, "agent", "host", 1, 0, address, port, "active")
-
-    with ExitStack() as stack:
-        alive = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # its queue is full then: it answers nobody, like a host that is gone
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(silent.getsockname())
-        with socket.create_server(("127.0.0.1", 0)) as closing:
-            gone = closing.getsockname()[1]
-        records = [
-            record("alive", "127.0.0.1", alive.getsockname()[1]),
-            record("dead", "127.0.0.1", gone),
-            record("silent", "127.0.0.1", silent.getsockname()[1]),
-            record("unknown", "no-such-host.invalid", 9),
-        ]
-        began = time.monotonic()
-        assert dead_workers(records) == ["dead"]
-        assert silent_workers(records) == ["silent", "unknown"]
-        assert time.monotonic() - began < 5.0
 
 
 def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
@@ -452,30 +421,6 @@ def test_a_job_whose_records_cannot_be_read_is_not_joined(
 
 
 # --- records ------------------------------------------------------------------------------------------------------------------
-
-
-def test_garbage_leaves_the_last_readable_version_in_force_and_is_reported_once(client: EtcdClient, keys: Keys) -> None:
-    good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
-    client.put(keys.round, good)
-    client.put(keys.drains + "a", encode(DrainRecord("a", "because")))
-    cache: dict[str, Any] = {}
-    reported: list[str] = []
-
-    def view() -> View:
-        def bad(key: str, error: RecordError) -> None:
-            reported.append(key)
-
-        return read_view({e.key: e for e in client.get_prefix(keys.live)[1]}, keys, cache, bad)
-
-    assert view().round is not None
-    client.put(keys.round, b"garbage")
-    client.put(keys.drains + "b", b"garbage")
-    for _ in range(3):
-        seen = view()
-        assert seen.round is not None
-        assert seen.round.number == 4
-        assert seen.drains == {"a"}
-    assert sorted(reported) == sorted([keys.round, keys.drains + "b"])
 
 
 def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]) -> None:
