@@ -3,7 +3,7 @@
 Scripts that know nothing of us get TorchElastic's contract: a change of membership restarts all workers. Once
 workers that can be re-formed in process have registered (`JobRecord.live`), joins and leaves are theirs:
 agents start and end workers, and never restart those of others. Which agents form a round is decided in
-`agent_rounds.py`, by the agent that convenes (`agent_convener.py`); an agent itself watches three keys and writes
+`rounds.py`, by the agent that convenes (`convener.py`); an agent itself watches three keys and writes
 its own record.
 """
 

@@ -94,7 +94,7 @@ class Lease:
 
 
 class Leases:
-    """Etcd's requests about leases.
+    """Makes, refreshes and revokes leases.
 
     Args:
         adopt: receives each lease that is made, to close it with its client.
