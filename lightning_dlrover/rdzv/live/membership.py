@@ -389,9 +389,6 @@ class Membership:
 
     # --- background ------------------------------------------------------------------------------------------------------
 
-    def _round_number(self) -> int:
-        return self._view.round.number if self._view.round else 0
-
     def _someone_is_past_the_start(self) -> bool:
         view = self._view
         return bool(view.survivors or view.in_state("standby", "ready"))
