@@ -17,18 +17,18 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
-    EtcdError,
-    etcdrpc,
     parse_endpoints,
 )
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.server import (
     _LAUNCHER,
     _free_port,
     find_binary,
 )
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 __all__ = ["EtcdCluster", "EtcdProxy"]
 
@@ -170,7 +170,7 @@ class EtcdCluster:
     def _leads(self, index: int) -> bool:
         try:
             with EtcdClient(EtcdConfig(self.endpoints[index], timeout_s=1.0)) as client:
-                status = client._call("ask who leads", "Maintenance", "Status", etcdrpc.StatusRequest())
+                status = client.caller.call("ask who leads", "Maintenance", "Status", etcdrpc.StatusRequest())
         except EtcdError:
             return False
         return bool(status.leader == status.header.member_id)

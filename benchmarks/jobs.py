@@ -29,12 +29,10 @@ import psutil
 from hosts import Host, Hosts
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    EtcdError,
-    KeyValue,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
@@ -46,8 +44,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 __all__ = [
     "BenchmarkError",

@@ -44,11 +44,9 @@ from typing import Literal
 from hosts import Host, Hosts
 from jobs import PLAIN_TRAINING, TRAINING, BenchmarkError, Job, Step, Workspace, describe_machine, result_line
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     AgentRound,

@@ -44,10 +44,8 @@ import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from torch.distributed import TCPStore
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 

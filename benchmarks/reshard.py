@@ -60,10 +60,8 @@ from jobs import (
 )
 from tables_training import DIM, RoundLine, SnapshotLine, Tables, lines_in, snapshot_memory
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,

@@ -69,8 +69,8 @@ from lightning_dlrover.rdzv.group.purpose import (
     place_of,
 )
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError
-from lightning_dlrover.rdzv.live.membership import JobClosedError
 from lightning_dlrover.tables.checkpoint import (
     load_tables,
     save_tables,

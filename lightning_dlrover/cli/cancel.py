@@ -12,7 +12,11 @@ from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import show
-from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError, Put, modified
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import (
+    Put,
+    modified,
+)
 from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, connect, is_locked, read_job, read_job_file
 

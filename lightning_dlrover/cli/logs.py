@@ -16,7 +16,7 @@ from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.components.targets.logs import LogFile, log_files
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.report.status import JobNotFoundError, connect, is_locked, read_job
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
-    from lightning_dlrover.rdzv.etcd.client import EtcdError
+    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.rdzv.job.records import RecordError
     from lightning_dlrover.report.status import JobNotFoundError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.output import say
-from lightning_dlrover.rdzv.etcd.client import parse_endpoints
+from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job_file
 

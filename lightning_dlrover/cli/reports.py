@@ -11,7 +11,7 @@ from lightning_dlrover.cli.history import find_in_history, open_history
 from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.learn.history import HistoryError
 from lightning_dlrover.output import show
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.report.explain import explain_text
 from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.pictures import plans_picture

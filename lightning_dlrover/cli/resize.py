@@ -16,7 +16,11 @@ from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
 from lightning_dlrover.output import show
 from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
-from lightning_dlrover.rdzv.etcd.client import Put, absent, modified
+from lightning_dlrover.rdzv.etcd.operations import (
+    Put,
+    absent,
+    modified,
+)
 from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, RecordError, decode, encode
 from lightning_dlrover.report.status import connect_to_job, read_events, read_job
 

@@ -34,7 +34,7 @@ from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import complain, say
-from lightning_dlrover.rdzv.etcd.client import Mirror
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.report.status import (
     EVENTS_FILE,

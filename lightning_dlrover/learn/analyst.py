@@ -41,7 +41,7 @@ from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Setting
 from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,

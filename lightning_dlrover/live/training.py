@@ -86,7 +86,7 @@ from lightning_dlrover.observe.pulse import (
 )
 from lightning_dlrover.observe.resources import available_cores
 from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.left_state import LeftStateError

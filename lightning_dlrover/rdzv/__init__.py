@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         MembershipError,
         WorldError,
     )
-    from lightning_dlrover.rdzv.live.membership import JobClosedError
 
 __all__ = [
     "EvictedError",
@@ -41,7 +40,7 @@ _HOMES = {
     "World": "group.world",
     "WorldConfig": "group.config",
     "is_group_failure": "group.failures",
-    "JobClosedError": "live.membership",
+    "JobClosedError": "live.admission",
     "Step": "group.loop",
 }
 

@@ -20,15 +20,17 @@ from lightning_dlrover.rdzv.agents.rounds import (
     AgentView,
     SeenAgent,
 )
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
     ACCESS_VARIABLES,
-    EtcdClient,
     EtcdConfig,
+)
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
-    KeyValue,
-    Mirror,
 )
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -47,8 +49,8 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.rdzv.live import rounds
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 __all__ = [
     "EVENTS_FILE",

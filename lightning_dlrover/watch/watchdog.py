@@ -40,7 +40,7 @@ from lightning_dlrover.planner.memory_growth import (
     inherited_forecast,
 )
 from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     PlanRecord,

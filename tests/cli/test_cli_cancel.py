@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace

@@ -32,11 +32,9 @@ from lightning_dlrover.components.targets.target import (
     NotTakenError,
     TargetError,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,

@@ -25,7 +25,7 @@ from lightning_dlrover.components import elastic
 from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import NodeSpec
-from lightning_dlrover.rdzv.agents.handler import HandlerConfig
+from lightning_dlrover.rdzv.agents.config import HandlerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"

@@ -29,11 +29,9 @@ from lightning_dlrover.live.loader import (
     epoch_order,
     share,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    Put,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
     EventRecord,
@@ -43,7 +41,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import read_stacks
+from lightning_dlrover.rdzv.live.requests import read_stacks
 
 __all__ = ["Job", "Record", "Worker", "eventually", "violations"]
 

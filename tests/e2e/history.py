@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import grpc  # type: ignore[import-untyped]
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    EtcdError,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import (
     Keys,
     RoundRecord,
@@ -65,15 +63,15 @@ class History:
     def _follow(self) -> None:
         while not self._closed.wait(0.02):
             try:
-                for response in self._client._watch(self.keys.root, self._next_revision):
+                for response in self._client.caller.watch(self.keys.root, self._next_revision):
                     if response.compact_revision:
                         raise AssertionError(f"etcd has forgotten revisions before {response.compact_revision}")
                     if response.canceled:
                         break
                     self._add(response.events)
             except (grpc.RpcError, ValueError, EtcdError):
-                with_connection = self._client._connect()
-                self._client._drop(with_connection)
+                connections = self._client.caller.connections
+                connections.drop(connections.current())
 
     def _add(self, events: Iterable[object]) -> None:
         with self._grown:

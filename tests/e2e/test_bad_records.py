@@ -113,7 +113,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: s
     assert worker.wait() == 1
     assert time.monotonic() - began < 20
     assert endpoint in worker.output
-    assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.client.EtcdUnavailableError")
+    assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.errors.EtcdUnavailableError")
 
 
 def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:

@@ -27,10 +27,8 @@ from lightning_dlrover.learn.history import (
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.warm_start import descriptor_of
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
@@ -41,10 +39,8 @@ from lightning_dlrover.rdzv.job.records import (
     PlanRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import (
-    Membership,
-    MembershipConfig,
-)
+from lightning_dlrover.rdzv.live.admission import MembershipConfig
+from lightning_dlrover.rdzv.live.membership import Membership
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

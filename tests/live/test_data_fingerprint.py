@@ -26,7 +26,7 @@ from lightning_dlrover.live.data_fingerprint import (
     sketch,
 )
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.rdzv.live.membership import MembershipError
+from lightning_dlrover.rdzv.live.member import MembershipError
 
 
 class Images(Dataset[Any]):

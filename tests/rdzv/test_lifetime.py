@@ -9,11 +9,9 @@ from collections.abc import Callable
 import pytest
 from torchrun_agent import Agent, eventually
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    Put,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     HISTORY_TTL_S,
@@ -52,10 +50,10 @@ def left(client: EtcdClient, keys: Keys) -> set[str]:
 
 def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
     """All keys go with one lease, nobody refreshes it any more, and it has the length that was asked for."""
-    from lightning_dlrover.rdzv.etcd.client import etcdrpc
+    from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
     (lease_id,) = {entry.lease_id for entry in client.get_prefix(keys.root)[1]}
-    lease = client._call("look at a lease", "Lease", "LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))
+    lease = client.caller.call("look at a lease", "Lease", "LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))
     assert lease.grantedTTL == ttl_s
     assert ttl_s * 2 / 3 - 60 < lease.TTL
 
@@ -132,7 +130,7 @@ def test_what_several_clients_write_ends_together_after_the_last_of_them(etcd: E
 def test_a_lifetime_that_has_ended_begins_anew_with_the_next_write(client: EtcdClient, keys: Keys) -> None:
     client.share_lifetime(keys.root, 60)
     client.put(keys.job, b"1")
-    client._revoke(client.get(keys.job).lease_id)  # type: ignore[union-attr]
+    client.leases.revoke(client.get(keys.job).lease_id)  # type: ignore[union-attr]
     client.put(keys.job, b"2")
     found = client.get(keys.job)
     assert found is not None

@@ -14,12 +14,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torchrun_agent import Agent, eventually
 
 from lightning_dlrover.rdzv.agents.handler import create_backend
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    EtcdError,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]
@@ -149,7 +147,7 @@ def test_replaced_certificates_are_read_again(secured: SecureEtcd, keys: Keys, t
         authority.write_bytes((secured.folder / "ca.pem").read_bytes())
         client.check()
         authority.unlink()  # for a moment, as while it is replaced
-        client._drop(client._connect())
+        client.caller.connections.drop(client.caller.connections.current())
         assert client.put(keys.job, b"")
 
 
@@ -163,7 +161,7 @@ def test_unreadable_password_is_waited_for(secured: SecureEtcd, keys: Keys, tmp_
         Mirror(client, keys.live) as mirror,
     ):
         password.rename(away)
-        client._token = None
+        client.caller._token = None
         mirror._resubscribe()  # needs a token
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
         returns = threading.Timer(0.5, away.rename, [password])

@@ -9,10 +9,8 @@ import pytest
 from test_lifetime import LIVE
 from torchrun_agent import Agent
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, Mirror
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
 from lightning_dlrover.report.status import EventLog, read_event_file
 

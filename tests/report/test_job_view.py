@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from dlrover_process import eventually
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     ControllerRecord,

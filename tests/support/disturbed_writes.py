@@ -16,10 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 
 __all__ = ["ACTIONS", "STOP_S", "Action", "Failpoint", "disturb_writes"]
 

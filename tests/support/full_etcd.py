@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    etcdrpc,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 
 @contextmanager
@@ -22,6 +20,6 @@ def full(client: EtcdClient) -> Iterator[None]:
 
 
 def _alarm(client: EtcdClient, action: int) -> None:
-    status = client._call("read the status", "Maintenance", "Status", etcdrpc.StatusRequest())
+    status = client.caller.call("read the status", "Maintenance", "Status", etcdrpc.StatusRequest())
     request = etcdrpc.AlarmRequest(action=action, memberID=status.header.member_id, alarm=etcdrpc.NOSPACE)
-    client._call("change an alarm", "Maintenance", "Alarm", request)
+    client.caller.call("change an alarm", "Maintenance", "Alarm", request)

@@ -46,11 +46,9 @@ from lightning_dlrover.components.targets.target import (
     Target,
     TargetError,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdError,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import (
     HISTORY_TTL_S,
     ControllerRecord,

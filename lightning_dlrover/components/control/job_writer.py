@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from lightning_dlrover.components.control.office import Office
 from lightning_dlrover.components.control.reconcile import EnlargeNodes, Limits
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
-    EtcdClient,
-    EtcdError,
     KeyValue,
-    Mirror,
     Put,
     absent,
     modified,
@@ -30,7 +30,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.membership import ask_for_replacement
+from lightning_dlrover.rdzv.live.requests import ask_for_replacement
 
 __all__ = ["JobWriter"]
 

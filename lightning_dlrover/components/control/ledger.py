@@ -19,9 +19,9 @@ from lightning_dlrover.components.control.office import Office
 from lightning_dlrover.components.control.post_mortem import PostMortem
 from lightning_dlrover.components.control.reconcile import Limits, nodes_of_agents
 from lightning_dlrover.components.targets.target import AppStatus, NodeSize, Target
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdError,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
     Put,
     absent,

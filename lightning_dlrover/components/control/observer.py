@@ -15,7 +15,7 @@ from lightning_dlrover.components.control.post_mortem import PostMortem, examine
 from lightning_dlrover.components.control.reconcile import JobView, Limits, Patience, nodes_of_agents
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
-from lightning_dlrover.rdzv.etcd.client import Mirror
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     Keys,
@@ -23,8 +23,8 @@ from lightning_dlrover.rdzv.job.records import (
     RecordError,
     decode,
 )
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 __all__ = ["MAX_REFUSED", "Observer"]
 

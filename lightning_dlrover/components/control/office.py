@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    EtcdClient,
-    EtcdError,
-    Lease,
     Put,
     absent,
     created,

@@ -21,11 +21,9 @@ from lightning_dlrover.rdzv.agents.c10d_store import (
     EtcdStore,
     _torch_errors,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    KeyValue,
-    Mirror,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    EtcdClient,
-    EtcdUnavailableError,
     Get,
     KeyValue,
-    Mirror,
     Op,
     Put,
     absent,

@@ -23,13 +23,13 @@ from lightning_dlrover.rdzv.agents.rounds import (
     members_of_next_round,
     next_notice,
 )
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
-    EtcdClient,
-    EtcdError,
     KeyValue,
-    Lease,
-    Mirror,
     Put,
     absent,
     created,

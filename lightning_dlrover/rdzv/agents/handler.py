@@ -3,7 +3,7 @@
 Scripts that know nothing of us get TorchElastic's contract: a change of membership restarts all workers. Once
 workers that can be re-formed in process have registered (`JobRecord.live`), joins and leaves are theirs:
 agents start and end workers, and never restart those of others. Which agents form a round is decided in
-`agent_rounds.py`, by the agent that convenes (`agent_convener.py`); an agent itself watches three keys and writes
+`rounds.py`, by the agent that convenes (`convener.py`); an agent itself watches three keys and writes
 its own record.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import functools
 import logging
 import os
 import re
@@ -22,7 +20,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -37,54 +35,48 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from lightning_dlrover.rdzv.agents import environment
 from lightning_dlrover.rdzv.agents.barrier_store import (
     LiveAgentStore,
     RoundStore,
 )
 from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
+from lightning_dlrover.rdzv.agents.config import HandlerConfig
 from lightning_dlrover.rdzv.agents.convener import (
     AgentConvener,
     RecordReader,
 )
+from lightning_dlrover.rdzv.agents.registration import Registration
 from lightning_dlrover.rdzv.agents.rounds import (
-    Limits,
     why_over,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    Delete,
-    EtcdClient,
-    EtcdConfig,
+from lightning_dlrover.rdzv.agents.run_records import RunRecords
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import (
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
-    Get,
-    KeyValue,
-    Lease,
-    LeaseLostError,
-    Mirror,
+)
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
+    Delete,
     Op,
     Put,
-    absent,
-    modified,
-    parse_endpoints,
 )
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import (
-    DEFAULT_PREFIX,
-    HISTORY_TTL_S,
     AgentNotice,
     AgentRecord,
     AgentRound,
     JobRecord,
     Keys,
     RecordError,
-    WorkerRecord,
-    decode,
-    encode,
 )
-from lightning_dlrover.rdzv.timeouts import Timeouts, seconds
 
-__all__ = ["BACKEND", "EtcdRendezvousHandler", "HandlerConfig", "RunIsOverError", "create_backend"]
+__all__ = ["BACKEND", "EtcdRendezvousHandler", "RunIsOverError", "create_backend"]
 
 BACKEND = "etcd-v3"
 
@@ -119,74 +111,6 @@ def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return EtcdRendezvousHandler(HandlerConfig.from_parameters(params))
-
-
-@dataclass(frozen=True)
-class HandlerConfig:
-    """Everything the handler was told: --rdzv-endpoint, --rdzv-id, --nnodes and --rdzv-conf."""
-
-    etcd: EtcdConfig
-    run_id: str
-    limits: Limits
-    key_prefix: str = DEFAULT_PREFIX
-    local_address: str | None = None
-    join_timeout_s: float = 600.0  # until a round has room; not counted while a controller is there
-    last_call_timeout_s: float = 3.0  # how long a round with enough nodes waits for more
-    close_timeout_s: float = 30.0
-    timeouts: Timeouts = field(default_factory=Timeouts)  # of this agent and its workers
-    live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
-    num_workers: int = 1  # of this node, until the agent tells
-    history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
-
-    @staticmethod
-    def from_parameters(params: RendezvousParameters) -> HandlerConfig:
-        """Read `--rdzv-conf`.
-
-        Raises:
-            ValueError: an unknown key or a malformed value, named.
-        """
-        conf = dict(params.config)
-        # LaunchConfig adds these for other backends; they say nothing to this one.
-        for foreign in ("timeout", "rank"):
-            conf.pop(foreign, None)
-
-        known = {"user", "password_file", "ca_cert", "cert", "cert_key"}
-
-        def take(key: str, parse: Callable[[str], T], default: T) -> T:
-            known.add(key)
-            if key not in conf:
-                return default
-            text = str(conf.pop(key))
-            try:
-                return parse(text)
-            except (ValueError, OSError) as error:
-                raise ValueError(f"--rdzv-conf {key}={text!r} cannot be used: {error}") from error
-
-        def take_seconds(key: str, default_s: float) -> float:
-            return take(key, functools.partial(seconds, key), default_s)
-
-        defaults = Timeouts()
-        timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
-        user = take("user", str, None)
-        files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
-        config = HandlerConfig(
-            etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
-            run_id=params.run_id,
-            limits=Limits(params.min_nodes, params.max_nodes),
-            key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
-            local_address=params.local_addr,
-            join_timeout_s=take_seconds("join_timeout", 600.0),
-            last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
-            close_timeout_s=take_seconds("close_timeout", 30.0),
-            timeouts=timeouts,
-            live=take("live", _flag, False),
-            history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
-            num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        )
-        if conf:
-            raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
-        Keys(config.run_id, config.key_prefix)
-        return config
 
 
 @dataclass(frozen=True)
@@ -258,7 +182,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         host = socket.gethostname()
         self._agent_id = f"{re.sub(r'[^A-Za-z0-9.-]', '-', host)}-{uuid.uuid4().hex[:8]}"
         self._address = config.local_address or _address_towards(config.etcd.endpoints)
-        self._record = AgentRecord(
+        record = AgentRecord(
             agent_id=self._agent_id,
             host=host,
             pid=os.getpid(),
@@ -269,14 +193,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
             min_nodes=config.limits.min_nodes,
             join_timeout_s=config.join_timeout_s,
         )
-        self._record_revision = 0  # at which our record was last written; 0: it is not there
+        self._own = Registration(self._client, self._keys.agents + self._agent_id, record, config.timeouts.lease_ttl_s)
         self._wake = threading.Event()
         self._mirror: Mirror | None = None
-        self._lease: Lease | None = None
         self._store: RoundStore | None = None
         # What runs in threads holds this handler weakly: one that is dropped without a shutdown must not run on.
         is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
-        self._reader = RecordReader(config.run_id, lambda: bool(is_joining()))
+        reader = RecordReader(config.run_id, lambda: bool(is_joining()))
+        self._run = RunRecords(self._client, self._keys, config.run_id, self._agent_id, reader)
         self._convener = AgentConvener(
             self._client,
             self._keys,
@@ -330,7 +254,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """
         with self._rendezvous_errors():
             try:
-                return bool(self._why_over())
+                return bool(self._run.why_over())
             except EtcdUnavailableError:
                 if self._mirror is None:
                     raise
@@ -343,7 +267,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: etcd could not be reached within `close_timeout`.
         """
         with self._rendezvous_errors():
-            self._close_job("closed by an agent", time.monotonic() + self._config.close_timeout_s)
+            self._run.close("closed by an agent", time.monotonic() + self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
         """Agents for which this one should restart its workers: those that wait while there is room, and those that were lost
@@ -354,10 +278,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         known = self._known()
         if self._config.live or self._is_live:
             return 0
-        if self._must_restart or known.round_number > self._record.round_number:
+        if self._must_restart or known.round_number > self._own.record.round_number:
             return 1  # its ranks were made up, or the others took us for dead and went on without us: join them again
         counts = known.counts
-        if counts is None or counts.round_number != self._record.round_number:
+        if counts is None or counts.round_number != self._own.record.round_number:
             return 0
         limits = self._config.limits
         waiting = counts.num_waiting if counts.num_inside < limits.max_nodes else 0
@@ -390,12 +314,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except (EtcdError, TimeoutError) as error:
             raise RendezvousConnectionError(f"run {self._config.run_id!r}: {error}") from error
 
-    def _why_over(self) -> str:
-        """Why nobody can join any more, as etcd has it at this moment."""
-        keys = self._keys
-        entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
-        return why_over(self._read(AgentRound, entries.get(keys.agent_round)), self._read(JobRecord, entries.get(keys.job)))
-
     def _raise_if_over(self, why: str, has_waited: bool) -> None:
         if not why:
             return
@@ -418,12 +336,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             atexit.register(self._shutdown_at_exit)
         else:
             # The agent has ended all its workers before it came here; nobody need wait for their leases.
-            self._delete_own_workers()
+            self._run.delete_own_workers()
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._convener_error = None
         # From now on the convener's notices tell what becomes of the job.
-        job = self._read(JobRecord, self._client.get(self._keys.job))
+        job = self._run.read(JobRecord, self._client.get(self._keys.job))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
         self._raise_if_over(why_over(self._known().round, job), has_waited=False)
@@ -441,11 +359,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if is_admitted:
                 if known.notice is not None and known.notice.confirmed_round == known.round_number:
                     return self._start(known.members, known.notice)
-                if self._record.round_number != known.round_number or self._record.state == "waiting":
+                if self._own.record.round_number != known.round_number or self._own.record.state == "waiting":
                     is_first = known.members[0] == self._agent_id
                     port = _free_port(self._address) if is_first else 0
                     self._register(state="running", round_number=known.round_number, port=port)
-            elif self._record.state != "waiting":
+            elif self._own.record.state != "waiting":
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
                 self._register(state="waiting", round_number=last_round, port=0)
@@ -466,18 +384,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._client.delete_prefix(self._store_prefix(number - 2))
         self._num_members = len(members)
         self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), weakref.proxy(self))
-        self._export_environment()
+        self._export()
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
     def _join_live(self, round_number: int) -> RendezvousInfo:
         """Ranks that are true now; the workers give themselves those that count."""
-        _, entries = self._client.get_prefix(self._keys.agents)
-        records = [self._read(AgentRecord, entry) for entry in entries]
-        others = [record for record in records if record is not None and record.agent_id != self._agent_id]
+        others = self._run.other_agents()
         self._is_live = True
         self._register(state="running", round_number=round_number, port=0)
-        self._export_environment()
+        self._export()
         logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
         return RendezvousInfo(
             LiveAgentStore(sum(record.num_workers for record in others), self.starts),
@@ -514,14 +430,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 logger.warning(
                     "run %r: the job's state will not survive a restart of this node's workers: %s", self._config.run_id, error
                 )
-            self._export_environment()
-        if num_workers != self._record.num_workers:
+            self._export()
+        if num_workers != self._own.record.num_workers:
             self._register(num_workers=num_workers)
 
     def round_has_broken_up(self) -> bool:
         self._stay_registered()
         known = self._known()
-        if known.round_number > self._record.round_number or known.over:
+        if known.round_number > self._own.record.round_number or known.over:
             return True
         counts = known.counts
         return counts is not None and counts.round_number == known.round_number and counts.num_inside < self._num_members
@@ -541,10 +457,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._wake.clear()
             self._stay_registered()
             known = self._known()
-            if self._is_live or known.round_number > self._record.round_number:
+            if self._is_live or known.round_number > self._own.record.round_number:
                 return
             counts = known.counts
-            if counts is not None and counts.round_number == self._record.round_number and not counts.num_unfinished:
+            if counts is not None and counts.round_number == self._own.record.round_number and not counts.num_unfinished:
                 # A member that waits for another round has not finished its part.
                 self._has_finished = not counts.num_members_waiting
                 return
@@ -560,54 +476,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- the end
 
     def _leave(self) -> None:
-        self._delete_own_workers()
+        self._run.delete_own_workers()
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
-            self._close_job(_NODES_FINISHED, time.monotonic() + 2.0)
+            self._run.close(_NODES_FINISHED, time.monotonic() + 2.0)
         words: list[Op] = []
         if not self._is_live:
             # Under a lease of its own, which ends when the convener has read it.
             lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
             words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
         self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
-        if self._lease is not None:
-            self._lease.revoke()
-        if not self._client.count(self._keys.agents):
-            # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
-            self._client.delete_prefix(self._keys.store)
-            self._client.delete_prefix(self._keys.agents_left)
-            self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
-            if self._is_live and self._why_over():
-                self._client.delete(self._keys.agent_round)
-
-    def _close_job(self, reason: str, deadline: float) -> None:
-        while True:
-            try:
-                if self._try_to_close(reason):
-                    return
-            except EtcdUnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)  # a full etcd refuses at once
-            if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"run {self._config.run_id!r} could not be closed in time")
-
-    def _try_to_close(self, reason: str) -> bool:
-        """Whether the run is closed; False when another agent has written in between."""
-        entry = self._client.get(self._keys.agent_round)
-        round_ = self._read(AgentRound, entry) or AgentRound(0, [], "complete")
-        if round_.state == "closed":
-            return True
-        closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
-        unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
-        return self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded
-
-    def _delete_own_workers(self) -> None:
-        _, found = self._client.get_prefix(self._keys.workers)
-        for kv in found:
-            with contextlib.suppress(RecordError):  # not ours, whatever it is
-                if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
-                    self._client.txn([], [Delete(kv.key)])
+        if self._own.lease is not None:
+            self._own.lease.revoke()
+        self._run.tidy_up(self._is_live)
 
     def _drop_store(self) -> None:
         store, self._store = self._store, None
@@ -617,38 +498,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- our record
 
     def _register(self, **changes: Any) -> None:
-        """Write our record, under a new lease when the old one is lost, and wait until our mirror shows
-        it."""
-        if "state" in changes:
-            changes = {"since": time.time(), **changes}
-        self._record = dataclasses.replace(self._record, **changes)
-        self._write_record()
-
-    def _write_record(self) -> None:
-        """Guarded by what we last wrote: a write that etcd receives late must not bring back an older state of ours."""
-        key = self._keys.agents + self._agent_id
-        while True:
-            if self._lease is None or self._lease.lost.is_set():
-                self._lease = self._client.lease(self._config.timeouts.lease_ttl_s).keep_alive()
-            unchanged = modified(key) == self._record_revision
-            try:
-                written = self._client.txn([unchanged], [Put(key, encode(self._record), self._lease.id)], [Get(key)])
-            except LeaseLostError:
-                self._lease.close()
-                self._lease = None
-                continue
-            if written.succeeded:
-                self._record_revision = written.revision
-                break
-            # It went with an earlier lease, or holds what we wrote when no answer came; nobody else writes it.
-            self._record_revision = written.values[0].mod_revision if written.values else 0
+        self._own.write(**changes)
         self._campaign()
 
     def _stay_registered(self) -> None:
         """Come back after our lease was lost, as after a long break in the network."""
-        if self._lease is not None and self._lease.lost.is_set():
+        if self._own.is_lost:
             try:
-                self._write_record()
+                self._register()
             except (EtcdError, TimeoutError) as error:
                 logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
 
@@ -660,7 +517,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _campaign(self) -> None:
         """See to it that somebody convenes."""
-        mirror, lease = self._mirror, self._lease
+        mirror, lease = self._mirror, self._own.lease
         if mirror is None or lease is None or lease.lost.is_set() or self._convener_error is not None:
             return
         if (entry := mirror.get(self._keys.agent_convener)) is None or entry.lease_id == lease.id:
@@ -675,8 +532,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         keys, entries = self._keys, self._mirror.snapshot() if self._mirror is not None else {}
         convener = entries.get(keys.agent_convener)
         known = _Known(
-            round=self._read(AgentRound, entries.get(keys.agent_round)),
-            notice=self._read(AgentNotice, entries.get(keys.agent_notice)),
+            round=self._run.read(AgentRound, entries.get(keys.agent_round)),
+            notice=self._run.read(AgentNotice, entries.get(keys.agent_notice)),
             term=convener.create_revision if convener is not None else 0,
         )
         if known.counts is not None:
@@ -684,44 +541,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._is_live |= known.counts.live
         return known
 
-    def _read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
-        """The record; once this agent has joined, the last readable one, or None, in place of garbage.
-
-        Raises:
-            RendezvousStateError: garbage, and this agent is still joining.
-        """
-        try:
-            return self._reader.read(record_type, entry)
-        except RecordError as error:
-            raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
-
     def _is_joining(self) -> bool:
-        return self._record.state == "waiting"
+        return self._own.record.state == "waiting"
+
+    def _export(self) -> None:
+        environment.export(self._config, self._agent_id, self._left_state.name if self._left_state is not None else None)
 
     def _store_prefix(self, round_number: int) -> str:
         return f"{self._keys.store}{round_number}/"
-
-    def _export_environment(self) -> None:
-        """Tell the workers, which inherit the agent's environment, where the job's state is."""
-        etcd, limits = self._config.etcd, self._config.limits
-        values = {
-            "DLROVER_ENDPOINT": etcd.endpoints,
-            "DLROVER_PREFIX": self._config.key_prefix,
-            "DLROVER_RUN_ID": self._config.run_id,
-            "DLROVER_AGENT_ID": self._agent_id,
-            "DLROVER_AGENT_PID": str(os.getpid()),
-            "DLROVER_MIN_NODES": str(limits.min_nodes),
-            "DLROVER_MAX_NODES": str(limits.max_nodes),
-            "DLROVER_HISTORY_TTL_S": str(round(self._config.history_ttl_s)),
-            left_state.VARIABLE: self._left_state.name if self._left_state is not None else None,
-            **self._config.timeouts.to_environment(),
-            **etcd.to_environment(),
-        }
-        for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
-            else:
-                os.environ[name] = value
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
@@ -770,46 +597,3 @@ def _free_port(address: str) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-# -- values of --rdzv-conf
-
-
-def _lifetime(text: str) -> float:
-    if not 60 <= (value := float(text)) <= 9e9:
-        # Should all of a running job be cut off from etcd for so long, it would be forgotten.
-        raise ValueError("it must be at least 60 seconds")
-    return value
-
-
-def _seconds_or_zero(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) == 0:
-            return 0.0
-    return seconds("last_call_timeout", text)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("it must be at least 1")
-    return value
-
-
-def _flag(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes"):
-        return True
-    if text.lower() in ("0", "false", "no"):
-        return False
-    raise ValueError("it must be 1 or 0")
-
-
-def _key_prefix(text: str) -> str:
-    if not text.startswith("/") or "//" in text or text == "/":
-        raise ValueError("it must start with '/' and name a folder of keys, such as /dlrover")
-    return text.rstrip("/")
-
-
-def _readable_file(path: str) -> str | None:
-    with open(path, "rb"):
-        return os.path.abspath(path)

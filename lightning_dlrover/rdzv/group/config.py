@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dlrover.rdzv.etcd.client import EtcdConfig
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
-from lightning_dlrover.rdzv.live.membership import MembershipConfig
+from lightning_dlrover.rdzv.live.admission import MembershipConfig
 from lightning_dlrover.rdzv.live.rounds import Patience
 from lightning_dlrover.rdzv.timeouts import Timeouts
 

@@ -18,7 +18,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError, parse_endpoints
+from lightning_dlrover.rdzv.etcd.config import parse_endpoints
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
 from lightning_dlrover.rdzv.live.member import Member

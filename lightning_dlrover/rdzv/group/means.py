@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lightning_dlrover.rdzv.etcd.client import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
 from lightning_dlrover.rdzv.live.member import (

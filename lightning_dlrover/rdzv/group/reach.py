@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Member, UnreachableError
-from lightning_dlrover.rdzv.live.membership import Membership, silent_workers
+from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.probe import silent_workers
 
 __all__ = ["Neighbour", "Reach"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.failures import is_group_failure
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.rdzv.live import rounds

@@ -7,10 +7,11 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from lightning_dlrover.rdzv.etcd.client import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import JobRecord, RecordError
 from lightning_dlrover.rdzv.live.member import Formation, MembershipError
-from lightning_dlrover.rdzv.live.membership import Membership, dead_workers
+from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.probe import dead_workers
 
 __all__ = ["JobStanding"]
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdError
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group import waits
 from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.any_world import AnyWorld
@@ -54,8 +55,9 @@ from lightning_dlrover.rdzv.group.standing import JobStanding
 from lightning_dlrover.rdzv.group.transfer import Packed
 from lightning_dlrover.rdzv.group.votes import Vote
 from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
-from lightning_dlrover.rdzv.live.membership import JobClosedError, Membership
+from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = ["World"]

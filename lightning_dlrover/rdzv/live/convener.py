@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
     KeyValue,

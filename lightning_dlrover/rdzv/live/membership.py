@@ -10,45 +10,31 @@ holds the election key, and writes queued events. The calling thread writes only
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
-import ipaddress
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.client import (
-    Compare,
-    Delete,
-    EtcdClient,
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
+)
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
-    Lease,
-    LeaseLostError,
-    Mirror,
     Put,
-    Txn,
     absent,
-    exists,
     modified,
 )
 from lightning_dlrover.rdzv.job.records import (
-    HISTORY_TTL_S,
-    MAX_UNREACHABLE,
-    AgentRecord,
     CheckpointRecord,
     CheckpointRequest,
-    DrainRecord,
     EventRecord,
     JobRecord,
     Keys,
@@ -64,6 +50,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
+from lightning_dlrover.rdzv.live.announcement import announce
 from lightning_dlrover.rdzv.live.convener import (
     Convener,
     burial,
@@ -72,203 +60,23 @@ from lightning_dlrover.rdzv.live.member import (
     EvictedError,
     MembershipError,
 )
+from lightning_dlrover.rdzv.live.outbox import Outbox
+from lightning_dlrover.rdzv.live.own_record import OwnRecord
+from lightning_dlrover.rdzv.live.probe import dead_workers
+from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
     View,
     awaited,
-    cause,
     lacks_workers,
-    losses,
 )
+from lightning_dlrover.rdzv.live.view import Decoded, read_view
 
-__all__ = [
-    "EvictedError",
-    "JobClosedError",
-    "Membership",
-    "MembershipConfig",
-    "MembershipError",
-    "ask_for_stacks",
-    "dead_workers",
-    "read_stacks",
-    "read_view",
-    "silent_workers",
-]
+__all__ = ["Membership"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-MAX_EVENTS = 4000
-"""Events kept per job; the oldest go first."""
-
-TRIM_EVERY = 50
-"""A worker removes the oldest events with the first one that it writes, and then after so many: also where each writes few."""
-
-
-class JobClosedError(MembershipError):
-    """The job has finished or failed; there is nothing to join."""
-
-
-@dataclass(frozen=True)
-class MembershipConfig:
-    run_id: str
-    prefix: str
-    agent_id: str
-    local_rank: int
-    min_workers: int
-    max_workers: int
-    version: str
-    address: str  # where other workers reach this one
-    port: int  # its TCPStore
-    lease_ttl_s: float = 5.0
-    history_ttl_s: float = HISTORY_TTL_S
-    patience: Patience = field(default_factory=Patience)
-
-
-@dataclass
-class _Decoded:
-    """Cache of decoded records: a record is decoded once per revision."""
-
-    mod_revision: int
-    record: Any
-
-
-def read_view(
-    entries: dict[str, KeyValue],
-    keys: Keys,
-    cache: dict[str, _Decoded],
-    bad: Callable[[str, RecordError], None],
-) -> View:
-    """The view that a snapshot of `keys.live` shows.
-
-    A record that cannot be read is reported to `bad` and its last readable version stays in force, so that garbage under
-    the prefix cannot stop a running job.
-    """
-
-    def load(key: str, record_type: type[R]) -> R | None:
-        entry = entries.get(key)
-        if entry is None:
-            cache.pop(key, None)
-            return None
-        known = cache.get(key)
-        if known is None or known.mod_revision != entry.mod_revision:
-            try:
-                known = _Decoded(entry.mod_revision, decode(record_type, entry.value, key))
-            except RecordError as error:
-                known = _Decoded(entry.mod_revision, known.record if known else None)
-                bad(key, error)
-            cache[key] = known
-        record: R | None = known.record
-        return record
-
-    def folder(prefix: str, record_type: type[R]) -> dict[str, R]:
-        found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
-        loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
-        return {name: record for name, record in loaded.items() if record is not None}
-
-    workers = folder(keys.workers, WorkerRecord)
-    drains = folder(keys.drains, DrainRecord)
-    return View(
-        job=load(keys.job, JobRecord),
-        round=load(keys.round, RoundRecord),
-        plan=load(keys.plan, PlanRecord),
-        workers=workers,
-        agents=folder(keys.agents, AgentRecord),
-        drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-        # What others have written outlasts a worker whose lease has ended; its place is free already.
-        replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
-    )
-
-
-def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
-    """Ids of the workers whose process is certainly gone: their host refuses connections to their port.
-
-    A worker that does not answer at all (host gone, process stopped) is not in the list: its lease decides.
-    """
-    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code == errno.ECONNREFUSED]
-
-
-def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
-    """Ids of the workers to whose port no connection can be made though nobody refuses it: cut off, or their host is gone."""
-    return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code not in (0, errno.ECONNREFUSED)]
-
-
-def _knock(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, int]:
-    """What trying to connect to each worker's port gives: 0, or an error number."""
-    answers: dict[str, int] = {}
-    with selectors.DefaultSelector() as selector:
-        for record in records:
-            try:
-                family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-            except OSError:
-                answers[record.worker_id] = errno.EHOSTUNREACH
-                continue
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            code = sock.connect_ex(target)
-            if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
-                answers[record.worker_id] = errno.ETIMEDOUT
-                selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
-            else:
-                answers[record.worker_id] = code
-                sock.close()
-        deadline = time.monotonic() + timeout_s
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                sock = key.fileobj  # type: ignore[assignment]
-                answers[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                selector.unregister(sock)
-                sock.close()
-        for key in list((selector.get_map() or {}).values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-    return answers
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def ask_for_replacement(client: EtcdClient, keys: Keys, worker_id: str, reason: str, *guard: Compare) -> bool:
-    """Ask for another worker in the place of one; False if that is gone already, or was asked to leave, or a guard fails."""
-    request = DrainRecord(worker_id, reason, once_replaced=True)
-    drain = keys.drains + worker_id
-    # Who has to go at once, as its host is taken away, cannot wait for another one.
-    guard = (*guard, exists(keys.workers + worker_id), absent(drain))
-    return client.txn(guard, [Put(drain, encode(request))]).succeeded
-
-
-def ask_for_stacks(
-    client: EtcdClient, keys: Keys, asked_by: str, reason: str, after: int | None = None
-) -> StacksRequest | None:
-    """Ask every worker of a job where it stands; None if somebody else has just done so.
-
-    Args:
-        after: number of the newest request that the caller knows, 0 if there is none; None: ask whatever there is.
-    """
-    entry = client.get(keys.stacks_request)
-    newest = 0
-    if entry is not None:
-        with contextlib.suppress(RecordError):
-            newest = decode(StacksRequest, entry.value, entry.key).number
-    if after is not None and newest > after:
-        return None
-    request = StacksRequest(newest + 1, asked_by, reason, time.time())
-    unchanged = modified(keys.stacks_request) == entry.mod_revision if entry is not None else absent(keys.stacks_request)
-    written = client.txn([unchanged], [Put(keys.stacks_request, encode(request))])
-    return request if written.succeeded else None
-
-
-def read_stacks(client: EtcdClient, keys: Keys) -> dict[str, StacksRecord]:
-    """Where each worker stood when it was last asked; what cannot be read is left out."""
-    answers = {}
-    for entry in client.get_prefix(keys.stacks)[1]:
-        with contextlib.suppress(RecordError):
-            answers[entry.key.removeprefix(keys.stacks)] = decode(StacksRecord, entry.value, entry.key)
-    return answers
 
 
 class Membership:
@@ -296,26 +104,17 @@ class Membership:
         client.share_lifetime(self.keys.root, config.history_ttl_s)
         self._on_view = on_view
         self._on_tick = on_tick
-        self._record: WorkerRecord | None = None
-        self._created = self._modified = 0  # revisions of our record: when it was made, and of our last write
-        self._write_lock = threading.Lock()
-        self._cache: dict[str, _Decoded] = {}
+        self._cache: dict[str, Decoded] = {}
         self._changed = threading.Condition()
         self._dirty = False
         self._view = View()
         self._view_since = time.monotonic()
         self._buried: set[str] = set()  # by this worker
         self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
-        self._events: deque[EventRecord] = deque()
-        self._events_lock = threading.Lock()
-        self._results: deque[tuple[str, bytes]] = deque()  # of searches, until etcd holds them
-        self._num_events_written = 0
+        self._outbox = Outbox(client, self.keys, self.worker_id)
         self._closing = False
-        self._evicted = False
-        self._drain_reason = ""  # not empty: this worker has asked to leave
-        self._lease = client.lease(config.lease_ttl_s)
-        self._lease.keep_alive()
-        self._convener = Convener(self.keys, self.worker_id, self._lease.id, config.patience)
+        self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
+        self._convener = Convener(self.keys, self.worker_id, self._own.lease.id, config.patience)
         self._mirror = Mirror(client, self.keys.live, self._on_mirror)
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
@@ -329,47 +128,11 @@ class Membership:
             JobClosedError: the job has ended.
             MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
         """
-        entry = self._client.get(self.keys.job)
-        if entry is None:
-            job = JobRecord(
-                phase="starting",
-                live=True,
-                min_workers=self._config.min_workers,
-                max_workers=self._config.max_workers,
-                version=self._config.version,
-                created_at=time.time(),
-            )
-            self._client.txn([absent(self.keys.job)], [Put(self.keys.job, encode(job))])
-            entry = self._client.get(self.keys.job)
-        if entry is None:
-            raise MembershipError(
-                f"run {self._config.run_id!r}: {self.keys.job!r} vanished while joining; start the worker again"
-            )
-        try:
-            job = decode(JobRecord, entry.value, self.keys.job)
-            if (round_entry := self._client.get(self.keys.round)) is not None:
-                decode(RoundRecord, round_entry.value, self.keys.round)
-        except RecordError as error:
-            raise MembershipError(f"run {self._config.run_id!r} cannot be joined: {error}") from error
-        if job.unfinished_fit and not self._client.get_prefix(self.keys.workers)[1]:
-            raise MembershipError(
-                f"run {self._config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
-                "only the first can be resumed; start a new run with another --rdzv-id"
-            )
-        if job.phase in ("finished", "failed"):
-            raise JobClosedError(
-                f"run {self._config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
-                "start a new run with another --rdzv-id"
-            )
-        if job.version != self._config.version:
-            raise MembershipError(
-                f"run {self._config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
-                f"{self._config.version}: install the same release on every node"
-            )
+        enter_job(self._client, self.keys, self._config)
         self._refresh()
-        self._refuse_loopback()
+        refuse_loopback(self._config, self._view.workers.values())
         state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
-        self._record = WorkerRecord(
+        record = WorkerRecord(
             worker_id=self.worker_id,
             agent_id=self._config.agent_id,
             host=socket.gethostname(),
@@ -381,32 +144,13 @@ class Membership:
             version=self._config.version,
             since=time.time(),
         )
-        # Guarded like every write of it: a repetition that arrives late, when we have moved on, must not bring this one back.
-        made = self._client.txn([absent(self._own_key)], [Put(self._own_key, encode(self._record), self._lease.id)])
-        self._created = self._modified = made.revision
+        self._own.create(record)
         try:
-            self._mirror.wait_for(lambda entries: entries.get(self._own_key), 10.0)
+            self._mirror.wait_for(lambda entries: entries.get(self._own.key), 10.0)
         except TimeoutError as error:
-            raise EvictedError(self._evicted_text()) from error  # its lease may have ended, as when it was stopped meanwhile
+            raise EvictedError(self._own.evicted_text) from error  # its lease may have ended, as when it was stopped meanwhile
         self._thread.start()
         return state
-
-    def _refuse_loopback(self) -> None:
-        """
-        Raises:
-            MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
-        """
-        own = self._config.address
-        for worker in self._view.workers.values():
-            if worker.host == socket.gethostname():
-                continue
-            for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
-                if _is_loopback(address):
-                    raise MembershipError(
-                        f"run {self._config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
-                        "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
-                        "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
-                    )
 
     def update(
         self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()
@@ -419,73 +163,11 @@ class Membership:
         Raises:
             EvictedError: the record is gone, the job went on without this worker.
         """
-        with self._write_lock:
-            if self._record is None or self._evicted:
-                raise EvictedError(self._evicted_text())
-            apart = list(unreachable)[:MAX_UNREACHABLE]
-            record = dataclasses.replace(self._record, state=state, round_number=round_number, unreachable=apart)
-            if fingerprint is not None:
-                record = dataclasses.replace(record, fingerprint=fingerprint)
-            if (state, round_number) != (self._record.state, self._record.round_number):
-                record = dataclasses.replace(record, since=time.time())
-            put = Put(self._own_key, encode(record), self._lease.id)
-            while not (written := self._try_write(put)).succeeded:
-                entry = self._client.get(self._own_key)
-                if entry is not None and entry.create_revision == self._created:
-                    self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
-                elif not self._come_back():
-                    self._evicted = True
-                    raise EvictedError(self._evicted_text())
-                put = dataclasses.replace(put, lease_id=self._lease.id)
-            self._record, self._modified = record, written.revision
-
-    def _try_write(self, put: Put) -> Txn:
-        try:
-            return self._client.txn([modified(self._own_key) == self._modified], [put])
-        except LeaseLostError:
-            return Txn(False, 0, [])
-
-    def _come_back(self) -> bool:
-        """Register again after the lease has ended, provided that nobody went on without this worker meanwhile.
-
-        So it is when etcd was out of everybody's reach for longer than a lease. Whoever decides on a round guards it by the
-        revision of the one before, and so is this: either the job's newest round still is one with this worker, or it fails.
-        A worker that was buried is not meant; `_write_lock` is held.
-        """
-        assert self._record is not None
-        if not self._lease.has_ended():
-            return False
-        entry = self._client.get(self.keys.round)
-        if entry is not None:
-            try:
-                is_member = self.worker_id in decode(RoundRecord, entry.value, entry.key).members
-            except RecordError:
-                return False
-            # One that waits to be taken in misses nothing by being away.
-            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
-                return False
-        nobody_went_on = modified(self.keys.round) == entry.mod_revision if entry else absent(self.keys.round)
-        lease = self._client.lease(self._config.lease_ttl_s)
-        ops = [Put(self._own_key, encode(self._record), lease.id)]
-        if self._drain_reason:
-            ops.append(self._drain_request(lease))
-        made = self._client.txn([absent(self._own_key), nobody_went_on], ops)
-        if not made.succeeded:
-            lease.revoke()
-            return False
-        log.warning("run %s: worker %s has registered again after its lease had ended", self._config.run_id, self.worker_id)
-        self._lease.close()
-        self._lease = lease.keep_alive()
-        self._created = self._modified = made.revision
-        self._convener.came_back(lease.id, time.monotonic())
-        return True
+        self._own.update(state, round_number, fingerprint, unreachable)
 
     def leave(self) -> None:
         """Remove this worker's records; it is no longer alive for the others."""
-        with self._write_lock:
-            if self._record is not None:
-                self._record = None
-                self._client.txn([], [Delete(self._own_key), Delete(self.keys.drains + self.worker_id)])
+        self._own.leave()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Leave if still registered and end the background thread."""
@@ -495,10 +177,10 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         try:
-            self._write_events()
+            self._outbox.write()
             self.leave()
             self._tidy_up()
-            self._lease.revoke()
+            self._own.lease.revoke()
         except EtcdError as error:
             # The lease ends by itself; failing the worker's exit for it would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
@@ -542,8 +224,8 @@ class Membership:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
-                if self._evicted:
-                    raise EvictedError(self._evicted_text())
+                if self._own.evicted:
+                    raise EvictedError(self._own.evicted_text)
                 result = found(self._view)
                 if result is not None:
                     return result
@@ -595,23 +277,15 @@ class Membership:
         Raises:
             LeaseLostError: this worker's lease has ended; should it register again, it asks then.
         """
-        self._drain_reason = reason
-        request = self._drain_request(self._lease)
-        self._client.put(request.key, request.value, self._lease)
-
-    def _drain_request(self, lease: Lease) -> Put:
-        record = DrainRecord(self.worker_id, self._drain_reason)
-        return Put(self.keys.drains + self.worker_id, encode(record), lease.id)
+        self._own.drain(reason)
 
     def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
         """Queue one line for the job's history; never blocks."""
-        if len(self._events) >= MAX_EVENTS:
-            return  # etcd has been away for so long that older lines matter more
-        self._events.append(EventRecord(kind=kind, at=time.time(), text=text, data=data or {}))
+        self._outbox.add_event(kind, text, data)
 
     def flush(self) -> None:
         """Write queued events now."""
-        self._write_events()
+        self._outbox.write()
 
     def update_job(self, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
         """Compare-and-swap the job record until `change` of its newest version is stored."""
@@ -650,7 +324,7 @@ class Membership:
 
     def put_search(self, number: int, record: SearchRecord) -> None:
         """Write a search's result, later if etcd is away now: who joins waits for it, who has found it trains on."""
-        self._results.append((f"{self.keys.searches}{number}", encode(record)))
+        self._outbox.add_result(number, encode(record))
         with self._changed:
             self._changed.notify_all()
 
@@ -702,7 +376,7 @@ class Membership:
 
     def put_stacks(self, record: StacksRecord) -> None:
         """Say where this worker stands; that goes with the worker."""
-        self._client.put(self.keys.stacks + self.worker_id, encode(record), self._lease)
+        self._client.put(self.keys.stacks + self.worker_id, encode(record), self._own.lease)
 
     def stacks(self, request: int) -> dict[str, StacksRecord]:
         """The answers to a request so far, by worker."""
@@ -711,22 +385,9 @@ class Membership:
 
     def put_profile(self, payload: bytes) -> None:
         """Publish this worker's newest step profile; it goes with the worker."""
-        self._client.put(self.keys.profiles + self.worker_id, payload, self._lease)
+        self._client.put(self.keys.profiles + self.worker_id, payload, self._own.lease)
 
     # --- background ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _own_key(self) -> str:
-        return self.keys.workers + self.worker_id
-
-    def _round_number(self) -> int:
-        return self._view.round.number if self._view.round else 0
-
-    def _evicted_text(self) -> str:
-        return (
-            f"run {self._config.run_id!r}: worker {self.worker_id} is no longer part of the job; its lease ended or it did not "
-            "answer in time (stopped, cut off, or overloaded for longer than the lease?). It has to start again as a new worker"
-        )
 
     def _someone_is_past_the_start(self) -> bool:
         view = self._view
@@ -736,6 +397,9 @@ class Membership:
         with self._changed:
             self._dirty = True
             self._changed.notify_all()
+
+    def _on_new_lease(self, lease_id: int) -> None:
+        self._convener.came_back(lease_id, time.monotonic())
 
     def _refresh(self) -> None:
         def bad(key: str, error: RecordError) -> None:
@@ -750,11 +414,7 @@ class Membership:
                 self._view_since = time.monotonic()
             self._view = view
             self._seen = (entries, view)
-        if self._own_key not in entries or self._lease.lost.is_set():
-            # The mirror may be a moment behind our own registration, never behind the loss of our lease.
-            with self._write_lock:
-                if self._record is not None and not self._evicted and self._client.get(self._own_key) is None:
-                    self._evicted = not self._come_back()
+        self._own.check(entries)
         with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:
@@ -771,7 +431,7 @@ class Membership:
                 if self._on_tick is not None:
                     self._on_tick()
                 self._convene()
-                self._write_events()
+                self._outbox.write()
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
             except Exception:
@@ -780,12 +440,12 @@ class Membership:
 
     @property
     def evicted(self) -> bool:
-        return self._evicted
+        return self._own.evicted
 
     def _convene(self) -> None:
         # Read together: the view must be that of the revision that guards the next round.
         entries, view = self._seen
-        if self._record is None or self._evicted:
+        if not self._own.is_in_force:
             return
         if not self._mirror.healthy:
             self._convener.was_cut_off(time.monotonic())
@@ -803,48 +463,7 @@ class Membership:
     def _announce(self, view: View, round_: RoundRecord) -> None:
         log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
         decided_s = round(time.monotonic() - self._view_since, 3)
-        for worker_id in losses(view, round_):
-            how = self._evidence(view, worker_id)
-            self.event(
-                "loss",
-                f"worker {worker_id} is gone: {how}",
-                {"worker_id": worker_id, "round": round_.number - 1, "evidence": how, "decided_s": decided_s},
-            )
-        self.event(
-            "round",
-            f"round {round_.number}: {len(round_.members)} workers, {round_.reason}",
-            {
-                "number": round_.number,
-                "members": round_.members,
-                "kind": round_.kind,
-                "planned": round_.planned,
-                "reason": round_.reason,
-                "cause": cause(view, round_),
-                "decided_s": decided_s,  # from the last change of the records to this round being written
-            },
-        )
-
-    def _evidence(self, view: View, worker_id: str) -> str:
-        """How it is known that a worker is lost, as far as the convener can tell."""
-        if worker_id in view.workers:
-            return "it did not answer, or cannot be reached"
-        if worker_id in self._buried:
-            return "its port refuses connections"
-        return "its lease ended, or its agent or another worker found its process gone"
-
-    def _write_events(self) -> None:
-        """Write what waits to be written; what fails stays until the next attempt."""
-        # Two threads write: the background one, and the one that flushes before its process ends.
-        with self._events_lock:
-            while self._results:
-                self._client.put(*self._results[0])
-                self._results.popleft()
-            while self._events:
-                self._client.put(f"{self.keys.events}{time.time_ns():020d}-{self.worker_id}", encode(self._events[0]))
-                self._events.popleft()
-                self._num_events_written += 1
-                if self._num_events_written % TRIM_EVERY == 1:
-                    self._client.trim_prefix(self.keys.events, MAX_EVENTS)
+        announce(view, round_, decided_s, self._buried, self.event)
 
     def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
         for _ in range(100):

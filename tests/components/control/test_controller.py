@@ -25,12 +25,10 @@ from lightning_dlrover.components.targets.target import (
     AppStatus,
     NodeSize,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-    EtcdUnavailableError,
-    KeyValue,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,

@@ -199,7 +199,9 @@ def test_a_worker_is_told_where_the_jobs_state_is(
 
 LIVE = """
 import os, sys, time
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig, Put, absent
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.operations import Put, absent
 from lightning_dlrover.rdzv.job.records import JobRecord, Keys, WorkerRecord, encode
 keys = Keys(os.environ["DLROVER_RUN_ID"], os.environ["DLROVER_PREFIX"])
 agent, rank, world = os.environ["DLROVER_AGENT_ID"], os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -380,12 +382,12 @@ def test_ranks_of_a_round_are_distinct_and_all_agree_on_the_master(make_handler:
 def test_an_agent_taken_for_dead_registers_again(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     handler = make_handler()
     handler.next_rendezvous()
-    assert handler._lease is not None
-    client._revoke(handler._lease.id)
+    assert handler._own.lease is not None
+    client.leases.revoke(handler._own.lease.id)
 
     def is_back() -> bool:
         handler.num_nodes_waiting()
-        return len(client.get_prefix(keys.agents)[1]) == 1 and not handler._lease.lost.is_set()  # type: ignore[union-attr]
+        return len(client.get_prefix(keys.agents)[1]) == 1 and not handler._own.lease.lost.is_set()  # type: ignore[union-attr]
 
     eventually(is_back, "the agent is registered again", 10)
 
@@ -484,7 +486,8 @@ def test_the_record_of_an_agent_says_what_it_does(
 DOOMED = """
 import os, signal, sys, threading
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, Put
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.agents.handler import create_backend
 endpoint, run_id, key, content = sys.argv[1:]
 txn = EtcdClient.txn

@@ -18,10 +18,8 @@ from lightning_dlrover.rdzv.agents.c10d_store import (
     MAX_VALUE_BYTES,
     EtcdStore,
 )
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
@@ -299,9 +297,9 @@ def test_reading_many_keys_takes_few_requests(client: EtcdClient, keys: Keys, mo
     names = [f"rank{i}" for i in range(300)]
     store.multi_set(names, names)
     asked: list[str] = []
-    call = client._call
+    call = client.caller.call
     monkeypatch.setattr(
-        client, "_call", lambda action, *args, **kwargs: (asked.append(action), call(action, *args, **kwargs))[1]
+        client.caller, "call", lambda action, *args, **kwargs: (asked.append(action), call(action, *args, **kwargs))[1]
     )
     assert store.multi_get(names) == [name.encode() for name in names]
     assert store.check(names)
@@ -342,7 +340,8 @@ def test_a_wait_ends_with_the_name_of_an_etcd_that_stays_away(private_etcd: Embe
 
 ADDING_PROCESS = """
 import sys
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2])
 for _ in range(50):
@@ -409,7 +408,8 @@ def test_waiting_leaves_no_thread_behind(client: EtcdClient, keys: Keys) -> None
 GLOO_WORKER = """
 import sys
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
 endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = dist.PrefixStore("group", EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix))
@@ -441,7 +441,8 @@ SUBGROUP_WORKER = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
 endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix)
@@ -482,7 +483,8 @@ def test_subgroups_and_barriers_of_a_group_formed_over_it_are_those_of_any_store
 INTERRUPTED = """
 import sys, threading, os, signal
 from datetime import timedelta
-from lightning_dlrover.rdzv.etcd.client import EtcdClient, EtcdConfig
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored

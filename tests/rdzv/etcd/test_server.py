@@ -13,10 +13,8 @@ import pytest
 from torchrun_agent import eventually
 
 from lightning_dlrover.rdzv.etcd import server, server_failure
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import (
     EmbeddedEtcd,
     EtcdServerError,

@@ -16,10 +16,8 @@ import pytest
 from full_etcd import full
 from torchrun_agent import eventually
 
-from lightning_dlrover.rdzv.etcd.client import (
-    EtcdClient,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.world import World
@@ -50,7 +48,7 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
 
 
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
-    assert world_of(lease_ttl_s=9.0).membership._lease.ttl_s == 9.0
+    assert world_of(lease_ttl_s=9.0).membership._own.lease.ttl_s == 9.0
 
 
 @pytest.mark.parametrize("given", ["mpi", "cuda:nccl", "cpu:mpi,cuda:nccl"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
     KeyValue,
@@ -26,11 +26,11 @@ from lightning_dlrover.rdzv.live.convener import (
     Write,
     burial,
 )
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import (
     Patience,
     View,
 )
+from lightning_dlrover.rdzv.live.view import read_view
 
 KEYS = Keys("job", "/test")
 PATIENCE = Patience(start_s=60.0, regroup_s=120.0)

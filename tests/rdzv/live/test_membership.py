@@ -11,38 +11,36 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
-    EtcdClient,
-    EtcdConfig,
-    EtcdUnavailableError,
     Put,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
     EventRecord,
     JobRecord,
     Keys,
-    RecordError,
     RoundRecord,
     SearchRecord,
     WorkerRecord,
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live import membership
-from lightning_dlrover.rdzv.live.membership import (
-    EvictedError,
+from lightning_dlrover.rdzv.live import outbox
+from lightning_dlrover.rdzv.live.admission import (
     JobClosedError,
-    Membership,
     MembershipConfig,
-    MembershipError,
-    dead_workers,
-    read_view,
-    silent_workers,
 )
+from lightning_dlrover.rdzv.live.member import (
+    EvictedError,
+    MembershipError,
+)
+from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 T = TypeVar("T")
 
@@ -218,31 +216,6 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
 # --- the dead ---------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_port_that_refuses_proves_a_death() -> None:
-    def record(name: str, address: str, port: int) -> WorkerRecord:
-        return WorkerRecord(name, "agent", "host", 1, 0, address, port, "active")
-
-    with ExitStack() as stack:
-        alive = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # its queue is full then: it answers nobody, like a host that is gone
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(silent.getsockname())
-        with socket.create_server(("127.0.0.1", 0)) as closing:
-            gone = closing.getsockname()[1]
-        records = [
-            record("alive", "127.0.0.1", alive.getsockname()[1]),
-            record("dead", "127.0.0.1", gone),
-            record("silent", "127.0.0.1", silent.getsockname()[1]),
-            record("unknown", "no-such-host.invalid", 9),
-        ]
-        began = time.monotonic()
-        assert dead_workers(records) == ["dead"]
-        assert silent_workers(records) == ["silent", "unknown"]
-        assert time.monotonic() - began < 5.0
-
-
 def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 2)
     round_ = workers[0].membership.view.round
@@ -297,8 +270,8 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     third.membership.update("ready")
     for worker in (first, second, third):
         worker.enter(2)
-    with second.membership._write_lock:  # as if it was stopped
-        second.membership._lease.revoke()
+    with second.membership._own._write_lock:  # as if it was stopped
+        second.membership._own.lease.revoke()
         first.wait_for_round(3)
     eventually(lambda: second.membership.evicted)
     new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
@@ -325,8 +298,8 @@ def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_re
     first, second = job_of(start, 2)
     assert first.membership.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
-    with second.membership._write_lock:  # its host is gone
-        second.membership._lease.revoke()
+    with second.membership._own._write_lock:  # its host is gone
+        second.membership._own.lease.revoke()
         first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
     assert first.membership.view.replacements == frozenset()
 
@@ -337,10 +310,10 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
     first, second = job_of(start, 2)
     before = first.membership.view.round
     second.membership.drain("leave when another one is there")
-    leases = [worker.membership._lease for worker in (first, second)]
+    leases = [worker.membership._own.lease for worker in (first, second)]
     for lease in leases:  # both, as when etcd was out of reach
         lease.revoke()
-    eventually(lambda: all(worker.membership._lease not in leases for worker in (first, second)))
+    eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)))
     for worker in (first, second):
         worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
         assert not worker.membership.evicted
@@ -450,30 +423,6 @@ def test_a_job_whose_records_cannot_be_read_is_not_joined(
 # --- records ------------------------------------------------------------------------------------------------------------------
 
 
-def test_garbage_leaves_the_last_readable_version_in_force_and_is_reported_once(client: EtcdClient, keys: Keys) -> None:
-    good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
-    client.put(keys.round, good)
-    client.put(keys.drains + "a", encode(DrainRecord("a", "because")))
-    cache: dict[str, Any] = {}
-    reported: list[str] = []
-
-    def view() -> View:
-        def bad(key: str, error: RecordError) -> None:
-            reported.append(key)
-
-        return read_view({e.key: e for e in client.get_prefix(keys.live)[1]}, keys, cache, bad)
-
-    assert view().round is not None
-    client.put(keys.round, b"garbage")
-    client.put(keys.drains + "b", b"garbage")
-    for _ in range(3):
-        seen = view()
-        assert seen.round is not None
-        assert seen.round.number == 4
-        assert seen.drains == {"a"}
-    assert sorted(reported) == sorted([keys.round, keys.drains + "b"])
-
-
 def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
 
@@ -508,7 +457,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_EVENTS", 20)
+    monkeypatch.setattr(outbox, "MAX_EVENTS", 20)
     workers = job_of(start, 2)
     keys = workers[0].membership.keys
     for number in range(60):

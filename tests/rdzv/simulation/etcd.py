@@ -10,20 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import (
+    EtcdUnavailableError,
+    LeaseLostError,
+)
+from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    EtcdClient,
-    EtcdUnavailableError,
     KeyValue,
-    LeaseLostError,
     Op,
     Put,
     Txn,
 )
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.live.membership import read_view
 from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
 
 from .kernel import Kernel, Process, Wake
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
     Put,
 )

@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.rdzv.etcd.client import KeyValue
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.records import (
     RoundRecord,
     decode,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning_dlrover.rdzv.etcd.client import (
+from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
     Put,
     exists,

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.client import (
-    Delete,
+from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
+)
+from lightning_dlrover.rdzv.etcd.operations import (
+    Delete,
     Put,
     absent,
     modified,

@@ -1,0 +1,103 @@
+"""The records of a run, as one of its agents reads and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TypeVar
+
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
+
+from lightning_dlrover.rdzv.agents.convener import RecordReader
+from lightning_dlrover.rdzv.agents.rounds import why_over
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, Put, absent, modified
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+    Keys,
+    RecordError,
+    WorkerRecord,
+    decode,
+    encode,
+)
+
+__all__ = ["RunRecords"]
+
+T = TypeVar("T")
+
+
+class RunRecords:
+    """Reads the records of a run in etcd, closes the run, and removes what its agent need not leave behind."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, run_id: str, agent_id: str, reader: RecordReader) -> None:
+        self._client = client
+        self._keys = keys
+        self._run_id = run_id
+        self._agent_id = agent_id
+        self._reader = reader
+
+    def read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
+        """The record; once this agent has joined, the last readable one, or None, in place of garbage.
+
+        Raises:
+            RendezvousStateError: garbage, and this agent is still joining.
+        """
+        try:
+            return self._reader.read(record_type, entry)
+        except RecordError as error:
+            raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
+
+    def why_over(self) -> str:
+        """Why nobody can join any more, as etcd has it at this moment."""
+        keys = self._keys
+        entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
+        return why_over(self.read(AgentRound, entries.get(keys.agent_round)), self.read(JobRecord, entries.get(keys.job)))
+
+    def other_agents(self) -> list[AgentRecord]:
+        """The agents that are there, without this one."""
+        _, entries = self._client.get_prefix(self._keys.agents)
+        records = [self.read(AgentRecord, entry) for entry in entries]
+        return [record for record in records if record is not None and record.agent_id != self._agent_id]
+
+    def close(self, reason: str, deadline: float) -> None:
+        while True:
+            try:
+                if self._try_to_close(reason):
+                    return
+            except EtcdUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)  # a full etcd refuses at once
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time")
+
+    def _try_to_close(self, reason: str) -> bool:
+        """Whether the run is closed; False when another agent has written in between."""
+        entry = self._client.get(self._keys.agent_round)
+        round_ = self.read(AgentRound, entry) or AgentRound(0, [], "complete")
+        if round_.state == "closed":
+            return True
+        closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+        unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
+        return self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded
+
+    def delete_own_workers(self) -> None:
+        _, found = self._client.get_prefix(self._keys.workers)
+        for kv in found:
+            with contextlib.suppress(RecordError):  # not ours, whatever it is
+                if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
+                    self._client.txn([], [Delete(kv.key)])
+
+    def tidy_up(self, is_live: bool) -> None:
+        """Remove what only agents need, if this was the last of them."""
+        if not self._client.count(self._keys.agents):
+            # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
+            self._client.delete_prefix(self._keys.store)
+            self._client.delete_prefix(self._keys.agents_left)
+            self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
+            if is_live and self.why_over():
+                self._client.delete(self._keys.agent_round)

@@ -1,0 +1,234 @@
+"""Requests to etcd, repeated through lost connections and elections until their time is over."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig, read_password
+from lightning_dlrover.rdzv.etcd.connection import Connection, Connections, WatchStream, is_cut_off_by_fork
+from lightning_dlrover.rdzv.etcd.errors import (
+    EtcdError,
+    EtcdFullError,
+    EtcdUnavailableError,
+    LeaseLostError,
+    UnreadablePasswordError,
+)
+from lightning_dlrover.rdzv.etcd.messages import range_end
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
+
+__all__ = ["RETRY_PAUSE_S", "Caller"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.05
+"""Seconds between two attempts."""
+
+_LATE_S = 1.5  # without an answer for so long, another connection is asked, too
+
+
+class Caller:
+    """Carries out requests: on which connection, as which user, how often, and for how long. Thread-safe."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self.connections = Connections(config)
+        read_password(config)  # an unreadable file is an error at once, not when the first token is asked for
+        self._is_full = False  # etcd, as its last answer to a write showed
+        self._lock = threading.Lock()
+        self._token: str | None = None
+        self._last_revision = 0
+        self._answered_at = 0.0  # monotonic clock
+        self._closed = threading.Event()
+
+    @property
+    def last_revision(self) -> int:
+        """The newest revision of all answers so far."""
+        return self._last_revision
+
+    def call(
+        self,
+        action: str,
+        service: str,
+        method: str,
+        request: Any,
+        attempts: list[None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Answer to one request, repeated until the timeout; each try adds an entry to `attempts`."""
+        self._refuse_after_fork(action)
+        limit_s = self.config.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        late_s = min(max(limit_s / (2 * self.connections.num_targets), _LATE_S), 0.6 * limit_s)
+        last_error: grpc.RpcError | None = None
+        answers: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
+        pending: dict[Connection, Any] = {}
+        try:
+            while True:
+                remaining_s = deadline - time.monotonic()
+                if self._closed.is_set():
+                    raise EtcdUnavailableError(f"cannot {action} in etcd at {self.config.endpoints}: the client was closed")
+                if remaining_s <= 0:
+                    raise self._unavailable(action, limit_s, last_error) from last_error
+                wait_s = min(late_s, remaining_s)
+                connection = self.connections.current()
+                try:
+                    for connection in self.connections.to_ask():
+                        if connection not in pending:
+                            metadata = self._metadata(connection, wait_s)
+                            if attempts is not None:
+                                attempts.append(None)
+                            # The deadline is ours to keep: gRPC's own comes after it.
+                            future = connection.method(service, method).future(
+                                request, timeout=remaining_s + 1.0, metadata=metadata
+                            )
+                            pending[connection] = future
+                            future.add_done_callback(functools.partial(_put_answer, answers, connection))
+                    connection, future = answers.get(timeout=wait_s)
+                    pending.pop(connection, None)
+                    response = future.result()
+                except queue.Empty:
+                    self.connections.doubt(pending, late_s)
+                    continue
+                except grpc.RpcError as error:
+                    self._judge(action, connection, error, pending, late_s)
+                    last_error = error
+                except UnreadablePasswordError as error:
+                    if time.monotonic() + RETRY_PAUSE_S >= deadline:
+                        raise EtcdUnavailableError(f"cannot {action}: {error}") from error
+                except (ValueError, grpc.FutureCancelledError):
+                    # "Cannot invoke RPC on closed channel": another thread replaced the connection.
+                    self.connections.drop(connection)
+                else:
+                    self._note_answer(connection, response, service, method)
+                    return response
+                self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
+        finally:
+            for future in pending.values():
+                future.cancel()
+
+    def _refuse_after_fork(self, action: str) -> None:
+        if is_cut_off_by_fork():
+            # gRPC's threads are in the parent; a call would wait for them in vain, or for a lock that one of them held.
+            raise EtcdError(
+                f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
+                "connected to etcd, and gRPC does not survive that. Start it with the method 'spawn' or 'forkserver', or shut "
+                "the parent's rendezvous handler down first; or set GRPC_ENABLE_FORK_SUPPORT=1: a fork may then take a second"
+            )
+
+    def _note_answer(self, connection: Connection, response: Any, service: str, method: str) -> None:
+        if self._is_full and service == "KV" and method in ("Put", "Txn"):
+            self._is_full = False
+        with self._lock:
+            self._last_revision = max(self._last_revision, response.header.revision)
+            self._answered_at = connection.heard_at = time.monotonic()
+        self.connections.prefer(connection)
+
+    def _judge(
+        self, action: str, connection: Connection, error: grpc.RpcError, asked: Collection[Connection], late_s: float
+    ) -> None:
+        """Return when the request may be repeated, else raise."""
+        code, details = error.code(), error.details() or ""
+        where = f"cannot {action} in etcd at {connection.target}"
+        if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
+            with self._lock:
+                self._token = None
+            if self.config.user is not None and "authentication failed" not in details:
+                return
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.connections.doubt([connection, *asked], late_s)
+            return
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            self.connections.drop(connection)
+            return
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "too many requests" in details:
+            return
+        if code is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
+            raise LeaseLostError(f"{where}: its lease has expired or was revoked; create a new lease") from error
+        if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN):
+            raise EtcdUnavailableError(
+                f"{where}: what listens there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
+            ) from error
+        advice = {
+            grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix"
+            if self.config.user is not None
+            else "; this etcd wants a user and a password (--rdzv-conf user=...,password_file=...)",
+            grpc.StatusCode.UNAUTHENTICATED: "; check user and password",
+        }.get(code, "")
+        if "user name is empty" in details:
+            advice = "; this etcd wants a user and a password (--rdzv-conf user=...,password_file=...)"
+        elif "authentication failed" in details:
+            advice = "; check user and password"
+        elif "too large" in details:
+            advice = "; values are limited to about 1 MB"
+        elif "database space exceeded" in details:
+            raise self._full(action, connection) from error
+        raise EtcdError(f"{where}: {code.name}: {details}{advice}") from error
+
+    def _full(self, action: str, connection: Connection) -> EtcdFullError:
+        problem = (
+            f"etcd at {connection.target} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
+            "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
+            "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
+        )
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("%s. Training goes on; changes of the job's workers wait until then", problem)
+        return EtcdFullError(f"cannot {action}: {problem}")
+
+    def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
+        cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
+        tls = "" if self.config.uses_tls else " and whether it asks for TLS (ca_cert)"
+        if "handshake failed" in cause:
+            tls = ", that ca_cert is of the authority that signed its certificate, and whether it asks for one of us (cert)"
+        return EtcdUnavailableError(
+            f"cannot {action}: no etcd v3 answered at {self.config.endpoints} within {limit_s:g} s "
+            f"({cause}); check that etcd runs, that the endpoint is right and reachable from this host{tls}"
+        )
+
+    def _metadata(self, connection: Connection, timeout_s: float) -> tuple[tuple[str, str], ...]:
+        """The token of our user; asks for a new one where needed."""
+        if self.config.user is None:
+            return ()
+        with self._lock:
+            token = self._token
+        if token is None:
+            try:
+                password = read_password(self.config)
+            except EtcdError as error:
+                # It could be read at the start: it is being replaced, or its file system is away for a moment.
+                raise UnreadablePasswordError(str(error)) from error
+            request = etcdrpc.AuthenticateRequest(name=self.config.user, password=password)
+            token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
+            with self._lock:
+                self._token = token
+        return (("token", token),)
+
+    def has_stood_still(self, revision: int, since: float) -> bool:
+        """Whether etcd has answered after `since` (monotonic clock), and had seen no write after `revision`."""
+        with self._lock:
+            return self._answered_at > since and self._last_revision == revision
+
+    def watch(self, prefix: str, start_revision: int) -> WatchStream:
+        connection = self.connections.current()
+        metadata = self._metadata(connection, self.config.timeout_s)
+        create = etcdrpc.WatchCreateRequest(key=prefix.encode(), range_end=range_end(prefix), start_revision=start_revision)
+        return WatchStream(connection, etcdrpc.WatchRequest(create_request=create), metadata)
+
+    def stop(self) -> None:
+        """End the requests that are being repeated."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Close the connections; what still uses them ends with an error."""
+        self.connections.close()
+
+
+def _put_answer(answers: queue.SimpleQueue[tuple[Connection, Any]], connection: Connection, future: Any) -> None:
+    answers.put((connection, future))

@@ -1,0 +1,97 @@
+"""How etcd is reached: endpoints, user, password and certificates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+
+__all__ = ["ACCESS_VARIABLES", "EtcdConfig", "parse_endpoints", "read_password"]
+
+
+def parse_endpoints(text: str) -> list[tuple[str, int]]:
+    """Host and port of each endpoint in ``host:port,host:port``; ``http://`` and ``https://`` are allowed in
+    front.
+
+    Raises:
+        ValueError: a part has no host or no port between 1 and 65535; an IPv6 address stands without
+            brackets.
+    """
+    endpoints = []
+    for part in text.split(","):
+        stripped = part.strip()
+        match = re.fullmatch(r"(?:https?://)?(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})/?", stripped)
+        if match is None or not 0 < int(match[2]) < 65536:
+            raise ValueError(
+                f"etcd endpoint {stripped!r} in {text!r} is not host:port; give for example "
+                "--rdzv-endpoint=10.0.0.7:2379 (several separated by commas, IPv6 in brackets: [::1]:2379)"
+            )
+        endpoints.append((match[1].strip("[]"), int(match[2])))
+    return endpoints
+
+
+ACCESS_VARIABLES = {
+    "user": "DLROVER_USER",
+    "password_file": "DLROVER_PASSWORD_FILE",
+    "ca_cert": "DLROVER_CA_CERT",
+    "cert": "DLROVER_CERT",
+    "cert_key": "DLROVER_CERT_KEY",
+}
+"""Fields of `EtcdConfig` that say who a client is, and the environment variables that agents hand them to workers in."""
+
+
+@dataclass(frozen=True)
+class EtcdConfig:
+    """How etcd is reached. TLS is used when `ca_cert` is given or the endpoints start with https://."""
+
+    endpoints: str  # host:port,host:port
+    user: str | None = None
+    password_file: str | None = None  # its first line is the password, which itself is kept nowhere
+    ca_cert: str | None = None  # paths of PEM files
+    cert: str | None = None
+    cert_key: str | None = None
+    timeout_s: float = 5.0  # for one operation, retries included
+
+    def __post_init__(self) -> None:
+        parse_endpoints(self.endpoints)
+        if (self.user is None) != (self.password_file is None):
+            raise ValueError("etcd needs both user and password_file, or neither")
+        if (self.cert is None) != (self.cert_key is None):
+            raise ValueError("a TLS client certificate needs both cert and cert_key")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}, must be above 0")
+
+    @classmethod
+    def from_environment(cls, endpoints: str, environ: Mapping[str, str], timeout_s: float = 5.0) -> EtcdConfig:
+        """With the user and the files that `to_environment` names."""
+        return cls(endpoints, timeout_s=timeout_s, **{f: environ[v] for f, v in ACCESS_VARIABLES.items() if environ.get(v)})
+
+    def to_environment(self) -> dict[str, str | None]:
+        """What `from_environment` reads; None: not to be set."""
+        return {variable: getattr(self, name) for name, variable in ACCESS_VARIABLES.items()}
+
+    @property
+    def access(self) -> dict[str, str]:
+        """The user and the files that are set, by field."""
+        return {name: value for name in ACCESS_VARIABLES if (value := getattr(self, name)) is not None}
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.ca_cert is not None or self.cert is not None or "https://" in self.endpoints
+
+
+def read_password(config: EtcdConfig) -> str | None:
+    """Read whenever it is needed: it may be changed while a job runs, and what is kept nowhere cannot leak."""
+    if config.password_file is None:
+        return None
+    what = f"password_file {config.password_file!r} for etcd at {config.endpoints}"
+    try:
+        lines = Path(config.password_file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EtcdError(f"cannot read {what}: {error}") from error
+    if not lines or not lines[0]:
+        raise EtcdError(f"cannot use {what}: it has no first line")
+    return lines[0]

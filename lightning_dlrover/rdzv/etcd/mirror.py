@@ -1,0 +1,239 @@
+"""A live copy of the keys under a prefix."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from lightning_dlrover.rdzv.etcd.caller import RETRY_PAUSE_S
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.connection import WatchStream
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S
+from lightning_dlrover.rdzv.etcd.messages import key_value
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.etcd.stubs import grpc
+
+__all__ = ["Mirror"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SUSPECT_S = 1.0  # a watch may be late by so much when many clients are told of the same change
+
+
+class Mirror:
+    """A live copy of all keys under a prefix, kept by a watch.
+
+    The copy is consistent: it is what etcd held at `revision`. A watch that ends, was compacted or died silently is
+    replaced: every `check_interval_s` a small read (no values) compares the copy's size and newest revision, unless
+    another answer, such as a lease's refresh, shows that nobody has written anything to etcd since.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: str,
+        on_change: Callable[[], None] | None = None,
+        check_interval_s: float = 2.0,
+    ) -> None:
+        """Load the prefix; raises what `EtcdClient.get_prefix` raises.
+
+        Args:
+            on_change: called from the mirror's own thread after each update of the copy; must not block for
+                long.
+        """
+        self.prefix = prefix
+        self._client = client
+        self._on_change = on_change
+        self._check_interval_s = check_interval_s
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._healthy = True
+        self._stream: WatchStream | None = None
+        self._revision, found = client.get_prefix(prefix)
+        self._keys = {kv.key: kv for kv in found}
+        client.adopt(self)
+        name = f"etcd-mirror-{prefix.rstrip('/').rsplit('/', 1)[-1]}"
+        self._threads = [
+            threading.Thread(target=self._follow, name=name, daemon=True),
+            threading.Thread(target=self._check_regularly, name=f"{name}-check", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def healthy(self) -> bool:
+        """False while etcd cannot be reached, so that the copy may be out of date."""
+        return self._healthy
+
+    @property
+    def revision(self) -> int:
+        with self._changed:
+            return self._revision
+
+    def snapshot(self) -> dict[str, KeyValue]:
+        with self._changed:
+            return dict(self._keys)
+
+    def get(self, key: str) -> KeyValue | None:
+        with self._changed:
+            return self._keys.get(key)
+
+    def wait_for(self, predicate: Callable[[dict[str, KeyValue]], T | None], timeout_s: float) -> T:
+        """The first result of `predicate` that is not None; it is called for the present copy and after each
+        change.
+
+        Raises:
+            TimeoutError: there was none within `timeout_s`.
+            EtcdError: the mirror was closed meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                seen, keys = self._revision, dict(self._keys)
+            result = predicate(keys)
+            if result is not None:
+                return result
+            with self._changed:
+                while self._revision == seen and not self._closed.is_set():
+                    remaining_s = deadline - time.monotonic()
+                    if remaining_s <= 0:
+                        state = "" if self._healthy else f"; etcd at {self._client.config.endpoints} cannot be reached"
+                        raise TimeoutError(f"waited {timeout_s:g} s for a change under {self.prefix!r}, in vain{state}")
+                    self._changed.wait(remaining_s)
+                if self._closed.is_set():
+                    raise EtcdError(f"the mirror of {self.prefix!r} was closed while somebody waited for a change")
+
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
+        """End and join the threads; `on_change` is not called afterwards."""
+        self._closed.set()
+        with self._changed:
+            stream = self._stream
+            self._changed.notify_all()
+        if stream is not None:
+            stream.cancel()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _follow(self) -> None:
+        """Apply what the watch reports; the only thread that changes the copy."""
+        while not self._closed.is_set():
+            try:
+                stream = self._client.caller.watch(self.prefix, self._revision + 1)
+                with self._changed:
+                    self._stream = stream
+                    # Closed in between: nobody else would cancel this stream.
+                    if self._closed.is_set():
+                        stream.cancel()
+                for response in stream:
+                    if response.canceled or response.compact_revision:
+                        logger.debug("watch of %r ended: %s", self.prefix, response.cancel_reason or "compacted")
+                        break
+                    self._healthy = True
+                    if response.events:
+                        self._apply(response.events)
+                stream.cancel()
+            except (grpc.RpcError, ValueError, EtcdError) as error:
+                logger.debug("watch of %r ended: %r", self.prefix, error)
+            except Exception:  # without this thread nobody would notice that the copy grows old
+                logger.exception("watch of %r ended; it is begun again", self.prefix)
+            if not self._closed.is_set():
+                self._reload()
+
+    def _reload(self) -> None:
+        """Read the prefix afresh, however long it takes until etcd answers."""
+        reported = False
+        while not self._closed.is_set():
+            try:
+                revision, found = self._client.get_prefix(self.prefix)
+            except EtcdError as error:
+                self._healthy = False
+                if not reported:
+                    logger.warning("the copy of %r may be out of date until etcd answers: %s", self.prefix, error)
+                    reported = True
+                self._closed.wait(0.2)
+                continue
+            self._healthy = True
+            self._replace(revision, {kv.key: kv for kv in found})
+            # A watch that is refused at once (permissions, a compaction loop) must not spin.
+            self._closed.wait(RETRY_PAUSE_S)
+            return
+
+    def _apply(self, events: Sequence[Any]) -> None:
+        """Costs as much as there are events, however many keys the prefix has."""
+        changed = False
+        with self._changed:
+            seen = self._revision
+            for event in events:
+                if event.kv.mod_revision <= seen:
+                    continue
+                self._revision = max(self._revision, event.kv.mod_revision)
+                kv = key_value(event.kv)
+                if event.type != event.DELETE:
+                    changed = True
+                    self._keys[kv.key] = kv
+                elif self._keys.pop(kv.key, None) is not None:
+                    changed = True
+            self._changed.notify_all()
+        self._report(changed)
+
+    def _replace(self, revision: int, keys: dict[str, KeyValue]) -> None:
+        with self._changed:
+            changed = keys != self._keys
+            # etcd restarted from an older backup would be behind us; what it says counts all the same.
+            self._revision, self._keys = revision, keys
+            self._changed.notify_all()
+        self._report(changed)
+
+    def _report(self, changed: bool) -> None:
+        if changed and self._on_change is not None and not self._closed.is_set():
+            try:
+                self._on_change()
+            except Exception:  # a listener's bug must not end the mirror for everybody else
+                logger.exception("on_change of the mirror of %r failed", self.prefix)
+
+    def _check_regularly(self) -> None:
+        suspect: tuple[int, int] | None = None
+        checked_revision, checked_at = 0, 0.0
+        while not self._closed.wait(self._check_interval_s if suspect is None else _SUSPECT_S):
+            if suspect is None and self._client.caller.has_stood_still(checked_revision, checked_at):
+                checked_at = time.monotonic()
+                continue
+            checked_at = time.monotonic()
+            try:
+                checked_revision, *found = self._client.newest_in(self.prefix, self._check_interval_s)
+            except EtcdError:
+                # A watch whose connection turns out to be dead ends with it.
+                self._healthy = False
+                continue
+            self._healthy = True
+            with self._changed:
+                copy = (len(self._keys), max((kv.mod_revision for kv in self._keys.values()), default=0))
+            truth = (found[0], found[1])
+            if truth == copy:
+                suspect = None
+            elif suspect == copy:
+                # The copy has stood still although etcd differs: the watch is dead.
+                logger.warning("the watch of %r missed a change; reading again", self.prefix)
+                suspect = None
+                self._resubscribe()
+            else:
+                suspect = copy
+
+    def _resubscribe(self) -> None:
+        with self._changed:
+            stream = self._stream
+        if stream is not None:
+            stream.cancel()

@@ -1,0 +1,85 @@
+"""What a transaction consists of: conditions and operations, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+__all__ = ["Compare", "Delete", "Get", "KeyValue", "Op", "OpT", "Put", "Txn", "absent", "created", "exists", "modified"]
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int  # 1 when created, one more per put
+    lease_id: int  # 0: not bound to a lease
+
+
+@dataclass(frozen=True)
+class Compare:
+    """One condition of a transaction; build it with `created`, `modified`, `absent` or `exists`."""
+
+    key: str
+    target: Literal["create", "mod"]
+    result: Literal["equal", "greater"]
+    revision: int
+
+
+@dataclass(frozen=True)
+class _RevisionOf:
+    key: str
+    target: Literal["create", "mod"]
+
+    def __eq__(self, revision: object) -> Compare:  # type: ignore[override]
+        if not isinstance(revision, int):
+            raise TypeError(f"a revision is an int, not {type(revision).__name__}")
+        return Compare(self.key, self.target, "equal", revision)
+
+
+def created(key: str) -> _RevisionOf:
+    """``created(key) == revision``: the key exists since exactly this revision (0: it does not exist)."""
+    return _RevisionOf(key, "create")
+
+
+def modified(key: str) -> _RevisionOf:
+    """``modified(key) == revision``: nobody wrote the key since it was read so (0: it does not exist)."""
+    return _RevisionOf(key, "mod")
+
+
+def absent(key: str) -> Compare:
+    return Compare(key, "create", "equal", 0)
+
+
+def exists(key: str) -> Compare:
+    return Compare(key, "create", "greater", 0)
+
+
+@dataclass(frozen=True)
+class Put:
+    key: str
+    value: bytes
+    lease_id: int = 0
+
+
+@dataclass(frozen=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True)
+class Get:
+    key: str
+
+
+Op = Put | Delete | Get
+OpT = TypeVar("OpT", bound=Op)
+
+
+@dataclass(frozen=True)
+class Txn:
+    succeeded: bool
+    revision: int
+    values: list[KeyValue]  # of every Get that found its key, in order

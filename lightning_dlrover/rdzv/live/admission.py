@@ -1,0 +1,115 @@
+"""Which jobs a worker may join."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.operations import Put, absent
+from lightning_dlrover.rdzv.job.records import (
+    HISTORY_TTL_S,
+    JobRecord,
+    Keys,
+    RecordError,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.member import MembershipError
+from lightning_dlrover.rdzv.live.rounds import Patience
+
+__all__ = ["JobClosedError", "MembershipConfig", "enter_job", "refuse_loopback"]
+
+
+class JobClosedError(MembershipError):
+    """The job has finished or failed; there is nothing to join."""
+
+
+@dataclass(frozen=True)
+class MembershipConfig:
+    run_id: str
+    prefix: str
+    agent_id: str
+    local_rank: int
+    min_workers: int
+    max_workers: int
+    version: str
+    address: str  # where other workers reach this one
+    port: int  # its TCPStore
+    lease_ttl_s: float = 5.0
+    history_ttl_s: float = HISTORY_TTL_S
+    patience: Patience = field(default_factory=Patience)
+
+
+def enter_job(client: EtcdClient, keys: Keys, config: MembershipConfig) -> None:
+    """Make the job's record if there is none.
+
+    Raises:
+        JobClosedError: the job has ended.
+        MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
+    """
+    entry = client.get(keys.job)
+    if entry is None:
+        job = JobRecord(
+            phase="starting",
+            live=True,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            version=config.version,
+            created_at=time.time(),
+        )
+        client.txn([absent(keys.job)], [Put(keys.job, encode(job))])
+        entry = client.get(keys.job)
+    if entry is None:
+        raise MembershipError(f"run {config.run_id!r}: {keys.job!r} vanished while joining; start the worker again")
+    try:
+        job = decode(JobRecord, entry.value, keys.job)
+        if (round_entry := client.get(keys.round)) is not None:
+            decode(RoundRecord, round_entry.value, keys.round)
+    except RecordError as error:
+        raise MembershipError(f"run {config.run_id!r} cannot be joined: {error}") from error
+    if job.unfinished_fit and not client.get_prefix(keys.workers)[1]:
+        raise MembershipError(
+            f"run {config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
+            "only the first can be resumed; start a new run with another --rdzv-id"
+        )
+    if job.phase in ("finished", "failed"):
+        raise JobClosedError(
+            f"run {config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
+            "start a new run with another --rdzv-id"
+        )
+    if job.version != config.version:
+        raise MembershipError(
+            f"run {config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
+            f"{config.version}: install the same release on every node"
+        )
+
+
+def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -> None:
+    """
+    Raises:
+        MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
+    """
+    own = config.address
+    for worker in workers:
+        if worker.host == socket.gethostname():
+            continue
+        for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
+            if _is_loopback(address):
+                raise MembershipError(
+                    f"run {config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
+                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
+                    "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

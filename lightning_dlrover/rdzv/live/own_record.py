@@ -1,0 +1,174 @@
+"""The record that a worker writes about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import LeaseLostError
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, Put, Txn, absent, modified
+from lightning_dlrover.rdzv.job.records import (
+    MAX_UNREACHABLE,
+    DrainRecord,
+    Keys,
+    RecordError,
+    RoundRecord,
+    WorkerRecord,
+    WorkerState,
+    decode,
+    encode,
+)
+from lightning_dlrover.rdzv.live.member import EvictedError
+
+__all__ = ["OwnRecord"]
+
+log = logging.getLogger(__name__)
+
+
+class OwnRecord:
+    """A worker's own record: written by the worker alone, bound to its lease, and guarded against writes that arrive late.
+
+    Args:
+        came_back: receives the new lease's number when the worker has registered again.
+    """
+
+    def __init__(
+        self, client: EtcdClient, keys: Keys, run_id: str, worker_id: str, lease_ttl_s: float, came_back: Callable[[int], None]
+    ) -> None:
+        self.key = keys.workers + worker_id
+        self.evicted = False
+        self.lease = client.lease(lease_ttl_s).keep_alive()
+        self._client = client
+        self._keys = keys
+        self._run_id = run_id
+        self._worker_id = worker_id
+        self._lease_ttl_s = lease_ttl_s
+        self._came_back = came_back
+        self._record: WorkerRecord | None = None
+        self._created = self._modified = 0  # revisions of our record: when it was made, and of our last write
+        self._write_lock = threading.Lock()
+        self._drain_reason = ""  # not empty: this worker has asked to leave
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether this worker is registered, and not evicted."""
+        return self._record is not None and not self.evicted
+
+    @property
+    def evicted_text(self) -> str:
+        return (
+            f"run {self._run_id!r}: worker {self._worker_id} is no longer part of the job; its lease ended or it did not "
+            "answer in time (stopped, cut off, or overloaded for longer than the lease?). It has to start again as a new worker"
+        )
+
+    def create(self, record: WorkerRecord) -> None:
+        self._record = record
+        # Guarded like every write of it: a repetition that arrives late, when we have moved on, must not bring this one back.
+        made = self._client.txn([absent(self.key)], [Put(self.key, encode(record), self.lease.id)])
+        self._created = self._modified = made.revision
+
+    def update(
+        self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        """Write this worker's state.
+
+        Args:
+            unreachable: workers that it could not reach, see `WorkerRecord.unreachable`.
+
+        Raises:
+            EvictedError: the record is gone, the job went on without this worker.
+        """
+        with self._write_lock:
+            if self._record is None or self.evicted:
+                raise EvictedError(self.evicted_text)
+            apart = list(unreachable)[:MAX_UNREACHABLE]
+            record = dataclasses.replace(self._record, state=state, round_number=round_number, unreachable=apart)
+            if fingerprint is not None:
+                record = dataclasses.replace(record, fingerprint=fingerprint)
+            if (state, round_number) != (self._record.state, self._record.round_number):
+                record = dataclasses.replace(record, since=time.time())
+            put = Put(self.key, encode(record), self.lease.id)
+            while not (written := self._try_write(put)).succeeded:
+                entry = self._client.get(self.key)
+                if entry is not None and entry.create_revision == self._created:
+                    self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+                elif not self._come_back():
+                    self.evicted = True
+                    raise EvictedError(self.evicted_text)
+                put = dataclasses.replace(put, lease_id=self.lease.id)
+            self._record, self._modified = record, written.revision
+
+    def _try_write(self, put: Put) -> Txn:
+        try:
+            return self._client.txn([modified(self.key) == self._modified], [put])
+        except LeaseLostError:
+            return Txn(False, 0, [])
+
+    def check(self, entries: Mapping[str, KeyValue]) -> None:
+        """Register again, or note that this worker was evicted, should a copy of the records lack its own."""
+        if self.key not in entries or self.lease.lost.is_set():
+            # The mirror may be a moment behind our own registration, never behind the loss of our lease.
+            with self._write_lock:
+                if self._record is not None and not self.evicted and self._client.get(self.key) is None:
+                    self.evicted = not self._come_back()
+
+    def _come_back(self) -> bool:
+        """Register again after the lease has ended, provided that nobody went on without this worker meanwhile.
+
+        So it is when etcd was out of everybody's reach for longer than a lease. Whoever decides on a round guards it by the
+        revision of the one before, and so is this: either the job's newest round still is one with this worker, or it fails.
+        A worker that was buried is not meant; `_write_lock` is held.
+        """
+        assert self._record is not None
+        if not self.lease.has_ended():
+            return False
+        entry = self._client.get(self._keys.round)
+        if entry is not None:
+            try:
+                is_member = self._worker_id in decode(RoundRecord, entry.value, entry.key).members
+            except RecordError:
+                return False
+            # One that waits to be taken in misses nothing by being away.
+            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+                return False
+        nobody_went_on = modified(self._keys.round) == entry.mod_revision if entry else absent(self._keys.round)
+        lease = self._client.lease(self._lease_ttl_s)
+        ops = [Put(self.key, encode(self._record), lease.id)]
+        if self._drain_reason:
+            ops.append(self._drain_request(lease))
+        made = self._client.txn([absent(self.key), nobody_went_on], ops)
+        if not made.succeeded:
+            lease.revoke()
+            return False
+        log.warning("run %s: worker %s has registered again after its lease had ended", self._run_id, self._worker_id)
+        self.lease.close()
+        self.lease = lease.keep_alive()
+        self._created = self._modified = made.revision
+        self._came_back(lease.id)
+        return True
+
+    def leave(self) -> None:
+        """Remove this worker's records."""
+        with self._write_lock:
+            if self._record is not None:
+                self._record = None
+                self._client.txn([], [Delete(self.key), Delete(self._keys.drains + self._worker_id)])
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave the job: the next planned round is formed without this worker.
+
+        Raises:
+            LeaseLostError: this worker's lease has ended; should it register again, it asks then.
+        """
+        self._drain_reason = reason
+        request = self._drain_request(self.lease)
+        self._client.put(request.key, request.value, self.lease)
+
+    def _drain_request(self, lease: Lease) -> Put:
+        record = DrainRecord(self._worker_id, self._drain_reason)
+        return Put(self._keys.drains + self._worker_id, encode(record), lease.id)

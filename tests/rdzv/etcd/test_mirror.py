@@ -1,0 +1,102 @@
+"""A mirror shows what etcd holds, whatever happens to its watch."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torchrun_agent import eventually
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import (
+    KeyValue,
+    Put,
+)
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.job.records import Keys
+
+
+def test_a_mirror_shows_what_was_there_and_what_comes(client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.root + "a", b"1")
+    client.put(keys.root + "b", b"1")
+    changes = threading.Semaphore(0)
+    with Mirror(client, keys.root, changes.release) as mirror:
+        assert sorted(mirror.snapshot()) == [keys.root + "a", keys.root + "b"]
+        client.delete(keys.root + "a")
+        revision = client.put(keys.root + "b", b"2")
+        mirror.wait_for(lambda found: found[keys.root + "b"].value == b"2" or None, 5)
+        assert sorted(mirror.snapshot()) == [keys.root + "b"]
+        assert mirror.revision == revision
+        assert changes.acquire(timeout=1)
+
+
+def test_a_mirror_reports_changes_by_watch_not_by_polling(client: EtcdClient, keys: Keys) -> None:
+    seen: list[float] = []
+    with Mirror(client, keys.root, lambda: seen.append(time.monotonic()), check_interval_s=60) as mirror:
+        delays = []
+        for i in range(30):
+            began = time.monotonic()
+            client.put(keys.root + "k", str(i).encode())
+            eventually(lambda count=i: len(seen) > count or None, "the change was reported", 5)  # type: ignore[misc]
+            delays.append(seen[-1] - began)
+        assert sorted(delays)[15] < 0.1  # 0.6 ms on a quiet machine
+        assert mirror.healthy
+
+
+def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: EtcdClient, keys: Keys) -> None:
+    torn: list[dict[str, KeyValue]] = []
+    a, b = keys.root + "a", keys.root + "b"
+
+    def look() -> None:
+        found = mirror.snapshot()
+        if {kv.value for kv in found.values()} not in (set(), {found[a].value}):
+            torn.append(found)
+
+    with Mirror(client, keys.root) as mirror:
+        mirror._on_change = look
+        for i in range(50):
+            client.txn([], [Put(a, str(i).encode()), Put(b, str(i).encode())])
+        mirror.wait_for(lambda found: found[a].value == b"49" or None if a in found else None, 5)
+    assert not torn
+
+
+def test_a_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys: Keys) -> None:
+    with Mirror(client, keys.root, check_interval_s=0.2) as mirror:
+        # As a half-open connection: the stream stays, but nothing comes any more.
+        mirror._apply = lambda events: None  # type: ignore[method-assign]
+        client.put(keys.root + "k", b"1")
+        mirror.wait_for(lambda found: found.get(keys.root + "k"), 5)
+
+
+def test_a_mirror_survives_that_its_revision_was_compacted(
+    etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = client.caller.watch
+    first_revision = client.put(keys.root + "k", b"0")
+    starts = iter([first_revision])  # the first watch asks for a past that no longer exists
+    monkeypatch.setattr(client.caller, "watch", lambda prefix, start: watch(prefix, next(starts, start)))
+    newest = client.put(keys.root + "k", b"1")
+    client.caller.connections.current()
+    etcdrpc.KVStub(client.caller.connections.current().channel).Compact(etcdrpc.CompactionRequest(revision=newest))
+    with Mirror(client, keys.root) as mirror:
+        client.put(keys.root + "k", b"2")
+        mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
+
+
+def test_waiting_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+    with Mirror(client, keys.root) as mirror, pytest.raises(TimeoutError, match=rf"0\.1 s.*{keys.root}"):
+        mirror.wait_for(lambda _: None, 0.1)
+
+
+def test_a_listener_that_raises_does_not_end_the_mirror(client: EtcdClient, keys: Keys) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    with Mirror(client, keys.root, fail) as mirror:
+        client.put(keys.root + "a", b"")
+        mirror.wait_for(lambda found: found.get(keys.root + "a"), 5)
+        client.put(keys.root + "b", b"")
+        mirror.wait_for(lambda found: found.get(keys.root + "b"), 5)

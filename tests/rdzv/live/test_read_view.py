@@ -1,0 +1,40 @@
+"""What a view shows of records that cannot be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
+    Keys,
+    RecordError,
+    RoundRecord,
+    encode,
+)
+from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
+
+
+def test_garbage_leaves_the_last_readable_version_in_force_and_is_reported_once(client: EtcdClient, keys: Keys) -> None:
+    good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
+    client.put(keys.round, good)
+    client.put(keys.drains + "a", encode(DrainRecord("a", "because")))
+    cache: dict[str, Any] = {}
+    reported: list[str] = []
+
+    def view() -> View:
+        def bad(key: str, error: RecordError) -> None:
+            reported.append(key)
+
+        return read_view({e.key: e for e in client.get_prefix(keys.live)[1]}, keys, cache, bad)
+
+    assert view().round is not None
+    client.put(keys.round, b"garbage")
+    client.put(keys.drains + "b", b"garbage")
+    for _ in range(3):
+        seen = view()
+        assert seen.round is not None
+        assert seen.round.number == 4
+        assert seen.drains == {"a"}
+    assert sorted(reported) == sorted([keys.round, keys.drains + "b"])
