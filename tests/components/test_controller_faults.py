@@ -599,7 +599,7 @@ def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_j
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")
+    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")  # type: ignore[unreachable]
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "failed"

@@ -145,7 +145,9 @@ class TableModel(ToyModel):
 
     def record_tables(self, when: str) -> None:
         """Write down all that this worker holds of the tables."""
+        assert isinstance(self.trainer.strategy, DLRoverStrategy)
         tables = self.trainer.strategy._tables
+        assert tables is not None
         blocks = [
             {"name": f"{b.table}.{b.what}", "region": list(vars(b.region).values()), "values": b.values.tolist()}
             for b in tables.blocks()
@@ -220,9 +222,11 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, elastic._Snapshots, "enter")
     around(recorder, elastic._Snapshots, "_take")
     around(recorder, elastic._Snapshots, "_replicate")
+    in_elastic: Any = elastic
+    in_strategy: Any = strategy
     elastic.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
     voted = elastic._Snapshots.voted
-    exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
+    exchange, put, commit = in_elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
     swap, replicate = elastic._swap, elastic._Snapshots._replicate
     swaps = itertools.count()
 
@@ -254,18 +258,18 @@ def add_moments(recorder: Recorder) -> None:
             recorder.write("counted", round=self._keep[0], batch=self._keep[1])
         return result
 
-    save_tables = strategy.save_tables
+    save_tables = in_strategy.save_tables
 
     def watched_save(*args: Any) -> None:
         recorder.moment("save")
         save_tables(*args)
         recorder.moment("save_done")
 
-    strategy.save_tables = watched_save
-    elastic._Snapshots.voted = watched_voted  # type: ignore[method-assign]
-    elastic.exchange = watched_exchange  # type: ignore[assignment]
-    elastic._swap = watched_swap
-    elastic._Snapshots._replicate = watched_replicate  # type: ignore[method-assign]
+    in_strategy.save_tables = watched_save
+    in_elastic._Snapshots.voted = watched_voted
+    in_elastic.exchange = watched_exchange
+    in_elastic._swap = watched_swap
+    in_elastic._Snapshots._replicate = watched_replicate
     snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
     snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 

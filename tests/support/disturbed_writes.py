@@ -74,7 +74,7 @@ def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
             raise EtcdUnavailableError(f"cannot {action}: a failpoint has lost the answer")
         return answer
 
-    EtcdClient._call = call  # type: ignore[method-assign]
+    EtcdClient._call = call  # type: ignore[assignment, method-assign]
 
 
 def _name_of(method: str, request: Any) -> str | None:

@@ -112,7 +112,7 @@ def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Pat
         write_part(store, 2, 2.0)
         write_part(store, 3, 3.0)  # in the slot of the first one
 
-    monkeypatch.setattr(module.os, "fsync", overwrite)
+    monkeypatch.setattr(os, "fsync", overwrite)
     assert not persist(source, target)
     assert list(target.parent.iterdir()) == []
 
@@ -126,7 +126,7 @@ def test_a_copy_whose_process_was_killed_before_it_had_looked_whether_the_part_w
     def killed(fd: int) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(module.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(SystemExit):
         persist(source, target)
     assert [path.stat().st_size for path in target.parent.iterdir()] == [source.stat().st_size]
@@ -212,7 +212,7 @@ def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Pat
 
 def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: Path) -> None:
     store, persister = make_store(tmp_path), Persister()
-    assert not persister.is_busy
+    assert not Persister().is_busy
     for batch in (1, 2):
         persister.persist(*write_part(store, batch, 1.0))
         assert persister.is_busy

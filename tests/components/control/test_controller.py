@@ -176,7 +176,7 @@ class Job:
         self.client.put(self.keys.job, encode(record))
 
     def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
-        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))  # type: ignore[arg-type]
+        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))
 
     def wait_until_mirrored(self, num_workers: int) -> None:
         """Until the controller could know of this plan."""
@@ -365,7 +365,8 @@ def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(mak
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._nodes.num_started > QUICK.max_failures + 2)
+    nodes: Any = job.controller
+    job.run_until("many refusals", lambda: nodes._nodes.num_started > QUICK.max_failures + 2)
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -801,7 +802,7 @@ def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
     job = make_job()
     seen = []
     start = job.target.start
-    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[method-assign]
+    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[assignment, func-returns-value, method-assign, misc]
     job.run_until("a node", lambda: job.target.living)
     assert [(r.state, r.handle) for r in seen] == [("asked", "")]
     assert (record("node1").state, record("node1").handle) == ("started", "node1")
