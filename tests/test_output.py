@@ -108,7 +108,7 @@ def test_early_ctrl_c_gets_one_line(place: str, tmp_path: Path) -> None:
     script.touch()
     program = f"""
 import os, signal, sys
-from lightning_dlrover import cli
+from lightning_dlrover.cli import main as cli
 called = cli.{place}
 cli.{place} = lambda *given: (os.kill(os.getpid(), signal.SIGINT), called(*given))[1]
 sys.exit(cli.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))

@@ -16,7 +16,7 @@ from lightning_dlrover.observe.resources import available_bytes
 ALLOCATE = """
 import resource, sys
 import torch
-from lightning_dlrover import memory
+from lightning_dlrover.live import reserve as memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
