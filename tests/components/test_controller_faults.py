@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from waiting import TooLateError, run_until
 
 from lightning_dlrover.components.control.controller import (
     Controller,
@@ -239,13 +240,16 @@ class Job:
         self.controller = self.client = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not found():
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}: {self.scheduler.statuses}, {self.members}"
+        def step() -> None:
             self.live()
             self.step()
             names = [node for handle, node in self.scheduler.nodes.items()]
             assert len(set(names)) == len(names), f"a node was started twice: {names}"
+
+        try:
+            run_until(step, found, what, timeout_s)
+        except TooLateError as error:
+            raise AssertionError(f"{error}: {self.scheduler.statuses}, {self.members}") from None
 
     # --- nodes ---------------------------------------------------------------------------------------------------------
 

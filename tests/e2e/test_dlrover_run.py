@@ -316,7 +316,7 @@ def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -
 
 def with_deadline(found: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
     """Like `eventually`, for what can only be named when it did not happen."""
-    from dlrover_process import eventually
+    from waiting import eventually
 
     try:
         eventually(found, "it", timeout_s)

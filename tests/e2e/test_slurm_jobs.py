@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run, eventually
+from dlrover_process import Dlrover, Run
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 from test_dlrover_run import SCRIPT, members, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 

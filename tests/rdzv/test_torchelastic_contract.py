@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousParameters,
 )
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.handler import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torchrun_agent import eventually
+from waiting import eventually
 
 import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 

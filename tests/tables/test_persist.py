@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from waiting import eventually
 
 from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
@@ -47,13 +47,6 @@ def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[st
     paths = store.on_disk(writer.commit().header.name)
     assert paths is not None
     return paths
-
-
-def eventually(found: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def make_store(tmp_path: Path, holder: str = "a") -> SnapshotStore:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import run_until
 
 from lightning_dlrover.components.control.controller import (
     MAX_REFUSED,
@@ -153,12 +154,12 @@ class Job:
         self.end: Give | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not found():
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        def step() -> None:
             assert self.end is None, f"the job ended before {what}: {self.end}"
             self.end = self.controller.step()
             self.controller.wait(0.02)
+
+        run_until(step, found, what, timeout_s)
 
     def run_to_its_end(self) -> Give:
         self.run_until("the end", lambda: self.end is not None)

@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torchrun_agent import Agent, eventually
+from torchrun_agent import Agent
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.handler import (
     EtcdRendezvousHandler,

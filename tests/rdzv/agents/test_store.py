@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.c10d_store import (
     MAX_VALUE_BYTES,

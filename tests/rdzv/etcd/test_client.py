@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from faulty_etcd import EtcdProxy
 from full_etcd import full
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd import client as client_module
 from lightning_dlrover.rdzv.etcd.client import (

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_etcd import full
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import (
     EtcdClient,
