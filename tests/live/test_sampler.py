@@ -561,6 +561,7 @@ class Unprepared(Numbers):
         return index
 
 
+@pytest.mark.leaks
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
 def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
@@ -579,6 +580,7 @@ def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(
         loader.close()
 
 
+@pytest.mark.leaks
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
 def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
