@@ -92,7 +92,7 @@ class Perceptron(L.LightningModule):
 
 class ClickModel(L.LightningModule):
     def __init__(self) -> None:
-        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        from torch.distributed.optim import _apply_optimizer_in_backward
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         from torchrec.optim import RowWiseAdagrad
 

@@ -104,7 +104,7 @@ def main() -> None:
         endpoint = workspace.etcd().endpoint
         static = [run(workspace, endpoint, what, static=True) for what in kinds]
         watched = [run(workspace, endpoint, what, static=False) for what in kinds]
-    values = {
+    values: dict[str, int | float] = {
         "static_killed": sum(killed > 0 and not finished for killed, finished in static),
         "finished": sum(finished for _, finished in watched),
         "killed": sum(killed for killed, _ in watched),

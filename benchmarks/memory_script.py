@@ -32,7 +32,7 @@ class Growing(Perceptron):
         seen = (self.trainer.global_step + 1) * self._rows_per_step
         if self._what == "leak":
             first = len(self._rows)
-            new = range(first, first + self._rows_per_step)
+            new = list(range(first, first + self._rows_per_step))
         else:
             mine = range(self.trainer.global_rank, seen, self.trainer.world_size)
             for key in [key for key in self._rows if key not in mine]:

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Training:
         inputs = inputs.sin()
         self.optimizer.zero_grad()
         loss = mse_loss(replica(inputs), inputs[:, :8].sum(1, keepdim=True), reduction="sum") * world_size / GLOBAL_BATCH_SIZE
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return samples
 
@@ -111,7 +112,7 @@ def live(options: Options, training: Training) -> None:
 
     first_step = training.load()
     with World.from_environment() as world:
-        state = {"model": training.model, "optimizer": training.optimizer}
+        state: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
         for step in world.steps(options.max_steps, first_step=first_step, **state):
             with step:
                 if step.round_is_new:

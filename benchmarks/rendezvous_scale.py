@@ -42,7 +42,7 @@ from typing import Any
 
 import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -80,7 +80,7 @@ def hold_nodes(pipe: Connection) -> None:
 
 def be_light() -> None:
     """Let many processes of many threads each share a few cores."""
-    import grpc
+    import grpc  # type: ignore[import-untyped]
 
     os.nice(10)
     threading.stack_size(STACK_BYTES)
@@ -252,7 +252,7 @@ class Hosts:
 
     def knew(self) -> float:
         """When the last of all nodes knew of one more."""
-        return max(self._ask_all("knew", [(START_TIMEOUT_S,) for _ in self._pipes]))
+        return float(max(self._ask_all("knew", [(START_TIMEOUT_S,) for _ in self._pipes])))
 
     def cpu_s(self) -> float:
         return float(sum(self._ask_all("cpu_s", [() for _ in self._pipes])))

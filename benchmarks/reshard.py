@@ -408,14 +408,13 @@ class RawSenders:
         self._num_measured += 1
         for connection in self._connections[:size]:
             connection.send((size, traffic, str(self._folder / str(self._num_measured))))
-        spans = []
+        spans: list[list[tuple[float, float]]] = []
         for connection in self._connections[:size]:
             if not connection.poll(START_TIMEOUT_S):
                 raise BenchmarkError("the raw send and recv did not end")
             spans.append(connection.recv())
-        return statistics.median(
-            max(ended for _, ended in of_all) - min(began for began, _ in of_all) for of_all in zip(*spans, strict=True)
-        )
+        taken = (max(ended for _, ended in of_all) - min(began for began, _ in of_all) for of_all in zip(*spans, strict=True))
+        return float(statistics.median(taken))
 
 
 def _serve_raw(rank: int, connection: Any, parent: int) -> None:
@@ -428,15 +427,15 @@ def _serve_raw(rank: int, connection: Any, parent: int) -> None:
 
 
 def _send_raw(rank: int, size: int, traffic: Traffic, store: str) -> list[tuple[float, float]]:
-    group: Any = dist.ProcessGroupGloo(dist.FileStore(store, size), rank, size, timedelta(seconds=60))
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(store, size), rank, size, timedelta(seconds=60))  # type: ignore[attr-defined]
     sent = {to: torch.ones(num, dtype=torch.uint8) for (source, to), num in traffic.items() if source == rank}
     received = {source: torch.ones(num, dtype=torch.uint8) for (source, to), num in traffic.items() if to == rank}
     spans = []
     for _ in range(RAW_REPEATS):
         group.barrier().wait()
         began_s = time.monotonic()
-        work = [group.recv([part], peer, 0) for peer, values in received.items() for part in values.split(CHUNK_BYTES)]
-        work += [group.send([part], peer, 0) for peer, values in sent.items() for part in values.split(CHUNK_BYTES)]
+        work = [group.recv([part], peer, 0) for peer, values in received.items() for part in values.split(CHUNK_BYTES)]  # type: ignore[no-untyped-call]
+        work += [group.send([part], peer, 0) for peer, values in sent.items() for part in values.split(CHUNK_BYTES)]  # type: ignore[no-untyped-call]
         for each in work:
             each.wait()
         spans.append((began_s, time.monotonic()))

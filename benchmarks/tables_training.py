@@ -325,7 +325,7 @@ class StockTraining:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         numbers = torch.arange(rank, batch_size, world_size) + self.num_made * batch_size
         self.optimizer.zero_grad()
-        loss_of(self.net, numbers).backward()
+        loss_of(self.net, numbers).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.num_made += 1
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from leaks import Held, left_behind
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -28,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up before all other fixtures of a test and torn down after them."""
+    before = Held.now()
+    yield
+    if request.node.get_closest_marker("leaks") is not None:
+        return
+    left = left_behind(before)
+    assert not left, f"the test has left behind: {'; '.join(left)}"
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ class TwoSteps(Model):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(batch, batch_idx))
@@ -190,4 +190,5 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
     for record in [RoundRecord(number, ["w"], "", "loss", False) for number in range(1, 50)]:
         strategy.live.formation = None  # of a round in which no step was made
         strategy.live.formation = Formation(record, {}, 0)
-        assert callback._place(trainer, strategy) == record.number
+        place: Any = callback._place(trainer, strategy)
+        assert place == record.number

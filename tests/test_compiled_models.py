@@ -49,7 +49,7 @@ class Model(L.LightningModule):
         self.net: Any = Net()
         self.loss: Any = nn.functional.mse_loss
         if place in ("function", "full_graph"):
-            self.loss = torch.compile(lambda x, y: ((x - y) ** 2).mean(), backend=backend, fullgraph=place == "full_graph")
+            self.loss = torch.compile(lambda x, y: ((x - y) ** 2).mean(), backend=backend, fullgraph=place == "full_graph")  # type: ignore[misc]
         elif place == "submodule":
             self.net = torch.compile(self.net, backend=backend)
         elif place == "submodule_in_place":

@@ -78,7 +78,7 @@ def test_gradients_of_an_ended_round_are_refused(machine: str, live: LiveTrainin
 def test_reduction_cut_short_by_an_abort_is_done_again(
     machine: str, live: LiveTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = []
+    values: list[float] = []
     world: Any = live.world
 
     def reduce() -> float:
@@ -157,7 +157,7 @@ def test_missed_update_brings_state_and_scale_to_the_own_device(device: str) -> 
     assert its_scaler.state_dict() != scaler.state_dict()
     target._apply(_Update(**transfer.loads(transfer.dumps(vars(source._capture())))))
     assert its_scaler.state_dict() == scaler.state_dict()
-    assert {value.device.type for value in optimizer.state[behind.weight].values() if value.dim()} == {device}
+    assert {value.device.type for value in optimizer.state[behind.get_parameter("weight")].values() if value.dim()} == {device}
     for module, its, own in ((ahead, its_optimizer, its_scaler), (behind, optimizer, scaler)):
         make_update(module, its, own, device)
     assert behind.weight.device.type == device
@@ -182,17 +182,17 @@ def test_seed_of_the_job_rules_the_device(device: str) -> None:
 
 @each_device
 def test_vote_does_not_wait_for_the_stream(device: str) -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     is_busy: Callable[[], bool] = lambda: True  # noqa: E731
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda._sleep(4_000_000_000)  # cycles: two seconds or more
-        end = torch.cuda.Event()
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # cycles: two seconds or more
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
         end.record()
-        is_busy = lambda: not end.query()  # noqa: E731
+        is_busy = lambda: not end.query()  # type: ignore[no-untyped-call]  # noqa: E731
 
     def vote(rank: int) -> list[int]:
-        group = dist.ProcessGroupGloo(store, rank, 2)
+        group = dist.ProcessGroupGloo(store, rank, 2)  # type: ignore[call-arg]
         meeting = Meeting(group, rank, 2, 16, lambda: 0, lambda: None, lambda: "", lambda: True, lambda: None)
         try:
             purpose = Purpose("the vote between two steps", "step 1", shown(sys._getframe()))

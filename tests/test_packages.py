@@ -16,7 +16,8 @@ import pytorch_lightning
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, packages
 from lightning_dlrover.live.environment import DLRoverEnvironment
 
-TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+TRAINER: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+TRAINER |= {"enable_checkpointing": False, "enable_progress_bar": False}
 
 both = pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=lambda package: str(package.__name__))
 
@@ -75,7 +76,7 @@ def test_strategy_refuses_a_trainer_of_another_release(monkeypatch: pytest.Monke
     strategy = DLRoverStrategy()
     monkeypatch.setattr(pytorch_lightning, "__version__", "2.4.0")
     with pytest.raises(RuntimeError, match=r"made for lightning.pytorch 2.*Trainer is of pytorch_lightning 2.4.0: install"):
-        pytorch_lightning.Trainer(strategy=strategy, **TRAINER)
+        pytorch_lightning.Trainer(strategy=strategy, **TRAINER)  # type: ignore[arg-type]
 
 
 def test_malicious_release_is_refused_before_its_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -238,7 +239,7 @@ def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_
             raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(module.shutil, "rmtree", killed)
+        patched.setattr(shutil, "rmtree", killed)
         try:
             module._replace_folder(place, new)
         except KilledError:

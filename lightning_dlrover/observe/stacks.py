@@ -16,7 +16,7 @@ MAX_FRAMES = 40  # of a thread
 MAX_CHARACTERS = 8000  # of all threads together
 
 _DEBUGGERS = ("pdb", "bdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
-_LIBRARIES = tuple({sysconfig.get_paths()["stdlib"], *site.getsitepackages(), os.path.dirname(__file__)})
+_LIBRARIES = tuple({sysconfig.get_paths()["stdlib"], *site.getsitepackages(), os.path.dirname(os.path.dirname(__file__))})
 
 
 def stacks() -> str:

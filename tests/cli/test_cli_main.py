@@ -113,7 +113,8 @@ def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: lis
 def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(
-        "lightning_dlrover.cli.run.run_command", lambda options: seen.append([options.script, *options.script_args]) or 0
+        "lightning_dlrover.cli.run.run_command",
+        lambda options: seen.append([options.script, *options.script_args]) or 0,  # type: ignore[func-returns-value]
     )
     words = ["${app_id}", "a$$b", "$(HOME)", "100%25", 'it\'s "so"', "two\nlines", "--escaped", ""]
     [role] = elastic.train(*words, script="train.py").roles

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from waiting import TooLateError, run_until
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import (
@@ -235,13 +236,16 @@ class Job:
         self.controller = self.client = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not found():
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}: {self.scheduler.statuses}, {self.members}"
+        def step() -> None:
             self.live()
             self.step()
             names = [node for handle, node in self.scheduler.nodes.items()]
             assert len(set(names)) == len(names), f"a node was started twice: {names}"
+
+        try:
+            run_until(step, found, what, timeout_s)
+        except TooLateError as error:
+            raise AssertionError(f"{error}: {self.scheduler.statuses}, {self.members}") from None
 
     # --- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -595,7 +599,7 @@ def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_j
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")
+    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")  # type: ignore[unreachable]
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "failed"

@@ -95,7 +95,7 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     given += ["--service_account", "trainer", "--node_selector", "pool=gpu,zone=a", "--env", "LEVEL=1,LIST=a,b"]
     given += ["--mounts", "type=volume,src=runs,dst=/runs,type=volume,src=data,dst=/data,readonly", "--run_dir", "/runs"]
     with get_runner() as runner:
-        config = {"queue": "q", "service_account": "dlrover-controller"}
+        config: dict[str, Any] = {"queue": "q", "service_account": "dlrover-controller"}
         config |= {"validate_spec": False} if asks_the_cluster(runner) else {}
         manifest = yaml.safe_load(dryrun(runner, "train", "kubernetes", *given, **config))
     [task] = manifest["spec"]["tasks"]

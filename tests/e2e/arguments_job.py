@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader
 from toy_job import Recorder, Rows, ToyModel, make_trainer
 
@@ -41,7 +41,7 @@ class Searched(ToyModel):
 
     @property
     def is_searched(self) -> bool:
-        return any(type(callback).__name__ == "_LRCallback" for callback in self.trainer.callbacks)
+        return any(type(callback).__name__ == "_LRCallback" for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         self.recorder.write("waits", **self.where())
@@ -75,7 +75,10 @@ def search_and_train(recorder: Recorder, arguments: Arguments) -> None:
 
     def trainer() -> L.Trainer:
         strategy = DLRoverStrategy(check_interval_s=0.03)
-        return make_trainer(recorder.place.folder, strategy=strategy, callbacks=[finder] if finder else [], **options)
+        made: L.Trainer = make_trainer(
+            recorder.place.folder, strategy=strategy, callbacks=[finder] if finder else [], **options
+        )
+        return made
 
     first = trainer()
     if finder is None:

@@ -86,7 +86,11 @@ class Scenario:
         self._until(look, f"a step of {size} workers after step {after}")
 
     def _until(self, found: Callable[[], bool], what: str) -> None:
-        self.job.wait_until(lambda: self._tend() or found(), f"{what} ({self.point})", 90.0)
+        def look() -> bool:
+            self._tend()
+            return found()
+
+        self.job.wait_until(look, f"{what} ({self.point})", 90.0)
 
     def _tend(self) -> None:
         for slot, worker in list(self.slots.items()):

@@ -54,7 +54,7 @@ class Manual(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
         time.sleep(self.step_s)
-        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
+        for number, optimizer in enumerate(self.optimizers()):
             self.recorder.moment("forward" if number == 0 else "second_forward")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
             optimizer.zero_grad()
@@ -79,7 +79,7 @@ class Gan(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
         time.sleep(self.step_s)
-        generator, critic = self.optimizers()  # type: ignore[attr-defined, misc]
+        generator, critic = self.optimizers()  # type: ignore[attr-defined]
         x, y, _ = batch
         self.recorder.moment("forward")
         with self.toggled_optimizer(generator):
@@ -107,9 +107,10 @@ class Unused(ToyModel):
         self.never, self.rare = nn.Linear(8, 1), nn.Linear(8, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
+        loss: Tensor = super().training_step(batch, batch_idx)
         if self.rare_only:
-            return loss + (self.never(batch[0]).square().mean() + self.use_rare(batch, batch_idx))
+            never: Tensor = self.never(batch[0]).square().mean()
+            return loss + (never + self.use_rare(batch, batch_idx))
         return loss
 
     rare_only = False
@@ -117,7 +118,8 @@ class Unused(ToyModel):
     def use_rare(self, batch: Any, batch_idx: int) -> Tensor:
         """From the second epoch on, in the share that holds row 0 alone."""
         if self.trainer.current_epoch == 0 or 0 in batch[2].tolist():
-            return self.rare(batch[0]).square().mean()
+            used: Tensor = self.rare(batch[0]).square().mean()
+            return used
         return torch.zeros(())
 
 
@@ -351,7 +353,7 @@ class Validated(ToyModel):
     def on_validation_epoch_end(self) -> None:
         self.log("val_sum", self.sum_of_ids.compute())
         self.recorder.moment("validation_end")
-        self.log("val_unique", float(len(self.all_ids.compute().unique())))
+        self.log("val_unique", float(len(self.all_ids.compute().unique())))  # type: ignore[no-untyped-call]
         self.sum_of_ids.reset()
         self.all_ids.reset()
 
@@ -409,7 +411,8 @@ class Counted(ToyModel):
         self.held = torchmetrics.SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        number, own = len(batch[2]), {"on_step": False, "on_epoch": True}
+        number = len(batch[2])
+        own: dict[str, Any] = {"on_step": False, "on_epoch": True}
         self.log("count", float(number), reduce_fx="sum", sync_dist=True, **own)
         self.log("mean_id", batch[2].float().mean(), sync_dist=True, **own)
         self.logged(float(number))
@@ -445,7 +448,7 @@ class Toggling(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
         time.sleep(self.step_s)
-        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, var-annotated]
+        for number, optimizer in enumerate(self.optimizers()):
             self.toggle_optimizer(optimizer)
             self.recorder.moment(f"toggled_{number}")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1]) / 3
@@ -609,7 +612,7 @@ class Fetching(ToyModel):
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter(Rows(NUM_ROWS))  # type: ignore[call-overload, no-any-return]
+        return iter(Rows(NUM_ROWS))
 
 
 MODELS: dict[str, type[ToyModel]] = {
@@ -663,7 +666,7 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"accumulate_grad_batches": 5}
         case "hourly" | "each_moment":
             interval = timedelta(hours=1) if feature.name == "hourly" else timedelta(0)
-            clock = {"train_time_interval": interval, "save_on_train_epoch_end": False}
+            clock: dict[str, Any] = {"train_time_interval": interval, "save_on_train_epoch_end": False}
             saver = ModelCheckpoint(folder / "checkpoints", "{step}-{last:.3f}", "last", save_top_k=-1, **clock)
             options = {"callbacks": [Closing(), saver], "enable_checkpointing": True}
         case "bf16":
@@ -717,8 +720,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         **options,
     )
     trainer.fit(model, _training_data(feature.name, loader), val_loader)
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    recorder.write("after_fit", step=trainer.global_step, best=best)
+    best_path: str = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    recorder.write("after_fit", step=trainer.global_step, best=best_path)
     if feature.name == "one_device":
         recorder.write("validated", metrics=trainer.validate(model, val_loader, verbose=False)[0])
 

@@ -21,7 +21,7 @@ NUM_ROWS, BATCH_SIZE, EPOCHS = 160, 8, 3
 NUM_STEPS = EPOCHS * NUM_ROWS // BATCH_SIZE
 
 
-class GroupedModel(L.LightningModule):  # type: ignore[misc]
+class GroupedModel(L.LightningModule):
     def __init__(self, trace: Path, step_s: float) -> None:
         super().__init__()
         torch.manual_seed(7)

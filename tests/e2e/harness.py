@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
+from waiting import TooLateError, eventually
 
 from lightning_dlrover.live.loader import (
     epoch_order,
@@ -43,7 +44,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.requests import read_stacks
 
-__all__ = ["Job", "Record", "Worker", "eventually", "violations"]
+__all__ = ["Job", "Record", "Worker", "violations"]
 
 T = TypeVar("T")
 
@@ -76,18 +77,6 @@ def stop_fork_server() -> None:
     from multiprocessing import forkserver
 
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
-def eventually(found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
-    """What `found` returns as soon as it is neither None nor False."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        result = found()
-        if result is not None and result is not False:
-            return result
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -287,7 +276,7 @@ class Job:
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
         try:
             return eventually(lambda: found() or self._all_ended(found), what, timeout_s)
-        except TimeoutError as error:
+        except TooLateError as error:
             raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
 
     def _all_ended(self, found: Callable[[], T | None]) -> T | None:
@@ -320,7 +309,7 @@ class Job:
         """Exit codes of all workers, once they have ended."""
         try:
             eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
-        except TimeoutError as error:
+        except TooLateError as error:
             raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
         return [w.exit_code for w in self.workers if w.exit_code is not None]
 

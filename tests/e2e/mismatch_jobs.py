@@ -42,7 +42,7 @@ class Deviating(ToyModel):
     @property
     def is_odd(self) -> bool:
         """Whether this worker is the one that deviates, now."""
-        is_it = self.trainer.global_rank == self.trainer.world_size - 1 and self.trainer.world_size > 1
+        is_it: bool = self.trainer.global_rank == self.trainer.world_size - 1 and self.trainer.world_size > 1
         if is_it:
             self.recorder.write("deviates")
         return is_it

@@ -43,10 +43,10 @@ def train_with(recorder: Recorder, settings: PackageSettings) -> None:
             raise TimeoutError(f"the test has not let worker {recorder.place.agent_id} begin for 60 s")
         time.sleep(0.01)
 
-    class Model(ToySteps, package.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(ToySteps, package.LightningModule):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))  # type: ignore[attr-defined]
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))
             return loss
 
     package.seed_everything(SEED, verbose=False)

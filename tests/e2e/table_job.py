@@ -145,7 +145,9 @@ class TableModel(ToyModel):
 
     def record_tables(self, when: str) -> None:
         """Write down all that this worker holds of the tables."""
+        assert isinstance(self.trainer.strategy, DLRoverStrategy)
         tables = self.trainer.strategy._tables
+        assert tables is not None
         blocks = [
             {"name": f"{b.table}.{b.what}", "region": list(vars(b.region).values()), "values": b.values.tolist()}
             for b in tables.blocks()
@@ -172,7 +174,7 @@ class TableModel(ToyModel):
 def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
     memory = Path(recorder.place.folder) / "memory" / str(os.getpid()) if settings.apart else ROOT
     memory.mkdir(parents=True, exist_ok=True)
-    return make_trainer(
+    return make_trainer(  # type: ignore[no-any-return]
         recorder.place.folder,
         strategy=DLRoverStrategy(
             global_batch_size=settings.batch_size,
@@ -234,12 +236,12 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, neighbours.Neighbours, "replicate")
     snapshots.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
     voted = snapshots.Snapshots.voted
-    exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit
-    swap, replicate = neighbours.swap, neighbours.Neighbours.replicate
+    exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit  # type: ignore[attr-defined]
+    swap, replicate = neighbours.swap, neighbours.Neighbours.replicate  # type: ignore[attr-defined]
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
-        return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)
+        return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)  # type: ignore[arg-type]
 
     def watched_put(self: Any, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         put(self, blocks, *args, **kwargs)
@@ -266,18 +268,18 @@ def add_moments(recorder: Recorder) -> None:
             recorder.write("counted", round=self._keep[0], batch=self._keep[1])
         return result
 
-    save_tables = strategy.save_tables
+    save_tables = strategy.save_tables  # type: ignore[attr-defined]
 
     def watched_save(*args: Any) -> None:
         recorder.moment("save")
         save_tables(*args)
         recorder.moment("save_done")
 
-    strategy.save_tables = watched_save
-    snapshots.Snapshots.voted = watched_voted  # type: ignore[method-assign]
-    elastic.exchange = watched_exchange  # type: ignore[assignment]
-    neighbours.swap = watched_swap
-    neighbours.Neighbours.replicate = watched_replicate  # type: ignore[method-assign]
+    strategy.save_tables = watched_save  # type: ignore[assignment, attr-defined]
+    snapshots.Snapshots.voted = watched_voted  # type: ignore[assignment, method-assign]
+    elastic.exchange = watched_exchange  # type: ignore[attr-defined]
+    neighbours.swap = watched_swap  # type: ignore[assignment, attr-defined]
+    neighbours.Neighbours.replicate = watched_replicate  # type: ignore[assignment, method-assign]
     snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
     snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 

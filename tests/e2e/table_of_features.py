@@ -219,7 +219,7 @@ def run_feature_of_table(recorder: Recorder, run: Run) -> None:
         weights={name: value.flatten().tolist() for name, value in model.state_dict().items()},
         lr=[group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-        callbacks=[_plain(callback.state_dict()) for callback in trainer.callbacks],  # type: ignore[attr-defined]
+        callbacks=[_plain(callback.state_dict()) for callback in trainer.callbacks],
         kept=repr(sorted(getattr(model, "kept", {}).items())),
     )
 

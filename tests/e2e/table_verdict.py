@@ -50,7 +50,7 @@ def steps_that_count(job: Job) -> dict[int, list[Record]]:
 
 
 def mean_loss(records: list[Record]) -> float:
-    return sum(r["loss"] * r["weight"] for r in records) / sum(r["weight"] for r in records)
+    return float(sum(r["loss"] * r["weight"] for r in records) / sum(r["weight"] for r in records))
 
 
 def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, read_at: int = 0) -> list[str]:

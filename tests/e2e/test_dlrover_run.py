@@ -309,14 +309,14 @@ def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -
         seen += run.output + report.stdout
         files = [file for file in run.folder.rglob("*") if file.is_file()]
         assert {"job.json", "report.html", "events.jsonl"} <= {file.name for file in files}
-        for file in files:
-            seen += file.read_text(errors="replace")
+        for path in files:
+            seen += path.read_text(errors="replace")
         assert PASSWORD not in seen
 
 
 def with_deadline(found: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
     """Like `eventually`, for what can only be named when it did not happen."""
-    from dlrover_process import eventually
+    from waiting import eventually
 
     try:
         eventually(found, "it", timeout_s)

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import torch
 from grouped_script import EPOCHS, NUM_STEPS
-from torchrun_agent import Agent, eventually
+from torchrun_agent import Agent
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd

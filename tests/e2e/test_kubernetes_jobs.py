@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run, eventually
+from dlrover_process import Dlrover, Run
 from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
+from waiting import eventually
 
 from lightning_dlrover.components.targets.kubernetes_pod import (
     PLAIN_JOBS,

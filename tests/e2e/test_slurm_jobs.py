@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run, eventually
+from dlrover_process import Dlrover, Run
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 from test_dlrover_run import SCRIPT, members, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
@@ -71,7 +72,8 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     until = tmp_path / "enough"
-    options = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30", "--etcd-host", "127.0.0.1")
+    options: tuple[str, ...] = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30")
+    options += ("--etcd-host", "127.0.0.1")
     options += ("--cpus", "1:2", "--mem", "900M:3G")  # more than a worker uses: watches of memory have nothing to do
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
@@ -295,7 +297,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         else:
             slurm("scontrol", cause, old)
         two = wait_for_workers(run, 2, without=(two[1]["worker_id"],), timeout_s=200)
-        eventually(lambda n=name: n not in [each for each, _ in slurm.jobs().values()], f"the end of {name} after {cause}", 60)
+        eventually(lambda n=name: n not in [each for each, _ in slurm.jobs().values()], f"the end of {name} after {cause}", 60)  # type: ignore[misc]
         if urgent:
             slurm("scancel", urgent)
         eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
@@ -316,7 +318,7 @@ def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, s
     began = time.monotonic()
     former: tuple[str, ...] = ()
     for _ in range(3):
-        [worker] = run.wait_for(lambda f=former: members(1, f)(run.status()), f"a worker after {former}", 200)
+        [worker] = run.wait_for(lambda f=former: members(1, f)(run.status()), f"a worker after {former}", 200)  # type: ignore[misc]
         former = (*former, worker["worker_id"])
     assert time.monotonic() - began > 30  # the third one came when the second one's time was near its end
     finish(run, slurm, until)
@@ -363,7 +365,7 @@ def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_n
             run.process.wait(30)
             run = dlrover.start(*options, run_id=run_id)
             workers = wait_for_workers(run, wanted, without=gone)
-            eventually(lambda n=wanted: len(slurm.jobs()) == n, f"{wanted} nodes ({step}, killed {when}): {slurm.jobs()}", 60)
+            eventually(lambda n=wanted: len(slurm.jobs()) == n, f"{wanted} nodes ({step}, killed {when}): {slurm.jobs()}", 60)  # type: ignore[misc]
             names = [name for name, _ in slurm.jobs().values()]
             assert len(set(names)) == len(names), names
             if step == "add" and wanted == 3:
@@ -437,7 +439,7 @@ def test_commands_that_fail_hang_or_talk_nonsense_cost_no_node_and_start_none_tw
             more = ["--replace"] if step == "replace" else []
             assert dlrover("drain", "job", gone, *more).returncode == 0
         look = members(wanted, (gone,))
-        workers = run.wait_for(lambda look=look: look(run.status()), f"{wanted} workers without {gone} ({step})", 200)
+        workers = run.wait_for(lambda look=look: look(run.status()), f"{wanted} workers without {gone} ({step})", 200)  # type: ignore[misc]
         names = [name for name, _ in slurm.jobs().values()]
         assert len(set(names)) == len(names), names
         gone = workers[-1]["worker_id"]

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Job, eventually
+from harness import DEADLINE_S, Job
 from plain_loop import PlainSettings, run_plain_loop
+from waiting import TooLateError, eventually
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -35,8 +36,8 @@ def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[s
         return re.search(pattern, last)
 
     try:
-        return eventually(look, pattern)
-    except TimeoutError as error:
+        return eventually(look, pattern, DEADLINE_S)
+    except TooLateError as error:
         raise AssertionError(f"{error}; the last answer was\n{last}") from None
 
 
@@ -70,7 +71,7 @@ def test_of_a_node_that_waits_for_others_it_is_told_for_how_many_and_for_how_lon
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         pattern = r"waits for 2 more nodes of at least 3, for (\d+) s, gives up in (\d+) s"
-        eventually(lambda: main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come")
+        eventually(lambda: main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come", DEADLINE_S)
         match = said(capsys, etcd.endpoint, run_id, pattern)
         assert 0 <= int(match[1]) <= 60
         assert 400 <= int(match[2]) <= 500

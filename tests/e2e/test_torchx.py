@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run, eventually
+from dlrover_process import Dlrover, Run
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from waiting import eventually
 
 COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sklearn.ensemble  # noqa: F401  (imported lazily by the planner: once here instead of once per worker)
 import torch
@@ -33,6 +33,11 @@ torch.set_num_threads(1)
 
 L: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
 """The package that the workers' scripts use."""
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule as _MixedIn
+else:
+    _MixedIn = object
 
 SEED = 1
 
@@ -168,7 +173,7 @@ class ToySettings:
         return self.max_epochs * -(-self.batches_per_epoch // self.accumulate)
 
 
-class ToySteps:
+class ToySteps(_MixedIn):
     """Writes a line for every share it is given, every batch it has finished and every validation batch."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:

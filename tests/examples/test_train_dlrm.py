@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ctr_data
 import lightning as L
@@ -36,7 +37,7 @@ def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ClickData:
 @pytest.fixture
 def one_worker() -> Iterator[None]:
     """A process group of this process alone, which torchrec needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
@@ -82,11 +83,13 @@ def test_every_pair_of_vectors_is_multiplied_and_every_category_asks_its_own_tab
     numbers, categories = generated.val.numbers[:5], generated.val.categories[:5]
     tables = {name.split(".")[-2]: table for name, table in model.state_dict().items() if name.startswith("ebc.")}
     whole = {name: table.local_shards()[0].tensor for name, table in tables.items()}
+    bottom_of: Any = model.bottom
+    top_of: Any = model.top
     for row in range(5):
-        bottom = model.bottom(numbers[row])
+        bottom = bottom_of(numbers[row])
         vectors = [bottom, *(whole[f"category{i}"][c] for i, c in enumerate(categories[row]))]
         dots = [vectors[i] @ vectors[j] for i in range(27) for j in range(i + 1, 27)]
-        expected = model.top(torch.cat([bottom, torch.stack(dots)]))
+        expected = top_of(torch.cat([bottom, torch.stack(dots)]))
         torch.testing.assert_close(model(numbers, categories)[row], expected.squeeze(), rtol=1e-4, atol=1e-5)
 
 

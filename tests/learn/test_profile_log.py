@@ -62,7 +62,8 @@ def test_change_of_the_step_time_is_an_event_of_its_own() -> None:
         log.add(window)
     slow = replace(WINDOW, step_time_s=0.2, samples_per_s=320.0, at=2000.0)
     [before] = log.add(slow)
-    assert (before.num_steps, before.step_time_s) == (5 * 20, pytest.approx(0.1))
+    assert before.num_steps == 5 * 20
+    assert before.step_time_s == pytest.approx(0.1)
     assert log.flush() == [slow]
 
 

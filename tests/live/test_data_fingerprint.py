@@ -55,7 +55,8 @@ def with_noise(pixels: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def decoded_elsewhere(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Another version of a decoder: a level more here and there."""
-    return np.clip(pixels.astype(np.int64) + (np.indices(pixels.shape).sum(0) % 3 == 0), 0, 255).astype(np.uint8)
+    levels: np.ndarray[Any, Any] = np.clip(pixels.astype(np.int64) + (np.indices(pixels.shape).sum(0) % 3 == 0), 0, 255)
+    return levels.astype(np.uint8)
 
 
 def elastic(dataset: Dataset[Any], **kwargs: Any) -> ElasticLoader:

@@ -27,7 +27,7 @@ NUM_SAMPLES = 60
 class Holder(nn.Module):
     def __init__(self, metric: nn.Module) -> None:
         super().__init__()
-        self.metric = metric
+        self.metric: Any = metric
 
 
 def samples() -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(val
     live = LiveTraining.__new__(LiveTraining)
     live._snapshots_are_readable = False
     live._names_in_state = frozenset()
-    live._snapshot = lambda: {"callbacks": value}  # type: ignore[assignment, method-assign, return-value]
+    live._snapshot = lambda: {"callbacks": value}  # type: ignore[method-assign]
     if is_readable:
         assert transfer.loads(live._packed_snapshot()) == {"callbacks": value}
         return
@@ -118,7 +118,7 @@ def test_missed_update_brings_an_open_manual_window(is_in_next_step: bool) -> No
         module.weight.grad += 5.0  # of the next batch, which will be computed again
     target._apply(source._last_update())
     assert target._manual_window_is_open
-    assert torch.equal(target._trainer.lightning_module.weight.grad, torch.tensor([[1.0, 2.0]]))
+    assert torch.equal(target._trainer.lightning_module.weight.grad, torch.tensor([[1.0, 2.0]]))  # type: ignore[arg-type]
     assert target._trainer.lightning_module.bias.grad is None
 
 
@@ -144,7 +144,7 @@ class Wrapping(DLRoverStrategy):
     _tables = None
 
     def __init__(self, lightning_module: Any) -> None:
-        self.lightning_module = lightning_module  # type: ignore[assignment, misc]
+        self.lightning_module = lightning_module
         self.unused = SimpleNamespace(agree=lambda found, is_first: None)  # type: ignore[assignment]
         self._ddp_kwargs: dict[str, Any] = {}
 
@@ -180,7 +180,7 @@ def member(name: str, training: bool = True) -> LiveTraining:
     live._is_between_fits = live._is_redoing = live._in_step = False
     live._entered = True
     live._batch, live._collective = 5, 0
-    live._take_over_rank_zero = live._settle_validation = lambda *args: None  # type: ignore[method-assign]
+    live._take_over_rank_zero = live._settle_validation = lambda *args: None  # type: ignore[assignment, method-assign]
     return live
 
 
@@ -240,7 +240,7 @@ def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_tha
     live._is_failure = lambda error: True  # type: ignore[method-assign]
     live._recover = lambda: False  # type: ignore[method-assign]
     live._copy_if_weights_move_inside = lambda optimizer: None  # type: ignore[method-assign]
-    live._redo_window = lambda inside: live.backward_begins()  # type: ignore[method-assign, misc]
+    live._redo_window = lambda inside: live.backward_begins()  # type: ignore[assignment, method-assign, misc]
     live._updates = live._max_backwards = live._num_backwards = 0
     monkeypatch.setattr(module, "call_restart_hooks", lambda trainer, batch_idx: None)
     failures = [RoundEndedError("a worker was lost")]
@@ -276,9 +276,9 @@ def test_only_the_source_of_a_state_that_cannot_be_sent_closes_the_job_to_joiner
     live = member(name)
     reasons: list[str] = []
     live.world.config = SimpleNamespace(run_id="job")  # type: ignore[assignment]
-    live.world.close_to_joiners = reasons.append  # type: ignore[method-assign]
+    live.world.close_to_joiners = reasons.append  # type: ignore[assignment, method-assign]
     live._message = on_save_checkpoint  # type: ignore[method-assign]
-    live._received = live._restore = lambda *args, **options: None  # type: ignore[assignment, method-assign, return-value]
+    live._received = live._restore = lambda *args, **options: None  # type: ignore[assignment, method-assign]
     monkeypatch.setattr(transfer, "send", lambda state, rank: None)
     live._give_state(formation_of(hellos(JOINER, JOINER), name), [("w0", "w1")])
     assert len(reasons) == is_closed
@@ -329,9 +329,9 @@ def test_loss_while_the_state_is_packed_ends_the_switch() -> None:
     )
     live._strategy = SimpleNamespace(elastic_tables=None)  # type: ignore[assignment]
     live._pace = SimpleNamespace(held_up=lambda: None)  # type: ignore[assignment]
-    live._partial_values = lambda with_large=True: {}  # type: ignore[assignment, method-assign, return-value]
+    live._partial_values = lambda with_large=True: {}  # type: ignore[method-assign]
     live._gathered = lambda mine: [mine] * 3  # type: ignore[method-assign]
-    live._packed_message = pack  # type: ignore[method-assign]
+    live._packed_message = pack  # type: ignore[assignment, method-assign]
     live._switch(2)
     assert switched_to == []
     assert live._outgoing is None

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lightning_dlrover.live import reserve as memory
+from lightning_dlrover.observe.resources import available_bytes
 
 ALLOCATE = """
 import resource, sys
 import torch
-from lightning_dlrover import memory
+from lightning_dlrover.live import reserve as memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -65,13 +66,13 @@ def test_the_limits_of_all_control_groups_count(own: str, folder: str, limit: st
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(own)
-    unlimited = memory.available_bytes(proc, cgroups)
+    unlimited = available_bytes(proc, cgroups)
     (cgroups / folder).mkdir(parents=True)
     (cgroups / folder / limit).write_text("max\n")
     (cgroups / folder / used).write_text("1000\n")
-    assert memory.available_bytes(proc, cgroups) > unlimited / 2
+    assert available_bytes(proc, cgroups) > unlimited / 2
     (cgroups / folder / limit).write_text("5000\n")
-    assert memory.available_bytes(proc, cgroups) == 4000
+    assert available_bytes(proc, cgroups) == 4000
 
 
 def test_embeddings_with_sparse_gradients_are_not_touched() -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,11 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
     parts = []
     for rank in range(2):
         loader = ElasticLoader(
-            DataLoader(Numbers(12), 4, sampler=sampler), 4, True, place=lambda rank=rank: (rank, 2), materialise=materialise
+            DataLoader(Numbers(12), 4, sampler=sampler),
+            4,
+            True,
+            place=partial(lambda rank: (rank, 2), rank),
+            materialise=materialise,
         )
         parts.append([indices(batch) for batch in loader])
     assert len(drawn) == 2
@@ -556,6 +561,7 @@ class Unprepared(Numbers):
         return index
 
 
+@pytest.mark.leaks
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
 def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
@@ -574,6 +580,7 @@ def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(
         loader.close()
 
 
+@pytest.mark.leaks
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
 def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
@@ -677,7 +684,7 @@ def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     loaders.take_order_seeds([7])
     loaders.keep_step(CombinedLoader([later]), [later], 5)
     assert (first.order_seed, later.order_seed) == (7, 7)
-    assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]
+    assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
 
 
 # --- what user code sees ----------------------------------------------------------------------------------------------------
@@ -739,7 +746,7 @@ def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
     given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
     loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
     iter(loader)
-    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order_seed, 0)[:16].split(8)]
+    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order_seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
 
 
 def test_a_generator_of_the_users_seeds_the_order() -> None:

@@ -20,7 +20,7 @@ class Branches(nn.Module):
 def after_step(unused: UnusedParameters, *names: str, ignored: set[str] | None = None) -> bool:
     """Whether a search is on after a worker alone has used these branches."""
     module = Branches()
-    torch.stack([getattr(module, name)(torch.ones(2)).sum() for name in names]).sum().backward()
+    torch.stack([getattr(module, name)(torch.ones(2)).sum() for name in names]).sum().backward()  # type: ignore[no-untyped-call]
     unused.check(module, module, lambda: ignored or set(), num_workers=1, is_reporter=True)
     return unused.found
 

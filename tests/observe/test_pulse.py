@@ -67,7 +67,7 @@ def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> 
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", ["forward", "backward", "collective"])
 def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: str, is_guarded: bool) -> None:
-    mp.spawn(_train, (str(tmp_path / "store"), str(tmp_path), part, is_guarded), nprocs=2)
+    mp.spawn(_train, (str(tmp_path / "store"), str(tmp_path), part, is_guarded), nprocs=2)  # type: ignore[no-untyped-call]
     fast, slow = (float((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     assert 0 < fast < SLOW_S / 2
     assert slow > SLOW_S * 0.95

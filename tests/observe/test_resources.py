@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from dlrover_process import eventually
+from waiting import eventually
 
 from lightning_dlrover.observe import resources
 from lightning_dlrover.observe.resources import (

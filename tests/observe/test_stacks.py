@@ -52,7 +52,11 @@ def test_the_innermost_place_is_one_of_the_users_code() -> None:
     found: list[str] = []
 
     def user_code(end: threading.Event) -> None:
-        watcher = threading.Thread(target=lambda: (found.append(innermost_user_place()), end.set()))
+        def look() -> None:
+            found.append(innermost_user_place())
+            end.set()
+
+        watcher = threading.Thread(target=look)
         watcher.start()
         end.wait()  # the innermost call is one of the standard library
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -365,8 +366,10 @@ def test_a_window_with_an_impossible_figure_is_named(field: str, value: float) -
 
 @pytest.mark.parametrize("field", ["num_workers", "local_batch", "cores"])
 def test_an_impossible_configuration_is_refused(field: str) -> None:
+    possible = configuration_of(window(2, 0.1))
+    impossible: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=field):
-        replace(configuration_of(window(2, 0.1)), **{field: 0})
+        replace(possible, **impossible)
 
 
 def test_windows_whose_parts_were_not_measured_still_fit() -> None:

@@ -26,7 +26,8 @@ def test_a_placement_is_workers_on_each_node(tmp_path: Path) -> None:
     configuration = configuration_of(sample)
     assert (configuration.num_nodes, configuration.num_workers, configuration.local_batch) == (3, 7, 32)
     assert (configuration.fullest_node, configuration.emptiest_node) == (4, 1)
-    assert (sample.step_time_s, sample.communication_s, sample.forward_s) == (0.5, 0.2, pytest.approx(0.3))
+    assert (sample.step_time_s, sample.communication_s) == (0.5, 0.2)
+    assert sample.forward_s == pytest.approx(0.3)
 
 
 def test_nodes_and_replicas_serve_as_well_and_sync_time_may_be_missing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from simulated_jobs import (
 )
 
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
+from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.autoscale import (
     expected_improvement,
     plan,
@@ -158,7 +160,9 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
 
     sizes = [1, 2, 3, 4, 8, 12, 16]
     sizes = [w for w in sizes if any(k[1] == w and k[0] == math.ceil(w / 4) for k in traced)]
-    rng, past, samples, workers = random.Random(0), [], [], 1
+    rng, workers = random.Random(0), 1
+    past: list[Any] = []
+    samples: list[StepProfile] = []
     template = window(dense_heavy(8), ONE, rng, 0.0)
     for number in range(10):
         for _ in range(3):
@@ -462,8 +466,8 @@ def test_expected_improvement_is_the_mean_of_what_is_saved() -> None:
     ):
         drawn = step_s * np.exp(sigma * rng.standard_normal(400_000))
         saved = np.where(drawn <= bound, np.maximum(0.0, best - factor * drawn), 0.0).mean()
-        one = (np.array([value]) for value in (step_s, sigma, factor))
-        found = expected_improvement(*one, best, np.array([bound]))[0]
+        one = [np.array([value]) for value in (step_s, sigma, factor)]
+        found = expected_improvement(one[0], one[1], one[2], best, np.array([bound]))[0]
         assert found == pytest.approx(saved, rel=0.02, abs=1e-6)
 
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from scipy.optimize import LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.optimize import LinearConstraint, milp
 
 from lightning_dlrover.planner.cluster import ClusterJob, Option, divide
 from lightning_dlrover.planner.plan import Settings

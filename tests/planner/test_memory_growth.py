@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from memory_windows import MIB, window
@@ -184,5 +185,6 @@ def test_without_anybody_who_starts_workers_a_checkpoint_is_written() -> None:
 
 def test_workers_that_memory_asked_for_are_kept() -> None:
     assert least_workers([]) == 0
-    acts = [{"act": "add_workers", "num_workers": 3}, {"act": "replace", "num_workers": 0}, {"act": "add_workers"}]
+    acts: list[dict[str, Any]] = [{"act": "add_workers", "num_workers": 3}, {"act": "replace", "num_workers": 0}]
+    acts.append({"act": "add_workers"})
     assert least_workers(acts) == 3

@@ -45,7 +45,7 @@ def main() -> int:
             pool = stack.enter_context(multiprocessing.get_context("fork").Pool(args.processes))
             outcomes = pool.imap_unordered(_play, seeds, chunksize=50)
         else:
-            outcomes = map(play, seeds)
+            outcomes = map(play, seeds)  # type: ignore[assignment]
         for outcome in outcomes:
             rounds, steps, events = rounds + outcome.num_rounds, steps + outcome.num_steps, events + outcome.num_events
             if args.trace:

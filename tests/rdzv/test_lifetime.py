@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from torchrun_agent import Agent, eventually
+from torchrun_agent import Agent
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig

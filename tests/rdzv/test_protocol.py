@@ -13,8 +13,8 @@ from simulation.invariants import INVARIANTS
 from simulation.planted import BUGS, planted
 from simulation.run import Outcome, play
 
-SEEDS = 2000
-CHUNK = 250
+SEEDS = int(os.environ.get("DLROVER_SEEDS", "2000"))
+CHUNK = min(SEEDS, 250)
 SIMULATE = Path(__file__).parent / "simulate.py"
 
 

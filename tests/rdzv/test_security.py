@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from secure_etcd import PASSWORD, SecureEtcd, secure_etcd
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
-from torchrun_agent import Agent, eventually
+from torchrun_agent import Agent
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.handler import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient

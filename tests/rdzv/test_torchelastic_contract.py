@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousParameters,
 )
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.handler import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -517,8 +517,8 @@ def test_workers_of_a_closed_run_go_on_and_are_not_started_again(
     agents.wait_for_starts(2)
     handler = make_handler(etcd.endpoint, 2, 2)
     assert not handler.is_closed()
-    handler.set_closed()
-    handler.set_closed()  # is no error
+    handler.set_closed()  # type: ignore[no-untyped-call]
+    handler.set_closed()  # type: ignore[no-untyped-call]  # is no error
     assert handler.is_closed()
     agents.leave("end")
     succeeded([running[0]], SOON_S)
@@ -533,7 +533,7 @@ def test_a_run_that_cannot_be_closed_says_so_within_its_timeout(private_etcd: Em
     private_etcd.kill()
     begun = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=private_etcd.endpoint):
-        handler.set_closed()
+        handler.set_closed()  # type: ignore[no-untyped-call]
     with pytest.raises(RendezvousConnectionError, match=private_etcd.endpoint):
         handler.is_closed()
     assert time.monotonic() - begun < SOON_S

@@ -44,7 +44,7 @@ class Failpoint:
 
 def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
     """Tell `note` of every write that this process makes from now on, and of the moment in which one is disturbed."""
-    original: Callable[..., Any] = EtcdClient._call
+    original: Callable[..., Any] = EtcdClient._call  # type: ignore[attr-defined]
     made: Counter[str] = Counter()
     lock = threading.Lock()
 
@@ -72,7 +72,7 @@ def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
             raise EtcdUnavailableError(f"cannot {action}: a failpoint has lost the answer")
         return answer
 
-    EtcdClient._call = call  # type: ignore[method-assign]
+    EtcdClient._call = call  # type: ignore[attr-defined]
 
 
 def _name_of(method: str, request: Any) -> str | None:

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,27 +19,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from waiting import TooLateError, eventually
 
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.status import read_event_file
 
-__all__ = ["Dlrover", "eventually"]
+__all__ = ["Dlrover"]
 
 T = TypeVar("T")
 
 MARK = "DLROVER_TEST_MARK"
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def eventually(found: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """What `found` returns as soon as it is something."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        result = found()
-        if result:
-            return result
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -160,7 +149,7 @@ class Run:
 
         try:
             return eventually(look, what, timeout_s)
-        except AssertionError as error:
+        except TooLateError as error:
             raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
 
     def wait_for_output(self, pattern: str, timeout_s: float = 45.0) -> re.Match[str]:

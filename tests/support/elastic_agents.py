@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torchrun_agent import eventually
+from waiting import eventually
 
 import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 
@@ -170,7 +170,7 @@ def _nurse(control_fd: int) -> None:
             control.close()
             connection = Connection(fds[0])
             connection.send(os.getpid())
-            _run_agent(*connection.recv(), connection)
+            _run_agent(*connection.recv(), connection)  # type: ignore[call-arg]
             return
         os.close(fds[0])
 
@@ -199,7 +199,7 @@ class RunningAgent:
 
     @property
     def is_running(self) -> bool:
-        return psutil.pid_exists(self.pid)
+        return bool(psutil.pid_exists(self.pid))
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -306,7 +306,7 @@ def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path
     os.environ.update({"CONTRACT_FOLDER": str(folder.parent), "CONTRACT_AGENT": str(number), **node.environ})
     if node.with_writes:
         record = (folder / "writes").open("a", buffering=1)
-        disturb_writes(node.point, lambda kind, **fields: record.write(json.dumps({"kind": kind, **fields}) + "\n"))
+        disturb_writes(node.point, lambda kind, **fields: print(json.dumps({"kind": kind, **fields}), file=record))
     is_script = isinstance(node.entrypoint, str)
     try:
         conf = {"last_call_timeout": "0.5", "lease_ttl": "2", **node.conf}

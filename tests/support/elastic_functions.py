@@ -34,7 +34,7 @@ def sum_of_ranks() -> float:
 
 def ask_the_worker() -> str:
     role = os.environ["ROLE_NAME"]
-    rpc.init_rpc(role, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    rpc.init_rpc(role, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))  # type: ignore[no-untyped-call]
     answer: str = rpc.rpc_sync("worker", str.upper, args=("hello",)) if role == "master" else ""
     rpc.shutdown()
     return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_dlrover.learn.history import JobEntry
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
@@ -17,7 +19,7 @@ def entry(key: str, at: float = 1000.0, descriptor: Descriptor = DESCRIPTOR) -> 
 
 
 def window(at: float, workers: int = 1, step_time_s: float = 0.1) -> StepProfile:
-    parts = dict.fromkeys(("data_wait_s", "backward_s", "communication_s", "optimizer_s", "other_s"), 0.0)
+    parts: dict[str, Any] = dict.fromkeys(("data_wait_s", "backward_s", "communication_s", "optimizer_s", "other_s"), 0.0)
     return StepProfile(
         worker_id="w0",
         round_number=1,

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import trustme
 
@@ -29,7 +30,7 @@ class SecureEtcd:
     folder: Path  # of certificates and passwords
 
     @property
-    def access(self) -> dict[str, str]:
+    def access(self) -> dict[str, Any]:
         """Of the user that docs/security.md makes, as fields of `EtcdConfig`."""
         files = {"password_file": "trainer.password", "ca_cert": "ca.pem", "cert": "client.pem", "cert_key": "client.key"}
         return {"user": "trainer", **{name: str(self.folder / file) for name, file in files.items()}}

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.planner.plan import Decision, Settings
@@ -154,7 +155,7 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
 def slowed(sample: StepProfile, factor: float) -> StepProfile:
     """The window of a machine on which everything takes so many times as long."""
     times = {name: factor * getattr(sample, name) for name in ("step_time_s", *(f"{part}_s" for part in STEP_PARTS))}
-    return replace(sample, samples_per_s=sample.samples_per_s / factor, **times)  # type: ignore[arg-type]
+    return replace(sample, samples_per_s=sample.samples_per_s / factor, **times)
 
 
 @dataclass
@@ -209,7 +210,8 @@ class SimulatedJob:
 
 
 def limits_of(truth: Truth, max_workers: int) -> Limits:
-    return Limits(1, max_workers, **tunable_axes(float(truth.node_cores), float(truth.node_cores)))
+    axes: dict[str, Any] = tunable_axes(float(truth.node_cores), float(truth.node_cores))
+    return Limits(1, max_workers, **axes)
 
 
 def throughput_share(truth: Truth, settings: Settings, space: Sequence[Settings]) -> float:

@@ -1,4 +1,4 @@
-"""A stock torchrun process under test, and waiting for what it does."""
+"""A stock torchrun process under test."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
-
-
-def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """The first true result of `condition`."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
-        time.sleep(0.02)
-    return result
 
 
 @dataclass

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from worker_pool import WORKERS, Worker
 
 from lightning_dlrover.tables import exchange as exchange_module
@@ -196,14 +196,15 @@ def batch_of(case: Case, seed: int) -> Any:
 def train_step(call: nn.Module, data_parallel: set[str], batch: Any) -> torch.Tensor:
     """The loss. Tables are trained in the backward pass; dense parameters and replicated tables by plain SGD."""
     loss: torch.Tensor = call(batch)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     trained = {name: p for name, p in call.named_parameters() if name in data_parallel or name.startswith("dense.")}
     assert len(trained) == 2 + len(data_parallel)
     with torch.no_grad():
         for name, parameter in trained.items():
+            assert parameter.grad is not None
             if name.startswith("dense."):
                 dist.all_reduce(parameter.grad)
-            parameter -= RATE * parameter.grad
+            parameter.sub_(RATE * parameter.grad)
     for parameter in trained.values():
         parameter.grad = None  # last: replicated tables may be slices of one parameter
     return loss.detach()
@@ -385,7 +386,7 @@ def play(worker: Worker, case: Case) -> Outcome:
         if me not in union:
             previous = members
             continue
-        group = ProcessGroupGloo(PrefixStore(f"transfer{number}", store), union.index(me), len(union)) if previous else None
+        group = ProcessGroupGloo(PrefixStore(f"transfer{number}", store), union.index(me), len(union)) if previous else None  # type: ignore[call-arg]
         if me in members:
             dist.init_process_group(
                 "gloo", store=PrefixStore(f"world{number}", store), rank=members.index(me), world_size=len(members)
@@ -496,8 +497,8 @@ def exchange_with_a_death(worker: Worker, dies: str, message_bytes: int, after_m
         [Block("t", "weight", s.region, torch.zeros(s.region.num_rows, cols)) for s in shards if s.owner == me]
         for shards in (old_shards, new_shards)
     )
-    group = ProcessGroupGloo(PrefixStore("transfer", worker.store), WORKERS.index(me), count)
-    group.barrier().wait()
+    group = ProcessGroupGloo(PrefixStore("transfer", worker.store), WORKERS.index(me), count)  # type: ignore[call-arg]
+    group.barrier().wait()  # type: ignore[attr-defined]
     left = after_messages
 
     def release(values: torch.Tensor) -> None:

@@ -75,10 +75,10 @@ def test_values_reach_a_device_through_the_host(
     if device == "cpu":
         monkeypatch.setattr(module, "_is_on_host", lambda values: False)  # the CPU plays the GPU
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 10)
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def work(me: str) -> tuple[ExchangeStats, list[Block]]:
-        group = dist.ProcessGroupGloo(store, WORKERS.index(me), 2)
+        group = dist.ProcessGroupGloo(store, WORKERS.index(me), 2)  # type: ignore[call-arg]
         mine = blocks(old, me, device if source == "device" else "cpu", is_filled=True)  # a snapshot is in the host's memory
         wanted = blocks(new, me, device, is_filled=False)
         host: Any = HostGroup(group, [block.values for block in (*mine, *wanted)])

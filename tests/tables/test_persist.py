@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from waiting import eventually
 
 from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
@@ -46,13 +46,6 @@ def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[st
     paths = store.on_disk(writer.commit().header.name)
     assert paths is not None
     return paths
-
-
-def eventually(found: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def make_store(tmp_path: Path, holder: str = "a") -> SnapshotStore:
@@ -112,7 +105,7 @@ def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Pat
         write_part(store, 2, 2.0)
         write_part(store, 3, 3.0)  # in the slot of the first one
 
-    monkeypatch.setattr(module.os, "fsync", overwrite)
+    monkeypatch.setattr(os, "fsync", overwrite)
     assert not persist(source, target)
     assert list(target.parent.iterdir()) == []
 
@@ -126,7 +119,7 @@ def test_a_copy_whose_process_was_killed_before_it_had_looked_whether_the_part_w
     def killed(fd: int) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(module.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(SystemExit):
         persist(source, target)
     assert [path.stat().st_size for path in target.parent.iterdir()] == [source.stat().st_size]
@@ -212,7 +205,7 @@ def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Pat
 
 def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: Path) -> None:
     store, persister = make_store(tmp_path), Persister()
-    assert not persister.is_busy
+    assert not Persister().is_busy
     for batch in (1, 2):
         persister.persist(*write_part(store, batch, 1.0))
         assert persister.is_busy

@@ -190,7 +190,7 @@ def test_tables_of_different_precisions_have_memory_of_their_own(tables: Sharded
             for i, kind in enumerate(kinds)
         ],
     )
-    _apply_optimizer_in_backward(optimizer, module.tables.parameters(), {"lr": 0.1})
+    _apply_optimizer_in_backward(optimizer, module.get_submodule("tables").parameters(), {"lr": 0.1})
     mixed = ShardedTables(module, torch.device("cpu"))
     mixed.build(mixed.first_plan(["w"]), ["w"])
     blocks = mixed.blocks()

@@ -110,7 +110,7 @@ def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
     snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[tuple[int, str]] = []
-    snapshots._world.connect = lambda round_, name, members: names.append((round_.number, name))  # type: ignore[assignment, method-assign]
+    snapshots._world.connect = lambda round_, name, members: names.append((round_.number, name))  # type: ignore[assignment, method-assign, return-value]
     monkeypatch.setattr(module, "all_gather", lambda formation, host: [host] * 2)
     tables: Any = SimpleNamespace(
         track=lambda: None, blocks=list, parameter_names=set, module=SimpleNamespace(named_parameters=list)

@@ -67,7 +67,8 @@ class Model(L.LightningModule):
         return self._configure(self)
 
     def table(self, name: str) -> nn.Parameter:
-        return self.tables.embedding_bags[name].weight  # type: ignore[return-value, union-attr]
+        found: nn.Parameter = self.tables.get_parameter(f"embedding_bags.{name}.weight")
+        return found
 
 
 def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options: Any) -> dict[str, Tensor]:
@@ -100,7 +101,8 @@ def one_group(kind: Any, **arguments: Any) -> Configure:
 def scheduled(model: Model) -> Any:
     """Groups with rates and schedules of their own."""
     rest = [*model.net.parameters(), model.table("b")]
-    optimizer = Adagrad([{"params": [model.table("a")], "lr": 0.3}, {"params": rest}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": [model.table("a")], "lr": 0.3}, {"params": rest}]
+    optimizer = Adagrad(groups, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -137,7 +139,7 @@ def test_tables_end_as_with_the_ordinary_optimizer(configure: Configure, tmp_pat
     ours = train(tmp_path, DLRoverStrategy(), Model(configure))
     assert stock.keys() == ours.keys()
     for name, table in stock.items():
-        torch.testing.assert_close(ours[name], table, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name], table, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
     assert not torch.equal(ours["tables.a"], torch.full_like(ours["tables.a"], 0.1))
 
 
@@ -154,7 +156,7 @@ def test_separate_tables_have_the_rates_of_a_later_fit(later: Configure, tmp_pat
         model._configure = later
         found.append(train(tmp_path, strategy(), model, epochs=1))
     for name, table in found[0].items():
-        torch.testing.assert_close(found[1][name], table, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found[1][name], table, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
 
 def test_frozen_table_stays_frozen_in_a_later_fit(tmp_path: Path) -> None:

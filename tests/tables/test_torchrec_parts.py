@@ -72,8 +72,8 @@ def test_collections_and_parameters_of_torchrec_have_the_attributes() -> None:
     assert hasattr(collection, "_device")
     _apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": 0.1})
     for parameter in bag.parameters():
-        assert parameter._optimizer_classes == [torch.optim.SGD]  # type: ignore[attr-defined]
-        assert parameter._optimizer_kwargs == [{"lr": 0.1}]  # type: ignore[attr-defined]
+        assert parameter._optimizer_classes == [torch.optim.SGD]
+        assert parameter._optimizer_kwargs == [{"lr": 0.1}]
         assert hasattr(parameter, "_in_backward_optimizers")
 
 
@@ -88,7 +88,7 @@ def test_patched_attribute_is_as_before_afterwards() -> None:
     for owner in (Base, Derived, thing):
         before = dict(vars(owner))
         with contextlib.suppress(ZeroDivisionError), patched(owner, "name", 2):
-            assert owner.name == 2  # type: ignore[attr-defined]
+            assert owner.name == 2
             _ = 1 / 0
         assert dict(vars(owner)) == before
 

@@ -27,7 +27,7 @@ class Worker:
     """What a case is given in each process."""
 
     name: str
-    store: dist.Store  # of this case
+    store: dist.Store  # type: ignore[name-defined]  # of this case
 
 
 class PoolError(AssertionError):
@@ -38,7 +38,7 @@ class WorkerPool:
     """`NUM_WORKERS` processes, started when the first case is played and again when a case broke them."""
 
     def __init__(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._processes: dict[str, tuple[BaseProcess, Connection]] = {}
         self._cases = 0
 
@@ -60,8 +60,9 @@ class WorkerPool:
         waiting = {pipe: name for name, (_, pipe) in self._processes.items()}
         deadline = time.monotonic() + timeout_s
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for each in ready:
+                assert isinstance(each, Connection)
+                pipe = each
                 name = waiting.pop(pipe)
                 try:
                     result, error = pipe.recv()
@@ -112,7 +113,7 @@ def _serve(name: str, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     pipe.send("ready")
     while True:
         try:
@@ -121,7 +122,7 @@ def _serve(name: str, port: int, pipe: Connection) -> None:
             return
         faulthandler.dump_traceback_later(0.9 * timeout_s, exit=True)
         try:
-            pipe.send((case(Worker(name, dist.PrefixStore(f"case{number}", store)), *args), None))
+            pipe.send((case(Worker(name, dist.PrefixStore(f"case{number}", store)), *args), None))  # type: ignore[attr-defined]
         except Exception:
             pipe.send((None, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import run_until
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.observer import MAX_REFUSED
@@ -150,12 +151,12 @@ class Job:
         self.end: Give | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not found():
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        def step() -> None:
             assert self.end is None, f"the job ended before {what}: {self.end}"
             self.end = self.controller.step()
             self.controller.wait(0.02)
+
+        run_until(step, found, what, timeout_s)
 
     def run_to_its_end(self) -> Give:
         self.run_until("the end", lambda: self.end is not None)
@@ -173,7 +174,7 @@ class Job:
         self.client.put(self.keys.job, encode(record))
 
     def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
-        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))  # type: ignore[arg-type]
+        self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))
 
     def wait_until_mirrored(self, num_workers: int) -> None:
         """Until the controller could know of this plan."""
@@ -362,7 +363,7 @@ def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(mak
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > QUICK.max_failures + 2)
+    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > QUICK.max_failures + 2)  # type: ignore[union-attr]
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -796,7 +797,7 @@ def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
     job = make_job()
     seen = []
     start = job.target.start
-    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[method-assign]
+    job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[assignment, func-returns-value, method-assign, misc]
     job.run_until("a node", lambda: job.target.living)
     assert [(r.state, r.handle) for r in seen] == [("asked", "")]
     assert (record("node1").state, record("node1").handle) == ("started", "node1")

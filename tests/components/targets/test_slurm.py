@@ -44,7 +44,7 @@ class Commands:
         new.chmod(0o755)
         new.replace(self.folder / name)  # one that runs keeps what it was
 
-    def list(self, *lines: str) -> None:
+    def queue(self, *lines: str) -> None:
         text = "".join(f"{line}\n" for line in lines)
         self.set("squeue", f"cat <<'END'\n{text}END")
 
@@ -157,8 +157,13 @@ def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
     commands.set(command, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     target = make_target(command_s=0.5)
     began = time.monotonic()
+    calls: dict[str, Callable[[], object]] = {
+        "sbatch": lambda: target.start("n"),
+        "squeue": target.apps,
+        "scancel": lambda: target.cancel(["1/n"]),
+    }
     with pytest.raises(TargetError, match=f"{command} has not answered within 0.5 s"):
-        {"sbatch": lambda: target.start("n"), "squeue": target.apps, "scancel": lambda: target.cancel(["1/n"])}[command]()
+        calls[command]()
     assert time.monotonic() - began < 5.0
     stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     deadline = time.monotonic() + 5.0
@@ -168,7 +173,7 @@ def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
 
 def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Commands) -> None:
     others = ["3 RUNNING run.node3.other", "4 PENDING my job", f"5 PENDING run2.node1.{MARK}", "6 PENDING "]
-    commands.list(*others, row(1, "RUNNING"), row(2, "COMPLETED", "node2"))
+    commands.queue(*others, row(1, "RUNNING"), row(2, "COMPLETED", "node2"))
     assert list(make_target().apps()) == [App("node1", "1/node1", True), App("node2", "2/node2", False)]
 
 
@@ -190,7 +195,7 @@ def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Co
     ],
 )
 def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: Commands, state: str, status: str) -> None:
-    commands.list(row(1, state))
+    commands.queue(row(1, state))
     assert make_target().status("1/node1") == status
 
 
@@ -225,7 +230,7 @@ def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
     handle = target.start("node1")
     log = tmp_path / "logs/node1/stderr.log"
     log.write_text(f"{printed}\n")
-    commands.list(row(17, state))
+    commands.queue(row(17, state))
     for _ in range(2):
         assert target.status(handle) == "failed"
     assert log.read_text() == f"{printed}\n" + (f"Slurm: {why}\n" if why else "")
@@ -238,20 +243,20 @@ def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
     make_target: MakeTarget, commands: Commands
 ) -> None:
     """So that another one takes its place, and it is ended: it would come back under its old name."""
-    commands.list(row(1, "RUNNING"))
+    commands.queue(row(1, "RUNNING"))
     target = make_target()
     assert target.status("1/node1") == "running"
-    commands.list(row(1, "PENDING"))
+    commands.queue(row(1, "PENDING"))
     assert target.status("1/node1") == "failed"
     assert list(target.apps()) == [App("node1", "1/node1", True)]
-    commands.list(row(1, "RUNNING"))
+    commands.queue(row(1, "RUNNING"))
     assert target.status("1/node1") == "failed"
 
 
 def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
     make_target: MakeTarget, commands: Commands, tmp_path: Path
 ) -> None:
-    commands.list(row(1, "PENDING"), row(2, "PENDING"))
+    commands.queue(row(1, "PENDING"), row(2, "PENDING"))
     (tmp_path / "logs/node1").mkdir(parents=True)
     (tmp_path / "logs/node1/exit_code").write_text("143\n")
     target = make_target()
@@ -261,11 +266,11 @@ def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
 def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_again(
     make_target: MakeTarget, commands: Commands
 ) -> None:
-    commands.list(row(1, "RUNNING"))
+    commands.queue(row(1, "RUNNING"))
     target = make_target()
     assert target.status("1/node1") == "running"
     target.cancel(["1/node1"])
-    commands.list(row(1, "PENDING"))
+    commands.queue(row(1, "PENDING"))
     assert target.status("1/node1") == "pending"  # what has ended is not cancelled any more
 
 
@@ -281,14 +286,14 @@ def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_agai
     ],
 )
 def test_nothing_is_taken_for_ended_because_squeue_fails(make_target: MakeTarget, commands: Commands, shell: str) -> None:
-    commands.list(row(1, "RUNNING"))
+    commands.queue(row(1, "RUNNING"))
     target = make_target(command_s=0.3)
     assert target.status("1/node1") == "running"
     commands.set("squeue", shell)
     with pytest.raises(TargetError):
         target.apps()
     assert target.status("1/node1") == "running"
-    commands.list(row(1, "COMPLETED"))
+    commands.queue(row(1, "COMPLETED"))
     target._next_poll_at = 0.0
     assert target.status("1/node1") == "succeeded"
 
@@ -322,19 +327,19 @@ def test_a_failing_squeue_is_asked_ever_more_rarely(make_target: MakeTarget, com
 def test_a_job_that_squeue_does_not_list_is_looked_up(
     make_target: MakeTarget, commands: Commands, tmp_path: Path, scontrol: str, exit_code: str | None, status: str
 ) -> None:
-    commands.list(row(1, "RUNNING"))
+    commands.queue(row(1, "RUNNING"))
     target = make_target(command_s=0.3)
     assert target.status("1/node1") == "running"
     if exit_code is not None:
         (tmp_path / "logs/node1").mkdir(parents=True)
         (tmp_path / "logs/node1/exit_code").write_text(exit_code)
-    commands.list()
+    commands.queue()
     commands.set("scontrol", scontrol)
     assert target.status("1/node1") == status
 
 
 def test_a_list_from_before_a_job_was_submitted_says_nothing_about_it(make_target: MakeTarget, commands: Commands) -> None:
-    commands.list()
+    commands.queue()
     target = make_target(poll_s=60.0)
     assert target.apps() == []
     handle = target.start("node1")
@@ -345,7 +350,7 @@ def test_a_list_from_before_a_job_was_submitted_says_nothing_about_it(make_targe
 def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
     make_target: MakeTarget, commands: Commands, tmp_path: Path
 ) -> None:
-    commands.list(row(1, "COMPLETING"))
+    commands.queue(row(1, "COMPLETING"))
     target = make_target()
     assert target.status("1/node1") == "running"
     (tmp_path / "logs/node1").mkdir(parents=True)
@@ -367,7 +372,7 @@ def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node
 
 
 def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
-    commands.list(row(1, "COMPLETING"))
+    commands.queue(row(1, "COMPLETING"))
     target = make_target()
     assert target.apps() == [App("node1", "1/node1", True)]
     (tmp_path / "logs/node1").mkdir(parents=True)
@@ -390,7 +395,7 @@ def test_a_job_that_has_ended_need_not_be_cancelled(
 ) -> None:
     commands.set("scancel", shell)
     if is_fine:
-        commands.list(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
+        commands.queue(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
         target = make_target()
         target.apps()
         target.cancel(["1/node1", "2/node2"])
@@ -401,7 +406,7 @@ def test_a_job_that_has_ended_need_not_be_cancelled(
 
 
 def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: Commands) -> None:
-    commands.list(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
+    commands.queue(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
     target = make_target()
     target.apps()
     target.cancel(["1/node1", "7/node2"])

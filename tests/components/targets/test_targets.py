@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import eventually
 
 from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.local import (
@@ -41,13 +41,6 @@ print(f"pids {os.getpid()} {helper.pid} {os.getppid()}", flush=True)
 while True:
     time.sleep(1)
 """
-
-
-def wait_for(what: str, look: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not look():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:
@@ -81,7 +74,7 @@ def output(target: LocalTarget, handle: str) -> str:
 
 
 def pids(target: LocalTarget, handle: str) -> list[int]:
-    wait_for("the worker to start", lambda: "pids" in output(target, handle))
+    eventually(lambda: "pids" in output(target, handle), "the worker to start", 60)
     line = next(line for line in output(target, handle).splitlines() if line.startswith("pids"))
     return [int(word) for word in line.split()[1:]]
 
@@ -91,7 +84,7 @@ def test_a_node_runs_the_script_with_its_arguments_and_variables_untouched(make_
         "import os, sys; print(sys.argv[1:], os.environ['LEVEL'])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b"
     )
     handle = target.start("node1")
-    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    eventually(lambda: target.status(handle) not in ("pending", "running"), "the node to end", 60)
     assert target.status(handle) == "succeeded"
     assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b'] 5$ ${app_id}" in output(target, handle)
 
@@ -99,7 +92,7 @@ def test_a_node_runs_the_script_with_its_arguments_and_variables_untouched(make_
 def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
     target = make_target("raise ValueError('bad')")
     handle = target.start("node1")
-    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    eventually(lambda: target.status(handle) not in ("pending", "running"), "the node to end", 60)
     assert target.status(handle) == "failed"
     assert "ValueError: bad" in output(target, handle)
 
@@ -116,7 +109,7 @@ def test_node_outlives_the_files_torchx_cannot_write(make_target: MakeTarget, tm
     (log.parents[2] / "SUCCESS").mkdir()
     assert target.status(handle) == "running"
     end.touch()
-    wait_for("the node to end", lambda: target.status(handle) not in ("pending", "running"))
+    eventually(lambda: target.status(handle) not in ("pending", "running"), "the node to end", 60)
     assert target.status(handle) == status
     target.cancel([handle])
 
@@ -143,7 +136,7 @@ def test_closing_ends_the_orphans_of_an_agent_that_was_killed(make_target: MakeT
     handle = target.start("node1")
     worker, helper, agent = pids(target, handle)
     psutil.Process(agent).kill()
-    wait_for("the node to fail", lambda: target.status(handle) == "failed")
+    eventually(lambda: target.status(handle) == "failed", "the node to fail", 60)
     assert is_alive(worker)
     target.close()
     assert not is_alive(worker)
@@ -155,8 +148,8 @@ def test_a_worker_whose_agent_was_killed_is_asked_to_end(make_target: MakeTarget
     handles = [target.start("node1"), target.start("node2")]
     (worker, _, agent), other = (pids(target, handle) for handle in handles)
     psutil.Process(agent).kill()
-    wait_for("the node to fail", lambda: target.status(handles[0]) == "failed")
-    wait_for("the worker to end", lambda: not is_alive(worker))
+    eventually(lambda: target.status(handles[0]) == "failed", "the node to fail", 60)
+    eventually(lambda: not is_alive(worker), "the worker to end", 60)
     assert all(is_alive(pid) for pid in other)
 
 
@@ -193,7 +186,7 @@ time.sleep(600)
         worker, helper, agent = (int(word) for word in line.split()[1:])
         controller.kill()
     try:
-        wait_for("the agent and its worker to end", lambda: not is_alive(agent) and not is_alive(worker))
+        eventually(lambda: not is_alive(agent) and not is_alive(worker), "the agent and its worker to end", 60)
     finally:
         psutil.Process(helper).kill()  # the script's own child, in a session of its own: nobody's to end here
 
@@ -251,12 +244,12 @@ def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
     worker, agent = pids(target, second)
     psutil.Process(worker).suspend()  # it does not end when it is asked to
     psutil.Process(agent).kill()
-    wait_for("the node to fail", lambda: target.status(second) == "failed")
+    eventually(lambda: target.status(second) == "failed", "the node to fail", 60)
     with pytest.raises(NotTakenError, match="0 of 3 are free"):
         target.start("node5", size)
     assert {os.sched_getaffinity(pid).pop() for pid in pids(target, third)} == {one}
     psutil.Process(worker).resume()
-    wait_for("the worker to end", lambda: not is_alive(worker))
+    eventually(lambda: not is_alive(worker), "the worker to end", 60)
     assert [app.node for app in target.apps()] == ["node1", "node3"]
     # The third node has no need to share any more.
     threads = [int(thread) for pid in pids(target, third) for thread in os.listdir(f"/proc/{pid}/task")]
@@ -283,7 +276,7 @@ def test_a_node_that_takes_more_memory_than_it_has_is_ended_and_the_reason_told(
     target = make_target(GREEDY, "900")
     small, large = target.start("node1", NodeSize(0, 700)), target.start("node2", NodeSize(0, 2000))
     target._agents[large].kill()
-    wait_for("the node to fail", lambda: target.status(small) == "failed")
+    eventually(lambda: target.status(small) == "failed", "the node to fail", 60)
     assert target.ran_out_of_memory(small)
     found = examine(output(target, small))
     assert (found.error, found.cause) == ("", "out of memory (limit 700 MiB)")

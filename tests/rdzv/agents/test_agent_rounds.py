@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 
 
-def _agent(name: str, state: str, round_number: int = 0, since: int = 0) -> SeenAgent:
+def _agent(name: str, state: Literal["waiting", "running", "finished"], round_number: int = 0, since: int = 0) -> SeenAgent:
     record = AgentRecord(name, "host", 1, 1, "waiting", round_number=round_number)
     return SeenAgent(dataclasses.replace(record, state=state), since)
 
@@ -100,7 +101,7 @@ def test_a_convener_that_takes_over_in_any_state_comes_to_rest(
     names = [f"a{i}" for i in range(len(entered))]
     round_ = AgentRound(3, names, "complete")
     agents = [
-        _agent(name, *(("running", 3) if entered[i] or is_confirmed else ("waiting", 2)), since=i)  # type: ignore[arg-type]
+        _agent(name, *(("running", 3) if entered[i] or is_confirmed else ("waiting", 2)), since=i)
         for i, name in enumerate(names)
         if i not in dead
     ]

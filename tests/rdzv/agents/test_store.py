@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.c10d_store import (
     MAX_VALUE_BYTES,
@@ -31,10 +31,10 @@ def store(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Ite
     """TCPStore passes the same tests: it says what the contract is."""
     timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
-        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
         return
     on_etcd = EtcdStore(client, keys.store + "1/", timeout)
-    yield on_etcd if request.param == "etcd" else dist.PrefixStore("prefix", on_etcd)
+    yield on_etcd if request.param == "etcd" else dist.PrefixStore("prefix", on_etcd)  # type: ignore[attr-defined]
     on_etcd.close()
 
 
@@ -117,7 +117,7 @@ def test_the_timeout_can_be_changed_and_read(store: Any) -> None:
 
 def test_prefix_store_sets_the_timeout_of_the_store_below(client: EtcdClient, keys: Keys) -> None:
     store = EtcdStore(client, keys.store + "1/", timedelta(seconds=30))
-    above = dist.PrefixStore("prefix", store)
+    above = dist.PrefixStore("prefix", store)  # type: ignore[attr-defined]
     above.set_timeout(timedelta(seconds=0.2))
     for wait in (lambda: above.get("k"), lambda: above.wait(["k"]), lambda: above.multi_get(["k"])):
         with pytest.raises(dist.DistStoreError, match=r"0\.2 s"):
@@ -225,7 +225,7 @@ def plain(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Ite
     """For what torch does not hand through from a PrefixStore to a store that is written in Python."""
     timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
-        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
         return
     on_etcd = EtcdStore(client, keys.store + "1/", timeout)
     yield on_etcd
@@ -285,11 +285,11 @@ def test_a_value_does_not_grow_beyond_the_limit_by_appending(client: EtcdClient,
 
 
 def test_a_megabyte_travels_through_cpp_and_more_is_refused_there_too(client: EtcdClient, keys: Keys) -> None:
-    store = dist.PrefixStore("p", EtcdStore(client, keys.store))
-    store.set("large", b"\xfe" * MAX_VALUE_BYTES)
+    store = dist.PrefixStore("p", EtcdStore(client, keys.store))  # type: ignore[attr-defined]
+    store.set("large", b"\xfe" * MAX_VALUE_BYTES)  # type: ignore[arg-type]
     assert store.get("large") == b"\xfe" * MAX_VALUE_BYTES
     with pytest.raises(ValueError, match="a store on etcd takes"):
-        store.set("larger", b"\xfe" * (MAX_VALUE_BYTES + 1))
+        store.set("larger", b"\xfe" * (MAX_VALUE_BYTES + 1))  # type: ignore[arg-type]
 
 
 def test_reading_many_keys_takes_few_requests(client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,9 @@ def test_reading_many_keys_takes_few_requests(client: EtcdClient, keys: Keys, mo
     asked: list[str] = []
     call = client.caller.call
     monkeypatch.setattr(
-        client.caller, "call", lambda action, *args, **kwargs: (asked.append(action), call(action, *args, **kwargs))[1]
+        client.caller,
+        "call",
+        lambda action, *args, **kwargs: (asked.append(action), call(action, *args, **kwargs))[1],  # type: ignore[func-returns-value]
     )
     assert store.multi_get(names) == [name.encode() for name in names]
     assert store.check(names)
@@ -390,7 +392,7 @@ def test_an_unreachable_etcd_is_a_network_error() -> None:
 
 
 def test_the_store_lives_as_long_as_cpp_uses_it(client: EtcdClient, keys: Keys) -> None:
-    only_cpp_knows_it = dist.PrefixStore("p", EtcdStore(client, keys.store))
+    only_cpp_knows_it = dist.PrefixStore("p", EtcdStore(client, keys.store))  # type: ignore[attr-defined]
     gc.collect()
     only_cpp_knows_it.set("k", "v")
     assert only_cpp_knows_it.get("k") == b"v"

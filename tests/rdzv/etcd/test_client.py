@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from full_etcd import full
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd import client as client_module
 from lightning_dlrover.rdzv.etcd.client import EtcdClient

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from faulty_etcd import EtcdProxy
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (

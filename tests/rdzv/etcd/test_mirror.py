@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd import server, server_failure
 from lightning_dlrover.rdzv.etcd.client import EtcdClient

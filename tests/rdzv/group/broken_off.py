@@ -43,7 +43,7 @@ class Round:
 
 
 def join(folder: Path, rank: int) -> None:
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
 
 

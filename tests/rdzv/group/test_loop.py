@@ -114,10 +114,10 @@ def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, flo
     loop = OneStepLoop(world, 2, 0, {}, 0.1).run()
     step = next(loop)
     with step:
-        weight.sum().backward()
+        weight.sum().backward()  # type: ignore[no-untyped-call]
         world.broken = is_aborted
         optimizer.step()
-    loop.close()
+    loop.close()  # type: ignore[attr-defined]
     optimizer.step()  # outside of a loop nobody asks
     return step, float(weight.detach().cpu()[0])
 

@@ -65,10 +65,10 @@ def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
 @pytest.fixture
 def meetings() -> Iterator[list[Meeting]]:
     """Those of two workers, with one store."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def make(rank: int) -> Meeting:
-        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
         return Meeting(group, rank, 2, 4, lambda: 0, lambda: store, lambda: "", lambda: False, lambda: None)
 
     made = [make(0), make(1)]

@@ -89,8 +89,8 @@ def test_callback_runs_after_the_backward_pass() -> None:
         seen.append(torch_names.is_in_backward())
         torch_names.after_backward(lambda: seen.append("after"))  # type: ignore[arg-type]
 
-    weight.register_hook(hook)
-    weight.sum().backward()
+    weight.register_hook(hook)  # type: ignore[no-untyped-call]
+    weight.sum().backward()  # type: ignore[no-untyped-call]
     assert seen == [True, "after"]
     assert not torch_names.is_in_backward()
 

@@ -25,7 +25,7 @@ BOTH = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv import transfer
+from lightning_dlrover.rdzv.group import transfer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, sys.argv[3])

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from full_etcd import full
-from torchrun_agent import eventually
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -37,7 +38,7 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
     """A worker's world in this process."""
     made: list[World] = []
 
-    def make(min_workers: int = 1, **config: float) -> World:
+    def make(min_workers: int = 1, **config: Any) -> World:
         place = WorldConfig(EtcdConfig(etcd.endpoint), keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1", **config)
         made.append(World(place))
         return made[-1]

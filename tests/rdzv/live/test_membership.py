@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import pytest
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -118,14 +118,6 @@ def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worke
     for worker in workers:
         worker.wait_for(lambda view: all(w.state == "active" for w in view.workers.values()) or None)
     return workers
-
-
-def eventually(found: Callable[[], T | None], timeout_s: float = 15.0) -> T:
-    deadline = time.monotonic() + timeout_s
-    while (result := found()) is None or result is False:
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-    return result
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------------------
@@ -239,7 +231,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
 def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     first.membership.bury([second.worker_id])
-    eventually(lambda: second.membership.evicted)
+    eventually(lambda: second.membership.evicted, "the eviction")
     with pytest.raises(EvictedError, match="has to start again as a new worker"):
         second.membership.update("active", 2)
     with pytest.raises(EvictedError):
@@ -273,7 +265,7 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     with second.membership._own._write_lock:  # as if it was stopped
         second.membership._own.lease.revoke()
         first.wait_for_round(3)
-    eventually(lambda: second.membership.evicted)
+    eventually(lambda: second.membership.evicted, "the eviction")
     new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
     assert new
 
@@ -313,7 +305,7 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
     leases = [worker.membership._own.lease for worker in (first, second)]
     for lease in leases:  # both, as when etcd was out of reach
         lease.revoke()
-    eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)))
+    eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)), "leases of their own")
     for worker in (first, second):
         worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
         assert not worker.membership.evicted
@@ -451,7 +443,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
     private_etcd.kill()
     worker.membership.put_search(1, SearchRecord("{}"))  # raises nothing: training goes on
     private_etcd.start()
-    found = eventually(lambda: worker.membership.search(1))
+    found = eventually(lambda: worker.membership.search(1), "the search")
     assert found == SearchRecord("{}")
     worker.end()  # while its etcd is there
 

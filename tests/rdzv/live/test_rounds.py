@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -368,7 +369,7 @@ def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: in
     assert proposal.members == members
 
 
-def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: object) -> View:
+def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: Any) -> View:
     """Round 1 did not form: every member says so, and `reports` which others it could not reach."""
     seen = view(members, **changes)
     assert seen.round is not None

@@ -33,7 +33,7 @@ def plague(job: Job) -> float:
     for _ in range(rng.randint(1, 8)):
         at = rng.uniform(0.5, end_s) if rng.random() < 0.7 else rng.uniform(0.5, 2.0)
         kind = rng.choice(kinds)
-        job.kernel.after(at, lambda kind=kind: _happen(job, kind))
+        job.kernel.after(at, lambda kind=kind: _happen(job, kind))  # type: ignore[misc]
     return end_s
 
 

@@ -113,6 +113,7 @@ def _() -> list[Patch]:
     def stand(self: Convener) -> Write:
         write = original(self)
         (put,) = write.ops
+        assert isinstance(put, Put)
         return dataclasses.replace(write, ops=(dataclasses.replace(put, lease_id=0),))
 
     original = Convener._stand

@@ -161,7 +161,7 @@ class Meeting:
             # Results arrive one by one. Whoever has not got its own when a neighbour goes away may not get it any more.
             delay_s = 0.0 if first or kernel.rng.random() < 0.7 else kernel.rng.random() * 0.03
             first = False
-            kernel.after(delay_s, lambda wake=wake: wake.set(values if self._arrives() else GroupError("closed by peer")))
+            kernel.after(delay_s, lambda wake=wake: wake.set(values if self._arrives() else GroupError("closed by peer")))  # type: ignore[misc]
 
     def _arrives(self) -> bool:
         return not self.broken or self.job.kernel.rng.random() < 0.8
@@ -274,7 +274,7 @@ class Worker:
                     newest = self.view.round.number if self.view.round else 0
                     vote = meeting.collective(self, ("vote", count), newest)
                 elif (number := min((await vote).values())) > meeting.round.number:
-                    return number
+                    return int(number)
                 else:
                     vote = None
         except GroupError:

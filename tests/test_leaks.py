@@ -1,0 +1,48 @@
+"""The check that every test ends what it has started: it finds what was left, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+from leaks import Held, left_behind
+
+
+def test_thread_is_left_behind_until_it_ends() -> None:
+    before, end = Held.now(), threading.Event()
+    thread = threading.Thread(target=end.wait, name="dlrover-test")
+    thread.start()
+    assert left_behind(before, 0.0) == ["thread dlrover-test"]
+    end.set()
+    assert left_behind(before) == []
+
+
+def test_child_process_is_left_behind_until_it_ends() -> None:
+    before = Held.now()
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # its command line is there
+    [found] = left_behind(before, 0.0)
+    assert found.startswith(f"child process {process.pid}: ")
+    process.communicate(b"\n")
+    assert left_behind(before) == []
+
+
+def test_variable_is_left_behind_until_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Held.now()
+    monkeypatch.setenv("DLROVER_TEST", "1")
+    monkeypatch.delenv("DLROVER_HISTORY")
+    assert left_behind(before, 0.0) == ["variable DLROVER_TEST=1", "variable DLROVER_HISTORY is gone or changed"]
+    monkeypatch.undo()
+    assert left_behind(before) == []
+
+
+def test_temporary_file_is_left_behind_until_it_is_closed() -> None:
+    before = Held.now()
+    with tempfile.NamedTemporaryFile(prefix="dlrover-", dir="/tmp") as file:
+        assert left_behind(before, 0.0) == [f"open file {file.name}"]
+    assert left_behind(before) == []
