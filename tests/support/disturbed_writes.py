@@ -1,6 +1,6 @@
 """Every write into etcd as a place where a process can be killed, stopped, delayed or refused.
 
-`EtcdClient._call` is wrapped inside of the process, where all requests of the real code come by. A write is known by what it
+`Caller.call` is wrapped inside of the process, where all requests of the real code come by. A write is known by what it
 does to which record, `put round:grow` for example, and by how often the process has made such a write before.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.caller import Caller
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 
 __all__ = ["ACTIONS", "STOP_S", "Action", "Failpoint", "disturb_writes"]
@@ -44,20 +44,20 @@ class Failpoint:
 
 def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
     """Tell `note` of every write that this process makes from now on, and of the moment in which one is disturbed."""
-    original: Callable[..., Any] = EtcdClient._call  # type: ignore[attr-defined]
+    original: Callable[..., Any] = Caller.call
     made: Counter[str] = Counter()
     lock = threading.Lock()
 
-    def call(client: EtcdClient, action: str, service: str, method: str, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(caller: Caller, action: str, service: str, method: str, request: Any, *args: Any, **kwargs: Any) -> Any:
         name = _name_of(method, request)
         if name is None:
-            return original(client, action, service, method, request, *args, **kwargs)
+            return original(caller, action, service, method, request, *args, **kwargs)
         with lock:
             made[name] += 1
             nth = made[name]
         note("write", name=name, nth=nth)
         if point is None or (name, nth) != (point.write, point.nth):
-            return original(client, action, service, method, request, *args, **kwargs)
+            return original(caller, action, service, method, request, *args, **kwargs)
         note("failpoint", action=point.action)
         if point.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -67,12 +67,12 @@ def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
             time.sleep(DELAY_S)
         elif point.action == "fail":
             raise EtcdUnavailableError(f"cannot {action}: a failpoint")
-        answer = original(client, action, service, method, request, *args, **kwargs)
+        answer = original(caller, action, service, method, request, *args, **kwargs)
         if point.action == "lose":
             raise EtcdUnavailableError(f"cannot {action}: a failpoint has lost the answer")
         return answer
 
-    EtcdClient._call = call  # type: ignore[attr-defined]
+    Caller.call = call  # type: ignore[assignment, method-assign]
 
 
 def _name_of(method: str, request: Any) -> str | None:
