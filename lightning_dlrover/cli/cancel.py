@@ -38,7 +38,7 @@ def cancel_command(options: argparse.Namespace) -> int:
         show(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
         return EXIT_OK
     with client:
-        view = read_job(client, place.keys).view  # says so if there is no such job
+        view = read_job(client, place.keys).view  # raises an error if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
         has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
@@ -54,12 +54,12 @@ def cancel_command(options: argparse.Namespace) -> int:
 
 
 def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
-    """End what a scheduler knows of a job whose etcd does not answer, and say how many nodes that were.
+    """End the nodes that a scheduler lists for a job whose etcd does not answer; return their number.
 
     An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
 
     Raises:
-        UsageError: it cannot be known, or asked for, without etcd.
+        UsageError: the run folder has no record of the job, a live `dlrover run` manages the job, or its nodes are local.
     """
     silent = f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer"
     try:
@@ -82,11 +82,11 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
 def _wait_for_controller(
     client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str
 ) -> bool:
-    """Return once the job has no controller; False if its etcd has ended with that.
+    """Wait until the job has no controller; return False if its etcd has ended with the controller.
 
     Raises:
-        UsageError: it still has one.
-        EtcdUnavailableError: nobody knows.
+        UsageError: the controller has not ended in time.
+        EtcdUnavailableError: etcd does not answer, and the controller may still live.
     """
     folder = options.run_dir / options.job
     was_locked = is_locked(folder)
@@ -99,7 +99,7 @@ def _wait_for_controller(
                 )
             time.sleep(0.2)
     except EtcdUnavailableError:
-        # A scheduler is asked for what is left; of nodes on another machine nobody can tell.
+        # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
         if is_locked(folder) or not (was_locked or target != "local"):
             raise
         return False
@@ -107,10 +107,10 @@ def _wait_for_controller(
 
 
 def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
-    """Let the job's controller, present or future, end all nodes."""
+    """Ask the job's controller, present or future, to end all nodes; return the updated record."""
     while True:
         entry = client.get(keys.nodes)
-        # A job that torchrun has started has no nodes of ours.
+        # A job started by torchrun has no nodes of ours.
         nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
         nodes = replace(nodes, stop=nodes.stop or reason)
         revision = entry.mod_revision if entry else 0
@@ -119,10 +119,10 @@ def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
 
 
 def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> int:
-    """End what a scheduler knows of a job, and say how many nodes that were.
+    """End the nodes that a scheduler lists for a job; return their number.
 
     Raises:
-        UsageError: they have not ended in time.
+        UsageError: some nodes have not ended in time.
     """
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
     target: Target
@@ -140,7 +140,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     else:
         return 0  # nodes on this machine end with their `dlrover run`
     target.open(mark)
-    cancelled: dict[str, float] = {}  # and when
+    cancelled: dict[str, float] = {}  # time of the last request for each node
     while living := [app.handle for app in target.apps() if app.is_living]:
         if time.monotonic() > deadline:
             raise UsageError(f"job {place.run_id!r}: {kind} was told to end {', '.join(living)}, but still lists them")
@@ -152,12 +152,12 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
 
 
 def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> None:
-    """End a job's workers that no controller has started, as far as they live.
+    """Drain the live workers of a job that no controller has started.
 
     Raises:
-        UsageError: they have not ended in time.
+        UsageError: some workers have not ended in time.
     """
-    # The records of those that have just been killed go with their leases.
+    # The records of workers that were just killed disappear when their leases expire.
     while workers := read_job(client, place.keys).view.workers:
         for worker in workers:
             if client.get(place.keys.drains + worker) is None:
@@ -168,7 +168,7 @@ def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> 
 
 
 def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
-    """Let whoever asks later, or wants to join, know."""
+    """Mark the job as failed, so that later queries and joiners find it cancelled."""
     while (entry := client.get(keys.job)) is not None:
         job = decode(JobRecord, entry.value, entry.key)
         if job.phase in ("finished", "failed"):

@@ -1,4 +1,4 @@
-"""Exit codes of the command line, and the error that refuses a wrong use of it."""
+"""Exit codes of the command line, and the error for wrong usage."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
 class UsageError(Exception):
-    """Something the user asked for cannot be done; the message says what to do instead."""
+    """The user asked for something impossible; the message names an alternative."""

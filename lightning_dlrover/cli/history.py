@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def history_command(options: argparse.Namespace) -> int:
-    """Do one of the actions of `dlrover history`."""
+    """Run one of the actions of `dlrover history`."""
     actions = {"list": _list_jobs, "show": _show_job, "export": _export}
     return actions[options.action](options)
 
@@ -61,10 +61,10 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def open_history(options: argparse.Namespace) -> JobHistory:
-    """The job history that the options or the environment name.
+    """Open the job history named by the options or the environment.
 
     Raises:
-        UsageError: it is switched off.
+        UsageError: the history is switched off.
     """
     url = history_url(options.history)
     if url is None:
@@ -73,10 +73,10 @@ def open_history(options: argparse.Namespace) -> JobHistory:
 
 
 def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
-    """Jobs of this name or key, the newest first.
+    """Return the jobs of this name or key, newest first.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such job.
     """
     found = [job for job in history.jobs() if name in (job.key, job.run_id)]
     if not found:

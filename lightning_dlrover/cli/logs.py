@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.report.status import JobPlace
 
 _OUTPUT_S = 60.0
-"""How long output that is followed may not be readable."""
+"""Seconds for which followed output may be unreadable before the command fails."""
 
 
 def logs_command(options: argparse.Namespace) -> int:
@@ -44,22 +44,22 @@ def logs_command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Output:
-    """A folder with the nodes' output, and how it comes there if no `dlrover run` writes it; either may raise TargetError."""
+    """Folder with the nodes' output, and functions that fill it if no `dlrover run` does; both may raise TargetError."""
 
     folder: Path
-    fetch: Callable[[], None] = lambda: None  # have it brought there in the background
-    fetch_all: Callable[[], None] = lambda: None  # bring all that there is
+    fetch: Callable[[], None] = lambda: None  # copies new output in the background
+    fetch_all: Callable[[], None] = lambda: None  # copies all output before it returns
 
 
 def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output:
-    """Where a job's output is: in a folder of this machine or a shared one, else with its scheduler.
+    """Find a job's output: in a folder of this machine or a shared one, else at its scheduler.
 
     Raises:
-        UsageError: on another machine.
+        UsageError: the output is on another machine.
     """
     folder = options.log_dir or options.run_dir / options.job / "logs"
     if options.log_dir is not None and (options.log_dir / options.job).is_dir():
-        folder = options.log_dir / options.job  # as of --target slurm
+        folder = options.log_dir / options.job  # schedulers' targets append the job's name
     if folder.is_dir():
         return _Output(folder)
     missing = f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
@@ -108,12 +108,12 @@ class _Follower:
         """Print until the job is over.
 
         Raises:
-            UsageError: a file, or the scheduler, has not given it for a minute.
+            UsageError: output has been unreadable for a minute, in a file or from the scheduler.
         """
         is_over = False
         failing_since: float | None = None
         while not is_over or failing_since is not None:
-            # Asked before the files are read: what is printed last is read, too.
+            # Query the state before reading files: the job's last lines are then read, too.
             ranks, is_over, problem = self._ask()
             problem = self._print_new_lines(ranks, is_over) or problem
             if problem is None:
@@ -127,7 +127,7 @@ class _Follower:
                 time.sleep(0.5)
 
     def _ask(self) -> tuple[dict[str, str], bool, Exception | None]:
-        """Return a label for each node, whether the job is over, and why that is not known."""
+        """Return a label for each node, whether the job is over, and the reason if that is unknown."""
         if self._client is None:
             with contextlib.suppress(EtcdError, JobNotFoundError):
                 self._place = find_place(self._options.job, self._options)
@@ -135,7 +135,7 @@ class _Follower:
         ranks, is_over = _ranks(self._client, self._place) if self._client and self._place else ({}, None)
         if is_over is not None:
             return ranks, is_over, None
-        # An etcd that does not answer does not end a job; that nobody looks after it any more does, where that can be seen.
+        # An unreachable etcd does not end a job. The loss of its `dlrover run` does, and the run folder's lock shows that loss.
         folder = self._options.run_dir / self._options.job
         if folder.exists():
             return ranks, not is_locked(folder), None
@@ -155,14 +155,14 @@ class _Follower:
                 try:
                     lines = list(self._files.setdefault(file, LogFile(file)).new_lines(whole=is_over))
                 except OSError as error:
-                    lines, problem = [], error  # those of others are shown all the same
+                    lines, problem = [], error  # lines of other files are still shown
                 for line in lines:
                     print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
         return problem
 
 
 def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | None]:
-    """What is said of each node that takes part in the current round, and whether the job is over; None: etcd does not tell."""
+    """Return a label for each node of the current round, and whether the job is over; None if etcd does not show that."""
     try:
         view = read_job(client, place.keys).view
         controller = client.get(place.keys.controller)
@@ -170,7 +170,7 @@ def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | 
         return {}, None
     is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
     if view.round is None:
-        # Nodes that have never come to the point of registering leave no record that says so.
+        # Nodes that end before they register leave no record, so an empty job may not have started, or may be over.
         nobody = view.job is None and not view.agents and controller is None
         return {}, None if nobody else is_over
     ranks = {}

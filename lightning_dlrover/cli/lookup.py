@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 def find_place(run_id: str, options: argparse.Namespace) -> JobPlace:
-    """The place of a job in etcd, as the options or its run folder name it.
+    """Find a job's place in etcd from the options or its run folder.
 
     Raises:
-        JobNotFoundError: neither does.
-        UsageError: a file that the options name cannot be read.
+        JobNotFoundError: neither names the job.
+        UsageError: a file named by the options cannot be read.
     """
     return find_job(run_id, options.endpoint, options.key_prefix, options.run_dir, etcd_access(options))
 
 
 @contextlib.contextmanager
 def connected_job(options: argparse.Namespace) -> Iterator[tuple[JobPlace, EtcdClient]]:
-    """The place of the job that a command is about, and a client of its etcd."""
+    """Yield the place of the command's job, and a client of its etcd."""
     place = find_place(options.job, options)
     with connect_to_job(place, options.run_dir) as client:
         yield place, client
 
 
 def etcd_access(options: argparse.Namespace) -> dict[str, str]:
-    """The options that say who we are, by the names of `EtcdConfig`.
+    """Return the options for authentication, keyed by the field names of `EtcdConfig`.
 
     Raises:
-        UsageError: a file cannot be read, or its path cannot be handed to the agents.
+        UsageError: a file does not exist or cannot be read.
     """
     access = {name: getattr(options, name) for name in ("user", "password_file", "ca_cert", "cert", "cert_key")}
     for name in set(access) - {"user"}:

@@ -1,4 +1,4 @@
-"""The `dlrover` command: parses, and hands over to the module of the command that was given, which is imported only then."""
+"""The `dlrover` command: parses the arguments, then imports the module of the given command and runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOMES = {
     "list": "show",
     "history": "history",
 }
-"""The module of each command; its function is the command's name with `_command` after it."""
+"""Module of each command. Its function is named after the command, with the suffix `_command`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     refusals = _refusals()
     try:
         command = command_function(options.command)
-        if options.command != "run":  # which has a longer start, and handlers of its own after it
+        if options.command != "run":  # its start takes longer, and then it installs handlers of its own
             started()
         return command(options)
     except BrokenPipeError:
@@ -70,14 +70,14 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
 
 
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
-    """The function that does a command, imported with all that it needs."""
+    """Import a command's module, and return the function that runs the command."""
     module = importlib.import_module(f"lightning_dlrover.cli.{_HOMES[command]}")
     function: Callable[[argparse.Namespace], int] = getattr(module, f"{command}_command")
     return function
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Errors whose message is all that the user has to see."""
+    """Return the errors whose message suffices for the user, without a traceback."""
     from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError

@@ -1,4 +1,4 @@
-"""Groups of options that several commands share, and the options of each place where nodes run."""
+"""Groups of options that several commands share, and the options of each target."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ TIMEOUTS = {
     "wait_timeout": "how long workers wait for the fewest of --workers once no controller is there (default 10m)",
     "lease_ttl": "how long a node or worker may be silent before it is taken for lost (default 5s)",
 }
-"""Of nodes and workers; keys of --rdzv-conf."""
+"""Timeouts of nodes and workers, by their keys in --rdzv-conf."""
 
 SETTINGS = {
     "loader_workers": ("loader workers", "of each worker; 0: it prepares its batches itself"),
     "intra_op_threads": ("threads", "that each worker computes with; 0: as many as it has cores"),
     "prefetch_factor": ("batches ahead", "that each loader worker prepares"),
 }
-"""Fields of a plan that every worker carries out by itself, and what they count."""
+"""Fields of a plan that every worker carries out by itself: unit and help text."""
 
 COUNTED = {name: texts[0] for name, texts in SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
-"""What the fields of a plan count of each worker and its node."""
+"""Units of a plan's fields for each worker and its node."""
 
 NODE_OPTIONS = {
     "gpus": ("[TYPE:]N", "GPUs; Kubernetes: TYPE is the resource's name (default nvidia.com/gpu); on this machine: N alone"),
     "work_dir": ("DIR", "where the script runs (default: Slurm: the current folder, Kubernetes: the image's); not here"),
 }
-"""What any scheduler can be asked for, of each node."""
+"""Options of each node that apply to any scheduler."""
 
 SLURM_OPTIONS = {
     "partition": ("NAME", "where nodes are queued"),
@@ -45,7 +45,7 @@ SLURM_OPTIONS = {
     "gres": ("LIST", "generic resources of each node"),
     "setup": ("LINE", "shell that runs before the script, such as 'module load cuda'"),
 }
-"""Fields of `SlurmOptions` that are handed on as they are."""
+"""Fields of `SlurmOptions` that are passed on unchanged."""
 
 KUBERNETES_OPTIONS = {
     "image": ("IMAGE", "that nodes run; needs this package, and the script unless that is mounted"),
@@ -63,16 +63,16 @@ REPEATED_OPTIONS = {
     "node_selector": ("LABEL=VALUE", "that a host must have"),
     "mount": ("CLAIM:PATH[:ro]", "a persistent volume claim, and where nodes see it"),
 }
-"""For Kubernetes, too."""
+"""Kubernetes options that may be repeated."""
 
 
 def flag(name: str) -> str:
-    """The option that is parsed into this name."""
+    """Return the option that is parsed into this name."""
     return f"--{name.replace('_', '-')}"
 
 
 def option_of(setting: str) -> str:
-    """The option of `dlrover scale` that sets a field of a plan, without its dashes."""
+    """Return the option of `dlrover scale` that sets a field of a plan, without its dashes."""
     options = {"intra_op_threads": "threads", "prefetch_factor": "prefetch", "node_cpus": "cpus", "node_memory_mb": "mem"}
     return options.get(setting, setting.replace("_", "-"))
 

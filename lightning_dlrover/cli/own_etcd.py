@@ -19,11 +19,11 @@ from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job
 
 
 class EtcdLostError(Exception):
-    """The job's own etcd has ended while the job ran."""
+    """The job's own etcd ended while the job ran."""
 
 
 def without_etcd(server: EmbeddedEtcd, target: str) -> str:
-    """Why the job's own etcd has ended, what is left of the job, and what to do."""
+    """Explain why the job's own etcd ended, how much of the job is left, and how to continue."""
     left = (
         "The job's records are lost with it: the script's checkpoints are still there, but the job begins anew unless "
         "the script is given one of them (ckpt_path). Where --endpoint names an etcd that stays, the same command goes on"
@@ -35,14 +35,14 @@ def without_etcd(server: EmbeddedEtcd, target: str) -> str:
 
 @contextlib.contextmanager
 def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
-    """An etcd of the job's own.
+    """Run an etcd for this job alone.
 
-    Nodes at a scheduler live on when we are killed: whoever goes on with the job finds etcd's data where they were, and the
-    nodes find etcd. When the job ends in order its data go.
+    Nodes at a scheduler survive if this process is killed. The next `dlrover run` then finds etcd's data in the same folder,
+    and the nodes find etcd at the same address. The data is removed when the job ends in order.
 
     Raises:
-        EtcdServerError: it cannot be started.
-        UsageError: it cannot be started where the nodes look for it.
+        EtcdServerError: etcd cannot be started.
+        UsageError: the nodes look for etcd on another host.
     """
     if options.target == "local":
         with EmbeddedEtcd() as server:
@@ -67,7 +67,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
                     "stays, and docs/security.md says how it asks who one is"
                 )
             if "VC_TASK_INDEX" in os.environ:
-                # TorchX asks for its plugin `svc`, whose network policy lets in pods of the same Job only.
+                # TorchX requests Volcano's plugin `svc`, whose network policy admits only pods of the same Job.
                 say(
                     "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
                 )
@@ -86,20 +86,20 @@ def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:
             server.start()
             return server
         except EtcdServerError:
-            # That of a `dlrover run` that was killed a moment ago may still be ending.
+            # The etcd of a `dlrover run` that was just killed may still be shutting down.
             if port is None or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
 
 
 def _own_address() -> str:
-    """The address of this host that other hosts see: that of its name, else that on the way out."""
+    """Return this host's address for other hosts: the address of its name, else of the outgoing interface."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         if not address.startswith("127."):
             return address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.255.255.255", 1))  # sends nothing
+        probe.connect(("10.255.255.255", 1))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"
 

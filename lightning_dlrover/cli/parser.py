@@ -1,4 +1,4 @@
-"""The command line's parser: commands and their arguments, without anything that is slow to import."""
+"""The command line's parser: commands and their arguments, without slow imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; what it returns has the command's name in `command`."""
+    """Build the parser of all commands; parsed options hold the command's name in `command`."""
     parser = argparse.ArgumentParser(
         prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def report_command(options: argparse.Namespace) -> int:
     """Write the report of a job, and show its summary."""
     folder = options.run_dir / options.job
-    events = _events_of(options) or read_event_file(folder / EVENTS_FILE)  # the latter says what is missing
+    events = _events_of(options) or read_event_file(folder / EVENTS_FILE)  # an error of the latter names the missing file
     output = options.output or folder / "report.html"
     write_report(options.job, events, output)
     show(summary_text(options.job, events))
@@ -34,7 +34,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    """Show what the planner saw, chose and got, and draw it."""
+    """Show and draw the planner's measurements, its choices and their outcomes."""
     events = _events_of(options) or _events_of_history(options)
     story = tell(options.job, events)
     show(explain_text(story, options.plan))
@@ -47,7 +47,7 @@ def explain_command(options: argparse.Namespace) -> int:
 
 
 def _events_of(options: argparse.Namespace) -> list[EventRecord]:
-    """A job's events from etcd, else from its run folder; none if neither knows it."""
+    """Return a job's events from etcd, else from its run folder; none if neither has them."""
     try:
         place = find_place(options.job, options)
         with connect(place, timeout_s=2.0) as client:

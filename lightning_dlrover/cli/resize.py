@@ -1,4 +1,4 @@
-"""`dlrover scale`, `divide` and `drain`: change by hand how many workers a job has, and how they work."""
+"""`dlrover scale`, `divide` and `drain`: change the workers of a job and their settings by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def scale_command(options: argparse.Namespace) -> int:
-    """Set the number of workers of a job, and how each of them works, by hand."""
+    """Set the number of workers of a job, and the settings of each, by hand."""
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
         tell_problems(found.problems)
@@ -127,7 +127,8 @@ def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
 
 
 def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[str, int]) -> None:
-    """
+    """Refuse a node size outside of the job's limits.
+
     Raises:
         UsageError: nodes of the job may not be of that size.
     """
@@ -147,10 +148,10 @@ def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[
 
 
 def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:
-    """Refuse a plan that nobody would carry out.
+    """Refuse a plan that no worker would carry out.
 
     Raises:
-        UsageError: the job does not train, or was not started for so many workers.
+        UsageError: the job does not train, or the number of workers is outside of its limits.
     """
     if view.job is None:
         raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
@@ -164,13 +165,13 @@ def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) 
 def _plan_by_hand(
     client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
 ) -> None:
-    """Write a plan that the job's own planner leaves alone; what is not asked for stays as it was planned."""
+    """Write a plan that the job's own planner leaves alone; fields that are not given keep their planned values."""
     assert view.job is not None
     while True:
         entry = client.get(place.keys.plan)
         unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
         plan = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
-        with contextlib.suppress(RecordError):  # what cannot be read is replaced
+        with contextlib.suppress(RecordError):  # an unreadable plan is replaced
             plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
         if num_workers is not None:
             plan = replace(plan, num_workers=num_workers, binding=True)

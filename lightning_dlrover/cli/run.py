@@ -57,7 +57,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Run a script as a live elastic job; return once all of its nodes have ended."""
     if options.target == "auto":
         options.target = surrounding_target(options)
-    # The script of pods is in their image, or in a volume of theirs.
+    # Pods have the script in their image or in a volume, so it may not exist here.
     script = Path(options.script) if options.target == "kubernetes" else checked_script(options.script)
     run_id = options.rdzv_id or _new_run_id(script)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
@@ -105,11 +105,11 @@ def _run_job(
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
 ) -> int:
-    """Run the job to its end; whatever the end is, all nodes have ended when this returns or raises."""
+    """Run the job to its end; all nodes have ended when this returns or raises."""
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options))
     spec = _node_spec(options, script, place)
-    # An agent that may start its worker again needs no worker for as long as that takes.
+    # An agent with restarts left may be without a worker while it restarts one.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
@@ -135,7 +135,7 @@ def _run_job(
         failure = controller.failure_text()
     if end.exit_code:
         complain(f"job {place.run_id} failed: {end.reason}")
-        # What workers have reported is about the training only.
+        # Workers report errors of the training only; a later failure shows up in the output of a node.
         reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
         complain(reported or failure, prefix="")
     elif not end.is_trained:
@@ -164,8 +164,8 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
     """Let the controller act until the job is over; return how it has ended.
 
     Raises:
-        EtcdLostError: the job's own etcd has ended before it.
-        Interrupted: this process was asked to end.
+        EtcdLostError: the job's own etcd has ended before the job.
+        Interrupted: a signal asked this process to end.
     """
     try:
         while (end := controller.step()) is None:
@@ -175,9 +175,10 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
             announce()
             controller.wait(0.2)
     except (Interrupted, EtcdLostError):
-        # Slurm tells all processes of a job at once to end. Nodes can be ended without etcd, but nobody would learn of it.
+        # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would
+        # record the end of the job: restart etcd.
         if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
-            controller.tell_scheduler_to_end_nodes()  # first: there may be little time
+            controller.tell_scheduler_to_end_nodes()  # before the restart: there may be little time
             with contextlib.suppress(EtcdServerError):
                 server.restart()
         raise
@@ -186,14 +187,14 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
 
 def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
     if options.log_dir is not None:
-        # TorchX gives each run a folder of its own; Slurm's nodes of several jobs would write over each other's files.
+        # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
         log_dir = options.log_dir if options.target == "local" else options.log_dir / spec.run_id
     log_dir = log_dir.resolve()
     if options.target == "local":
         from lightning_dlrover.components.targets.local import LocalTarget
 
         target = LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
-        install_handlers(hurry)  # TorchX's local scheduler has put its own in place of ours
+        install_handlers(hurry)  # TorchX's local scheduler has replaced our handlers
         return target
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
@@ -207,18 +208,19 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:
-    """
+    """Refuse a name whose job in etcd can be neither started nor continued by this process.
+
     Raises:
-        UsageError: the job has ended, or what etcd holds under its name is not a job's.
+        UsageError: the job has ended, another launcher's workers train it, or its records cannot be read.
     """
     try:
         found = read_job(client, place.keys)
     except JobNotFoundError:
-        return  # the usual case: nobody has used the name yet
+        return  # the usual case: the name is unused
     if found.problems:
         raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
     job = found.view.job
-    # Where a controller acts for the job, it is the one to be named: `Controller` refuses then.
+    # If a controller acts for the job, `Controller` refuses with an error that names it.
     is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
     if job is not None and job.phase == "training" and is_others:
         raise UsageError(

@@ -19,7 +19,7 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
     """The run folder of a job, locked while the job runs.
 
     Raises:
-        UsageError: a job runs in it, or it is another job's.
+        UsageError: a job runs in the folder, or it holds another job's files.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
     with lock:
         deadline = time.monotonic() + 1.0
         while not (is_ours := _try_to_lock(lock)) and time.monotonic() < deadline:
-            time.sleep(0.05)  # whoever asks whether a job runs here holds the lock for a moment, too
+            time.sleep(0.05)  # a check by `is_locked` holds the lock for a moment, too
         if not is_ours:
             who = "another `dlrover run`"
             with contextlib.suppress(JobNotFoundError):
@@ -42,14 +42,14 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
             former = None
             with contextlib.suppress(JobNotFoundError):
                 former = read_job_file(folder / JOB_FILE).place.endpoint
-            # A job whose controller was killed goes on where its etcd still is, or its data are.
+            # A job whose controller was killed can continue with the same etcd, or with the data of its embedded one.
             has_data = target != "local" and former is not None and (folder / "etcd").is_dir()
             if former != endpoint if endpoint is not None else not has_data:
                 raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
         try:
             yield folder.resolve()
         finally:
-            # A job that was refused leaves nothing that would refuse the next attempt.
+            # A refused job removes its lock file, which would make the folder look used to the next attempt.
             if [each.name for each in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""The options of `dlrover run`: checked, and converted to the form that targets take."""
+"""Check the options of `dlrover run`, and convert them to the form that targets take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOCAL_WORKERS_PER_CORE = 4
 LEAST_LOCAL_WORKERS = 16
-"""Workers that may run on one machine however few cores it has."""
+"""Workers that any machine may run, however few cores it has."""
 
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
@@ -32,11 +32,11 @@ _MEANT_FOR = {
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }
-"""Targets that an option means something for; the others, for any."""
+"""Targets to which each option applies; options that are not listed apply to all."""
 
 
 def surrounding_target(options: argparse.Namespace) -> str:
-    """Where nodes belong when nobody says it. What was given for another place is meant for the same command there."""
+    """Return the target of the surroundings, and drop options of other targets: one command may serve several places."""
     target = "slurm" if "SLURM_JOB_ID" in os.environ else "kubernetes" if is_in_pod() else "local"
     ignored = _meant_for_others(options, target)
     for name in ignored:
@@ -48,7 +48,7 @@ def surrounding_target(options: argparse.Namespace) -> str:
 
 
 def _meant_for_others(options: argparse.Namespace, target: str) -> list[str]:
-    """The options that were given and mean nothing for this target."""
+    """Return the given options that do not apply to this target."""
     return [n for n, targets in _MEANT_FOR.items() if getattr(options, n) not in (None, "", []) and target not in targets]
 
 
@@ -56,7 +56,7 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """Refuse options that the target cannot serve.
 
     Raises:
-        UsageError: an option for a scheduler makes no sense, or is given where it means nothing.
+        UsageError: an option has an invalid value, is missing, or does not apply to the target.
     """
     if given := _meant_for_others(options, options.target):
         raise UsageError(f"{', '.join(map(flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
@@ -79,9 +79,10 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
 
 
 def _check_this_machine(options: argparse.Namespace) -> None:
-    """
+    """Check the resources of nodes against this machine, and lower the largest number of workers to its limit.
+
     Raises:
-        UsageError: this machine has not as much as nodes are to get.
+        UsageError: nodes would need more than this machine has.
     """
     cores = len(os.sched_getaffinity(0))
     limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
@@ -112,10 +113,10 @@ def _check_this_machine(options: argparse.Namespace) -> None:
 
 
 def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
-    """The request to Kubernetes for each node.
+    """Build the request to Kubernetes for each node.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is invalid.
     """
     import yaml
 
@@ -153,26 +154,26 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
 
 
 def pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
-    """The values of an option that may be repeated.
+    """Parse the values of an option that may be repeated.
 
     Raises:
-        UsageError: one of them is not of that form.
+        UsageError: a value does not have the form `form`.
     """
-    before = r"[A-Za-z_]\w*" if name == "env" else "[^=]+"  # a shell knows no other variables
+    before = r"[A-Za-z_]\w*" if name == "env" else "[^=]+"  # names that a shell accepts
     if wrong := [text for text in getattr(options, name) if not re.match(f"{before}=", text)]:
         raise UsageError(f"{flag(name)} {wrong[0]!r} is not {form}")
     return dict(text.split("=", 1) for text in getattr(options, name))
 
 
 def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
-    """The least and the largest size of a node."""
+    """Return the smallest and the largest size of a node."""
     default = (0, 0) if options.target == "local" else (1, 1)
     low, high = zip(options.cpus or default, options.mem or (0, 0), strict=True)
     return NodeSize(*low), NodeSize(*high)
 
 
 def objective(options: argparse.Namespace) -> dict[str, str]:
-    """Variables that tell the nodes' callbacks what the user wants, checked.
+    """Return checked environment variables that carry the user's objective to the nodes' callbacks.
 
     Raises:
         ValueError: the options contradict each other.
@@ -186,10 +187,10 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def checked_script(text: str) -> Path:
-    """The whole path of the script to run.
+    """Return the absolute path of the script to run.
 
     Raises:
-        UsageError: it is no file with Python in it.
+        UsageError: the script is missing, unreadable or not valid Python.
     """
     script = Path(text)
     if not script.is_file():
@@ -204,13 +205,13 @@ def checked_script(text: str) -> Path:
 
 
 def checked_prefix(text: str | None) -> str:
-    """The folder of all jobs' keys in etcd, as the option, the environment or the default has it.
+    """Return the folder of all jobs' keys in etcd: from the option, else the environment, else the default.
 
     Raises:
-        UsageError: it cannot be one.
+        UsageError: the prefix is malformed.
     """
     prefix = text or os.environ.get("DLROVER_PREFIX") or DEFAULT_PREFIX
-    # The agents are given it in --rdzv-conf, where ',' and '=' have a meaning.
+    # Agents receive the prefix in --rdzv-conf, where ',' and '=' are separators.
     if not re.fullmatch(r"(/[^/,=\s]+)+/?", prefix):
         raise UsageError(f"--key-prefix {prefix!r} must start with '/' and hold no ',', '=', '//' or space, such as /dlrover")
     return prefix.rstrip("/")

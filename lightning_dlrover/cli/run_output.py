@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Announcer:
-    """Says what has happened; that nothing changes, and why, once per settings."""
+    """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""`dlrover status` and `dlrover list`."""
+"""`dlrover status` and `dlrover list`: show one job, or all jobs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _status_text(status: dict[str, Any]) -> str:
 def _clock(at: float) -> str:
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
-    except (ValueError, OverflowError, OSError):  # no calendar has such a day
+    except (ValueError, OverflowError, OSError):  # a time beyond the calendar's range
         return "--:--:--"
 
 

@@ -1,4 +1,4 @@
-"""Signals of the `dlrover` process: a quiet start, then an orderly end of what it has started."""
+"""Signal handling of the `dlrover` process: a quiet exit during its start, an orderly end of its job later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The process was asked to end by a signal."""
+    """A signal asked the process to end."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -21,13 +21,13 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C end this process without a traceback, as long as nothing was started that would have to be ended first.
+    """Let Ctrl-C end this process without a traceback, as long as it has started nothing that must be ended first.
 
-    The function that it gives ends that time.
+    Call the yielded function to restore Python's own handler.
     """
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        # At once: an exception in the middle of an import would be an import's error to some modules.
+        # Exit at once: some modules would take an exception during an import for a failed import.
         with contextlib.suppress(OSError):
             os.write(2, b"dlrover: interrupted\n")
         os._exit(128 + number)
@@ -59,13 +59,13 @@ def signals_as_exceptions(hurry: threading.Event) -> Iterator[None]:
 
 
 def install_handlers(hurry: threading.Event) -> None:
-    """Install the handlers of `signals_as_exceptions`, also in place of others'."""
+    """Install the handlers of `signals_as_exceptions`, in place of any others."""
 
     def hasten(number: int, frame: FrameType | None) -> None:
         hurry.set()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # Ending everything in order takes seconds; a second signal must not break that off, only hasten it.
+        # An orderly end takes seconds. A second signal must hasten it, not interrupt it.
         for each in _SIGNALS:
             signal.signal(each, hasten)
         raise Interrupted(number)

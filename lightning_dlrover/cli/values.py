@@ -1,4 +1,4 @@
-"""Types of the command line's arguments: each turns a text into a value, or refuses it."""
+"""Argument types of the command line: each parses a text into a value, or refuses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 
 
 def cpus(text: str) -> tuple[int, int]:
-    """Least and most cores of a node, from `4` or `2:8`."""
+    """Minimum and maximum cores of a node, from `4` or `2:8`."""
     match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not N or N:MAX, from 1 on, such as 4 or 2:8")
@@ -17,7 +17,7 @@ def cpus(text: str) -> tuple[int, int]:
 
 
 def memory(text: str) -> int:
-    """MiB of `16G`, `512Mi`, `1.5T`: units of 1024, as Slurm counts them."""
+    """MiB, from `16G`, `512Mi` or `1.5T`. Units are powers of 1024, as in Slurm."""
     from lightning_dlrover.rdzv.job.records import MAX_MEMORY_MB
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B?)", text, re.I)
@@ -28,7 +28,7 @@ def memory(text: str) -> int:
 
 
 def memory_range(text: str) -> tuple[int, int]:
-    """Least and most MiB of a node, from `16G` or `16G:64G`."""
+    """Minimum and maximum MiB of a node, from `16G` or `16G:64G`."""
     low, _, high = text.partition(":")
     sizes = memory(low), memory(high or low)
     if sizes[0] > sizes[1]:
@@ -45,14 +45,14 @@ def duration(text: str) -> float:
 
 
 def given(text: str) -> str:
-    """A text that is not empty."""
+    """Any text but an empty one."""
     if not text:
         raise argparse.ArgumentTypeError("its value is empty, as of a variable that is not set; give a value, or leave it out")
     return text
 
 
 def setting(text: str) -> int:
-    """A setting of a plan: a number that its record may hold."""
+    """A setting of a plan, within the range of the plan's record."""
     from lightning_dlrover.rdzv.job.records import MAX_SETTING
 
     if not text.isdecimal() or int(text) > MAX_SETTING:
@@ -80,7 +80,7 @@ def weighted(text: str) -> tuple[str, float]:
 
 
 def workers(text: str) -> tuple[int, int]:
-    """Least and most workers, from `2` or `1:3`."""
+    """Minimum and maximum workers, from `2` or `1:3`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:3")
