@@ -19,7 +19,7 @@ __all__ = ["EitherStrategy"]
 
 
 class EitherStrategy(DDPStrategy):
-    """Base of strategies whose `super()` leads to the `DDPStrategy` of the Trainer's own package.
+    """Base of strategies that inherit, through `super()`, from the `DDPStrategy` of the Trainer's own package.
 
     An instance belongs to a subclass that has the `DDPStrategy` of one package behind it: the package that is imported when
     the instance is made. When a Trainer of the other package takes the instance, its class changes. Attributes are alike in

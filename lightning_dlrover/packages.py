@@ -57,7 +57,7 @@ class TrainerFn(StrEnum):
 
 def loaded_packages() -> list[str]:
     """Packages that this process has imported."""
-    return [package for package in PACKAGES if hasattr(sys.modules.get(package), "Trainer")]  # excludes one that is only half imported
+    return [package for package in PACKAGES if hasattr(sys.modules.get(package), "Trainer")]  # skips half-imported ones
 
 
 def default_package() -> str:
@@ -135,7 +135,7 @@ if TYPE_CHECKING:
 else:
 
     class _Either(type):
-        """A class whose instances are those of both packages' classes with that name."""
+        """A class that counts instances of both packages' classes of its name as its own."""
 
         home: str
 
