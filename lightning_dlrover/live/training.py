@@ -492,7 +492,7 @@ class LiveTraining:
         """All workers, between two steps: save where the user keeps checkpoints, else in the Trainer's folder."""
         kept = (str(c.dirpath) for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(self._trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._at_boundary = False  # may be a URL
+        self._at_boundary = False  # a loss meanwhile must not count as one at a boundary
         try:
             self._trainer.save_checkpoint(f"{folder}/dlrover-{self.world.config.run_id}.ckpt")
         finally:
@@ -589,7 +589,7 @@ class LiveTraining:
             self._add_partials(message["values"])
             text = f"went on from the state of step {newest} in a host's memory"
             self.world.event("resume", text, {"global_step": newest})
-        # Lightning drops values logged before an epoch's first batch, and would mistake a new process's first batch for that one.
+        # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         return True
 
@@ -1109,7 +1109,7 @@ class LiveTraining:
         own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
         restore_partial(self._epoch_loop._results, self._trainer.lightning_module, own)
         self._add_partials([transfer.loads(other, STATE_CLASSES, self._names_in_state)["values"] for other in restored.of_lost])
-        # Lightning drops values logged before an epoch's first batch, and would mistake a new process's first batch for that one.
+        # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
         self._collective = self._validation = 0
