@@ -78,8 +78,8 @@ class DLRoverCallback(Callback):
             None: the variable DLROVER_HISTORY, else a file in the user's data folder.
         tune: settings that the planner may change. All others keep the script's values, or those of `dlrover scale`.
             Loader workers are added, up to the cores of the node, only to datasets that hold no open file.
-        hang_after_s: seconds without a step after which all workers report their position, if they are also 20 times as long
-            as a usual step; 0 switches the report off.
+        hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
+            times as long as a usual step. 0 switches the report off.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """The Lightning strategy: applies the job's rounds to a running Trainer.
 
-This module holds Lightning's hooks only, each a few lines long. They hand over to `live/training.py` (when the world changes),
-`live/loader.py` (which worker gets which samples) or Lightning's own DDP strategy (everything else).
+This module holds Lightning's hooks only, each a few lines long. They hand over to three places:
+  - `live/training.py`, when the world changes,
+  - `live/loader.py`, for the split of samples over workers,
+  - Lightning's own DDP strategy, for everything else.
 """
 
 from __future__ import annotations
@@ -455,7 +457,7 @@ class DLRoverStrategy(EitherStrategy):
             try:
                 self._take_tables_from_optimizers(is_new)
             except TableOptimizerError:
-                self.optimizers = []  # Lightning would move their states, some of which have no values yet
+                self.optimizers = []  # Lightning would move their states, and some have no values yet
                 raise
         if is_new:
             self._build_tables(self._tables)
@@ -510,7 +512,7 @@ class DLRoverStrategy(EitherStrategy):
             return module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)  # type: ignore[no-untyped-call]
         kwargs = self._ddp_kwargs
-        # Once training goes on, all workers have equal parameters already, or are about to receive them.
+        # When training continues, all workers have equal parameters already, or are about to receive them.
         self._ddp_kwargs = {**kwargs, "init_sync": not self._has_dense_state}
         try:
             wrapped = self._setup_model(module)
@@ -563,7 +565,7 @@ class DLRoverStrategy(EitherStrategy):
         self._give_tables_to_optimizers()
 
     def reshard_tables(self, formation: Formation, standing: Sequence[str]) -> None:
-        """Bring the tables over from the former round's workers, all of which are present."""
+        """Bring the tables over from the former round's workers, which are all present."""
         assert self.elastic_tables is not None
         self._has_dense_state = True
         self.model = self.elastic_tables.reshard(formation, standing)

@@ -344,7 +344,7 @@ class ElasticLoader:
 
     @property
     def users_num_workers(self) -> int:
-        """Loader workers that the user's own loader asks for."""
+        """Number of loader workers in the user's own loader."""
         return self._loader.num_workers
 
     @property
@@ -724,7 +724,7 @@ class ElasticLoader:
             if start < stop:
                 yield order[first + start : first + stop].tolist()
             elif self._training:
-                yield order[first : first + 1].tolist()  # a stand-in with a loss of weight 0
+                yield order[first : first + 1].tolist()  # a placeholder with loss weight 0
             else:
                 return
 

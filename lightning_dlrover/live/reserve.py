@@ -38,8 +38,9 @@ def reserve(
     Embeddings with sparse gradients do not count, because most of their memory is never touched. From then on the
     process keeps blocks below 32 MiB that it frees.
 
-    Nothing is reserved with a C library other than glibc, with the user's own allocation settings, or where all workers of the
-    node would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the work.
+    Nothing is reserved in three cases: the C library is not glibc, the user has allocation settings, or all workers of the
+    node would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the
+    work.
 
     Args:
         but: names of parameters that do not count: sharded tables, which have another kind of memory.

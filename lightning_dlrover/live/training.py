@@ -1,6 +1,6 @@
 """Carry a Lightning training loop from one round of the job to the next.
 
-`LiveTraining` decides, at the few places where the world may change, what this worker has to do: admit a joiner, switch, redo a
+`LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, redo a
 step after a loss, or take over a result that only others received. `strategy.py` calls it from Lightning's hooks. The process
 groups themselves are formed by `rdzv/group/world.py`.
 
@@ -141,7 +141,7 @@ class Position:
     collective: int  # collectives outside of steps since the newest batch was handed out
     validation: int  # number of the current validation run; 0 outside
     at_boundary: bool  # between two batches and two windows, where joiners can receive the state
-    tables: int = 0  # round whose members hold all sharded tables in memory; 0: no tables, or incomplete ones
+    tables: int = 0  # last round with all sharded tables in its members' memory; 0: no tables, or incomplete ones
     has_unused: bool = False  # parameters without a gradient were found, so DDP has to search for them
     stopped_at: str = ""  # newest place at which all workers wanted to stop, see `agree_on_stop`
 
@@ -259,7 +259,7 @@ class LiveTraining:
         self.formation = formation
         self.is_standby = formation is None
         self.left = False
-        self.is_saving = False  # a checkpoint is being saved
+        self.is_saving = False  # set while a checkpoint is saved
         self.is_in_loops = False  # set from the Trainer's run-stage barrier on
         self.searches = Searches(self)
         self._fit = 1  # number of this `fit` in the script
@@ -286,7 +286,7 @@ class LiveTraining:
         self._entered = False  # set once the training loop is reached; from here on the worker survives losses
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
-        self._weighed: int | None = None  # batch under repetition, if not the last one handed out
+        self._weighed: int | None = None  # batch under computation, if not the last one handed out
         self._window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._at_boundary = False
         self._undo: _Update | None = None
@@ -301,7 +301,7 @@ class LiveTraining:
         self._vote_fit = 0  # `fit` of the script in which the newest vote began
         self._stopped_at = ""  # newest place at which all workers had set `should_stop`
         self._manual_window_is_open = False  # the last batches ended without an optimizer step
-        self._before: Before | None = None  # set in an open accumulation window
+        self._before: Before | None = None  # record from before the open accumulation window
         self._metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
         self._frozen: _Frozen | None = None  # set while a manual step may freeze parameters, as `toggle_optimizer` does
         self._gradients: list[torch.Tensor | None] | None = None  # gradients of the parameters before a manual step
@@ -309,7 +309,7 @@ class LiveTraining:
         self._max_backwards = 0  # most backward passes in one step; 0: not known
 
     def fit_begins(self) -> None:
-        """Reset what belongs to one `fit`, before Lightning's loops run."""
+        """Reset the state of one `fit`, before Lightning's loops run."""
         self.world.num_fits += 1
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
@@ -354,7 +354,7 @@ class LiveTraining:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
             while self._attempt(self._bring_up_to_date) is None:
-                with suppress(_RolledBack):  # another boundary, which the loops cannot tell from this one
+                with suppress(_RolledBack):  # then this is another boundary; the loops see no difference
                     self._recover()
         self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
@@ -489,7 +489,7 @@ class LiveTraining:
             self._tables.voted(self._batch_number, self._packed_snapshot)
 
     def _save_checkpoint(self) -> None:
-        """All workers, between two steps: save where the user keeps checkpoints, else in the Trainer's folder."""
+        """Save a checkpoint where the user keeps them, else in the Trainer's folder. All workers call it between two steps."""
         kept = (str(c.dirpath) for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(self._trainer.default_root_dir)).rstrip("/")  # may be a URL
         self._at_boundary = False  # a loss meanwhile must not count as one at a boundary
