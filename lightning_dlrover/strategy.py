@@ -144,7 +144,11 @@ class DLRoverStrategy(EitherStrategy):
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live. Started otherwise, this is Lightning's
     own DDP strategy, or plain single-device training for one process.
 
-    Serves Trainers of `lightning` and of `pytorch_lightning`.
+    Serves Trainers of `lightning` and of `pytorch_lightning`::
+
+        # train.py, started as `dlrover run --workers 1:3 train.py`
+        trainer = L.Trainer(strategy=DLRoverStrategy(), callbacks=[DLRoverCallback()])
+        trainer.fit(model, DataLoader(dataset, batch_size=512, shuffle=True))
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers

@@ -196,7 +196,7 @@ class _LoaderWorkerInit:
             if os.getppid() != self._parent:
                 os._exit(1)
         # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, but a
-        # dead loader worker would turn that into an error. So it leaves the group and ends with its worker instead.
+        # dead loader worker would turn that into an error. The loader worker leaves the group and ends with its worker.
         os.setpgid(0, 0)
         for fd, inode in self._sockets:
             try:
@@ -234,7 +234,7 @@ class ElasticLoader:
         before_next: called before every fetch; may change rank, size, cursor and state.
         place: the current global rank and world size.
         sockets: (fd, inode) pairs that loader workers must close.
-        materialise: shares the order that the user's sampler drew on rank 0 with all workers.
+        materialise: sends the order that the user's sampler drew on rank 0 to all workers.
 
     Raises:
         UnsupportedLoaderError: see `checks.loaders.batching_of`.

@@ -381,7 +381,7 @@ class _Fetcher(_DataFetcher):
     # --- the commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """End a dataloader together with the others. If one is lost meanwhile, there may be more batches to compute instead."""
+        """End a dataloader together with the others. If a worker is lost meanwhile, there may be more batches to compute."""
         if self._live.size > 1:
             self._is_committing = True
             try:
