@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 else:
 
     class Callback:
-        """In the place of Lightning's own until one of its packages is imported, see `_derive`."""
+        """Placeholder until one of Lightning's packages is imported, see `_derive`."""
 
 
 __all__ = ["TUNABLE", "DLRoverCallback", "Tunable"]
@@ -65,21 +65,21 @@ TUNABLE: tuple[Tunable, ...] = get_args(Tunable)
 
 
 class DLRoverCallback(Callback):
-    """Profiles every step, learns what it depends on, and plans workers, loader workers, threads and prefetching.
+    """Profiles every step, learns how long steps take, and plans workers, loader workers, threads and prefetching.
 
     Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...` and to the progress bar.
 
     Args:
         window_s: seconds of steps that make one profile.
-        plan_every_s: least time between two decisions; 0 switches planning off.
+        plan_every_s: minimum seconds between two decisions; 0 switches planning off.
         objective: `fastest`, `cheapest`, `efficient`, or an `Objective` with deadline, budget and prices.
-            None: as `dlrover run` was told, else the fastest.
-        history: where jobs are remembered that later ones start from: a path, a SQLAlchemy URL, or `off`.
+            None: the objective of `dlrover run`, else the fastest.
+        history: storage of past jobs, from which later ones start: a path, a SQLAlchemy URL, or `off`.
             None: the variable DLROVER_HISTORY, else a file in the user's data folder.
-        tune: what the planner may change; all else stays as the script has it, or as `dlrover scale` has set it.
+        tune: settings that the planner may change. All others keep the script's values, or those of `dlrover scale`.
             Loader workers are added, up to the cores of the node, only to datasets that hold no open file.
-        hang_after_s: when no step is made for so long, and for 20 times as long as one usually takes, all workers tell where
-            they stand; 0 switches that off.
+        hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
+            times as long as a usual step. 0 switches the report off.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class DLRoverCallback(Callback):
         self._profiler: StepProfiler | None = None
         self._analyst: Analyst | None = None
         self._strategy: DLRoverStrategy | None = None
-        self._watch: ForwardWatch | None = None  # of the first step
+        self._watch: ForwardWatch | None = None  # records the first step
         self._descriptors = Descriptors()
         self._place_now: Place | None = None
-        self._known_by: tuple[object, ...] = ()  # what the place follows from; it is asked for in every step
+        self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
 
     # --- Lightning's hooks ---------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class DLRoverCallback(Callback):
         if isinstance(loader, ElasticLoader):
             self._strategy.times.data_wait_s = loader.wait_s
         elif self._batch_ended:
-            # No loader of ours that could tell: all between two steps counts as waiting for data.
+            # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
 
     def on_train_batch_end(
@@ -180,7 +180,7 @@ class DLRoverCallback(Callback):
         live, loader = strategy.live, _loader(trainer)
         formation = live.formation if live is not None else None
         settings = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", 0) or 0, torch.get_num_threads()
-        known = formation, loader, *settings  # not their ids: what has gone leaves its id to what comes
+        known = formation, loader, *settings  # objects instead of their ids: an id may be used again once its object is gone
         if self._place_now is None or self._known_by != known:
             self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
         return self._place_now
@@ -235,7 +235,7 @@ class DLRoverCallback(Callback):
 
 
 def _derive(package: str) -> None:
-    """Make the class a callback of the package's, beside that of the other one; the hooks of both do nothing."""
+    """Derive the class from the package's own callback, beside the other package's. The hooks of both do nothing."""
     own: type = submodule(package, "callbacks").Callback
     if own not in DLRoverCallback.__mro__:
         others = (base for base in DLRoverCallback.__bases__ if base is not Callback)
@@ -251,7 +251,7 @@ def _loader(trainer: L.Trainer) -> object:
 
 
 def _num_own_samples(loader: object) -> int:
-    """Of the last batch, at least 1; a worker without any computes one that does not count."""
+    """Samples of this worker in the last batch, at least 1: a worker without any computes a stand-in that does not count."""
     if isinstance(loader, ElasticLoader):
         return max(1, loader.num_own_samples(loader.cursor - 1))
     return getattr(loader, "batch_size", None) or 1

@@ -1,6 +1,6 @@
 """A strategy for Trainers of `lightning` and of `pytorch_lightning`.
 
-Decides whose `DDPStrategy` stands behind an instance; what the strategy does is `strategy.py`'s.
+This module decides which package's `DDPStrategy` is behind an instance. `strategy.py` holds the strategy itself.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from lightning_dlrover.packages import default_package, on_import, package_of, r
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
 else:
-    DDPStrategy = object  # a package's own comes in with `_concrete`
+    DDPStrategy = object  # `_concrete` brings in a package's own
 
 __all__ = ["EitherStrategy"]
 
 
 class EitherStrategy(DDPStrategy):
-    """Base of strategies whose `super()` leads to the `DDPStrategy` of the package that the Trainer comes from.
+    """Base of strategies that inherit, through `super()`, from the `DDPStrategy` of the Trainer's own package.
 
-    An instance is of a subclass that has the `DDPStrategy` of one package behind it: the one that is imported when the instance
-    is made. When a Trainer of the other package takes the instance, that becomes its class. Attributes are alike in both.
+    An instance belongs to a subclass that has the `DDPStrategy` of one package behind it: the package that is imported when
+    the instance is made. When a Trainer of the other package takes the instance, its class changes. Attributes are alike in
+    both.
 
-    `__new__` is here, as jsonargparse would take that of the class itself for the signature of the user's settings.
+    `__new__` is defined here because jsonargparse would take the `__new__` of the class itself as the signature of the user's
+    settings.
     """
 
-    _package: ClassVar[str] = ""  # of concrete classes only
+    _package: ClassVar[str] = ""  # set on concrete classes only
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return super().__new__(cls if cls._package else _concrete(cls, default_package()))
@@ -38,13 +40,13 @@ class EitherStrategy(DDPStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        """The first thing that a Trainer does to its strategy."""
+        """The first access of a Trainer to its strategy, which reveals the Trainer's package."""
         if accelerator is not None:
             self._serve(package_of(accelerator))
         self._accelerator = accelerator
 
     def _serve(self, package: str) -> None:
-        """Become a strategy of the package that the Trainer comes from."""
+        """Become a strategy of the Trainer's own package."""
         if package == self._package:
             return
         if release(package) != release(self._package):
@@ -60,7 +62,7 @@ class EitherStrategy(DDPStrategy):
 
 @functools.cache
 def _concrete(cls: type[EitherStrategy], package: str) -> type[Any]:
-    """A subclass with the package's own `DDPStrategy` behind it."""
+    """Return a subclass with the package's own `DDPStrategy` behind it."""
     base = submodule(package, "strategies").DDPStrategy
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_package": package}
     concrete: type[Any] = type(base)(cls.__name__, (cls, base), names)
@@ -68,15 +70,15 @@ def _concrete(cls: type[EitherStrategy], package: str) -> type[Any]:
 
 
 def _abstract(concrete: type[EitherStrategy]) -> type[EitherStrategy]:
-    """The class that `_concrete` was given."""
+    """Return the class from which `_concrete` was derived."""
     return concrete.__bases__[0]
 
 
 def _rebuilt(cls: type[EitherStrategy], package: str) -> EitherStrategy:
-    """Unpickled, without its attributes yet."""
+    """Return an unpickled instance, still without its attributes."""
     concrete: type[EitherStrategy] = _concrete(cls, package)
     return concrete.__new__(concrete)
 
 
-# Trainers, and the command line that Lightning makes of them, ask whether this is a strategy of theirs.
+# Trainers, and the command line that Lightning makes of them, check whether this is one of their own strategies.
 on_import(lambda package: submodule(package, "strategies").DDPStrategy.register(EitherStrategy))

@@ -1,4 +1,4 @@
-"""Print for people: a terminal or log that cannot be written ends no job, and control characters reach no terminal."""
+"""Print for people: an unwritable terminal or log ends no job, and control characters reach no terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters spelled out, but for line ends and tabs: others may have written it."""
+    """Return `text` with its control characters spelled out, except line ends and tabs. Others may have written it."""
     return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(line: str) -> None:
-    """Print a line of a job's progress as it is; a line that cannot be written is dropped, and that is reported once."""
+    """Print a line of a job's progress as it is. A line that cannot be written is dropped, and only the first is reported."""
     try:
         print(line, flush=True)
     except OSError as error:
@@ -35,7 +35,7 @@ def say(line: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print what a command was asked for.
+    """Print the output of a command.
 
     Raises:
         OSError: standard output cannot be written.
@@ -44,7 +44,7 @@ def show(text: str) -> None:
 
 
 def complain(text: str, prefix: str = "dlrover: ") -> None:
-    """Print to standard error. There is nowhere to report that this failed."""
+    """Print to standard error. There is nowhere to report a failure of this."""
     try:
         print(prefix + printable(text), file=sys.stderr, flush=True)
     except OSError:
@@ -52,7 +52,7 @@ def complain(text: str, prefix: str = "dlrover: ") -> None:
 
 
 def flush() -> OSError | None:
-    """Write what is still buffered, so that the interpreter does not fail at its exit; the error of standard output if any."""
+    """Write buffered output, so that the interpreter does not fail at its exit. Return standard output's error, if any."""
     problem = None
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -66,7 +66,7 @@ def flush() -> OSError | None:
 
 
 def drop_what_cannot_be_written() -> None:
-    """Let prints of this process, such as those of a progress bar, go on when its log is full; reported once."""
+    """Let this process print on, such as its progress bar, when its log is full. Only the first failure is reported."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "_dlrover_drops"):
             stream.write = _dropping(stream.write)  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def _controls(character: str) -> bool:
 
 
 def _renew(name: Literal["stdout", "stderr"]) -> None:
-    """Forget what a stream has buffered: the next line must not wait for it, nor the interpreter's exit fail because of it."""
+    """Discard a stream's buffer: the next line must not wait for it, nor the interpreter's exit fail because of it."""
     old = getattr(sys, name)
     try:
         new = open(old.fileno(), "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115

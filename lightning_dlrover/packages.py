@@ -1,7 +1,7 @@
 """Find out which package the user's Trainer comes from: `lightning`, `pytorch_lightning`, or either in one process.
 
-Both hold the same code under two names, so a class of one is unknown to the other. This module imports neither of them
-before it has to, as an unused one would slow down every start of a worker. The command line and agents import it too.
+Both hold the same code under two names, so each does not recognise the classes of the other. This module imports neither
+before it has to, because an unused one would slow down every start of a worker. The command line and agents import it too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MALICIOUS = ("2.6.2", "2.6.3")
 
 
 class TrainerFn(StrEnum):
-    """Lightning's names of what a Trainer is doing. Members of both packages compare equal to these."""
+    """Lightning's names for a Trainer's activity. Members of both packages compare equal to these."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -57,11 +57,11 @@ class TrainerFn(StrEnum):
 
 def loaded_packages() -> list[str]:
     """Packages that this process has imported."""
-    return [package for package in PACKAGES if hasattr(sys.modules.get(package), "Trainer")]  # not one that is half imported
+    return [package for package in PACKAGES if hasattr(sys.modules.get(package), "Trainer")]  # skips half-imported ones
 
 
 def default_package() -> str:
-    """The package to use where no Trainer shows which one is meant: one that is imported, else one that is installed.
+    """Return the package to use where no Trainer determines it: an imported one, else an installed one.
 
     Raises:
         ImportError: none of them is installed, or only a release that must not be imported.
@@ -79,7 +79,7 @@ def default_package() -> str:
 
 
 def package_of(thing: object) -> str:
-    """The package that the class of `thing` comes from, or is derived from."""
+    """Return the package that the class of `thing` comes from, or is derived from."""
     for cls in type(thing).__mro__:
         for package in PACKAGES:
             if cls.__module__ == package or cls.__module__.startswith(f"{package}."):
@@ -88,22 +88,22 @@ def package_of(thing: object) -> str:
 
 
 def submodule(package: str, name: str) -> ModuleType:
-    """A module of the package, such as `callbacks`."""
+    """Return a module of the package, such as `callbacks`."""
     return importlib.import_module(f"{package}.{name}")
 
 
 def result_module(trainer: object) -> ModuleType:
-    """Where the package keeps the classes of logged values."""
+    """Return the package's module with the classes of logged values."""
     return submodule(package_of(trainer), "trainer.connectors.logger_connector.result")
 
 
 def fabric_submodule(package: str, name: str) -> ModuleType:
-    """A module of the Fabric that the package is built on, such as `utilities.seed`."""
+    """Return a module of the Fabric that the package is built on, such as `utilities.seed`."""
     return importlib.import_module(f"{FABRICS[package]}.{name}")
 
 
 def release(package: str) -> str:
-    """Version of an imported package."""
+    """Return the version of an imported package."""
     return str(sys.modules[package].__version__)
 
 
@@ -135,7 +135,7 @@ if TYPE_CHECKING:
 else:
 
     class _Either(type):
-        """A class whose instances are those of the two packages' classes of that name."""
+        """A class that counts instances of both packages' classes of its name as its own."""
 
         home: str
 
@@ -166,7 +166,7 @@ else:
         home = "loggers"
 
 
-# --- what has to happen when a package is imported ---------------------------------------------------------------------------
+# --- actions when a package is imported --------------------------------------------------------------------------------------
 
 _actions: list[Callable[[str], None]] = []
 
@@ -179,7 +179,7 @@ def on_import(action: Callable[[str], None]) -> None:
 
 
 def watch_imports() -> None:
-    """Make `strategy="dlrover"` known to each package, whether it was imported before or is imported later."""
+    """Register `strategy="dlrover"` with each package, whether it was imported before or is imported later."""
     if not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ImportWatch())
         on_import(_register_strategy)
@@ -200,7 +200,7 @@ def _make_strategy(**kwargs: Any) -> Any:
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Leaves finding to the other finders and takes note when one of the packages has been imported."""
+    """Leaves finding to the other finders, and wraps the loader when one of the packages is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in PACKAGES:
@@ -216,7 +216,7 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
 
 
 class _NotingLoader(importlib.abc.Loader):
-    """The package's own loader; runs the actions of `on_import` after it."""
+    """The package's own loader, followed by the actions of `on_import`."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

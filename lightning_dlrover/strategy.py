@@ -1,7 +1,9 @@
 """The Lightning strategy: applies the job's rounds to a running Trainer.
 
-Only Lightning's hooks are here, each a few lines that hand over to `live/training.py` (when the world changes),
-`live/loader.py` (which worker gets which samples) or Lightning's own DDP strategy (everything else).
+This module holds Lightning's hooks only, each a few lines long. They hand over to three places:
+  - `live/training.py`, when the world changes,
+  - `live/loader.py`, for the split of samples over workers,
+  - Lightning's own DDP strategy, for everything else.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ __all__ = ["DLRoverStrategy"]
 
 TRAINER_FILE = "trainer.ckpt"
 TABLES_FOLDER = "tables"
-"""What a checkpoint of a model with sharded tables consists of: Lightning's own, and `torch.distributed.checkpoint`'s."""
+"""Contents of a checkpoint folder with sharded tables: Lightning's own file, and a `torch.distributed.checkpoint` folder."""
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +106,12 @@ T = TypeVar("T")
 
 
 SHARDED = "_dlrover_sharded"
-"""Attribute of a module that was trained before in this process, whose tables are sharded already."""
+"""Attribute of a module that this process has trained before. Its tables are sharded already."""
 
 
 @dataclass
 class _Sharded:
-    """A module's tables, as they were trained last; of a copy of the module, none."""
+    """A module's tables as they were last trained. A copy of the module gets none."""
 
     tables: ShardedTables | None = None
     model: Any = None
@@ -120,7 +122,7 @@ class _Sharded:
 
 
 class _ForwardRedirection:
-    """Lightning's detour through DDP's forward, which also ends when DDP raises before it reaches the module."""
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
 
     def __init__(self, detour: Any) -> None:
         self._detour = detour
@@ -139,30 +141,35 @@ class _ForwardRedirection:
 class DLRoverStrategy(EitherStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
-    Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live; started otherwise this is Lightning's
+    Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live. Started otherwise, this is Lightning's
     own DDP strategy, or plain single-device training for one process.
 
-    Serves Trainers of `lightning` and of `pytorch_lightning`.
+    Serves Trainers of `lightning` and of `pytorch_lightning`::
+
+        # train.py, started as `dlrover run --workers 1:3 train.py`
+        trainer = L.Trainer(strategy=DLRoverStrategy(), callbacks=[DLRoverCallback()])
+        trainer.fit(model, DataLoader(dataset, batch_size=512, shuffle=True))
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
             that the job started with. With several training loaders it holds for each of them.
-        check_interval_s: about how often the workers agree on whether the world should change.
-        timeout: how long one collective may take.
+        check_interval_s: approximate seconds between two votes on whether the world should change.
+        timeout: time limit of one collective.
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
             collections.
         sharders: torchrec's sharders, instead of those for `EmbeddingBagCollection` and `EmbeddingCollection`.
-        rerun_epoch_hooks: whether a worker that joins inside an epoch runs `on_train_epoch_start` of callbacks and module once
-            more, with the job's epoch and metrics, before it is given the job's state. Whatever such a hook sets by the epoch,
-            beside what a checkpoint holds, is otherwise that of epoch 0.
-        snapshots: when the state of such a model is copied in the hosts' memory, so that the loss of a worker is survived.
-        compare_data: whether workers compare a few samples at their start, so that nobody trains on other data than the rest.
+        rerun_epoch_hooks: whether a worker that joins inside an epoch repeats `on_train_epoch_start` of callbacks and module.
+            The hooks see the job's epoch and metrics, and run before the worker receives the job's state. Without the repeat,
+            anything that such a hook derives from the epoch, and that no checkpoint holds, stays as in epoch 0.
+        snapshots: when the state of a model with sharded tables is copied in the hosts' memory, so that the job survives the
+            loss of a worker.
+        compare_data: whether workers compare a few samples when they start, so that all of them train on the same data.
             Numbers of samples are always compared.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
     strategy_name = "dlrover"
-    _in_job: ClassVar[DLRoverStrategy | None] = None  # the one through which this process has entered its job
+    _in_job: ClassVar[DLRoverStrategy | None] = None  # strategy through which this process has entered its job
     _closes_at_exit: ClassVar[bool] = False
 
     def __init__(
@@ -198,7 +205,7 @@ class DLRoverStrategy(EitherStrategy):
         self.times = StepTimes()
         self.clock = OwnClock()
         self._watch: AbstractContextManager[Any] | None = None
-        # Parameters of the model in DDP, and whether each was trainable when it was wrapped.
+        # Parameters of the model in DDP, each with a flag: trainable when DDP wrapped the model.
         self._wrapped: list[tuple[torch.nn.Parameter, bool]] = []
         self._global_batch_size = global_batch_size
         self._check_interval_s = check_interval_s
@@ -206,30 +213,30 @@ class DLRoverStrategy(EitherStrategy):
         self.reruns_epoch_hooks = rerun_epoch_hooks
         self._world: World | None = None
         self._live: LiveTraining | None = None
-        self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles a leave before this Trainer's loops
+        self._undo_quiet: Callable[[], None] | None = None  # set while Lightning handles a leave before this Trainer's loops
         self._start_workers = 0
-        self._is_alone = False  # hooks run that other workers do not run now
-        self._use_distributed_sampler: bool | None = None  # what the Trainer was made with
+        self._is_alone = False  # True while hooks run that other workers do not run now
+        self._use_distributed_sampler: bool | None = None  # the Trainer's original setting
         self._trainer: Any = None
         self._sharding_constraints = sharding_constraints
         self._sharders = sharders
         self._snapshot_config = snapshots or SnapshotConfig()
         self._tables: ShardedTables | None = None
         self._optimized: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
-        self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group, by names of tables that left them
-        self._frozen_tables: set[str] = set()  # names of those that no optimizer has
-        self._tables_to_load: Path | None = None  # by the state dict that is loaded next
-        self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's, which a joiner does not load
-        self._has_dense_state = False  # all workers' dense parameters are alike
+        self._table_groups: dict[str, tuple[int, int]] = {}  # optimizer and group of each table that left them, by table name
+        self._frozen_tables: set[str] = set()  # tables that no optimizer trains
+        self._tables_to_load: Path | None = None  # folder of the tables that belong to the next loaded state dict
+        self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's checkpoint; a joiner skips it
+        self._has_dense_state = False  # True once all workers' dense parameters are alike
         self.elastic_tables: ElasticTables | None = None
-        self._snapshot_stores: list[SnapshotStore] = []  # of all models with tables that this script has trained
+        self._snapshot_stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
         self.fingerprint = ""
 
-    # --- who we are ----------------------------------------------------------------------------------------------------
+    # --- place in the job ----------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> LiveTraining | None:
-        """The job's rounds as this worker sees them; None when the world cannot change."""
+        """The job's rounds from this worker's point of view; None when the world cannot change."""
         return self._live
 
     @property
@@ -248,7 +255,7 @@ class DLRoverStrategy(EitherStrategy):
         if self._world_config is None:
             super().set_world_ranks()
         else:
-            # The environment has the agent's word until the first round, then the round's.
+            # The environment holds the agent's ranks until the first round, then the round's.
             self._tell_rank()
 
     def enter_round(self, global_rank: int, world_size: int) -> None:
@@ -259,7 +266,7 @@ class DLRoverStrategy(EitherStrategy):
         self._tell_rank()
 
     def _tell_rank(self) -> None:
-        # One object in lightning, fabric and their utilities.
+        # lightning, fabric and their utilities share this one object.
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @property
@@ -276,7 +283,7 @@ class DLRoverStrategy(EitherStrategy):
 
     @property
     def _is_single(self) -> bool:
-        """One process that nobody else can join."""
+        """Whether this is one process that no other can join."""
         return self._world_config is None and self.num_processes * self.num_nodes == 1
 
     # --- setting up ------------------------------------------------------------------------------------------------------
@@ -295,7 +302,7 @@ class DLRoverStrategy(EitherStrategy):
             try:
                 former._live.begin_later_fit()
             except SystemExit:
-                if former is not self:  # the former Trainer is quiet already
+                if former is not self:  # else the former Trainer is quiet already
                     self._undo_quiet = leave_quietly(self._lightning_trainer)
                 raise
         if self._live is None or former not in (self, None):
@@ -310,7 +317,7 @@ class DLRoverStrategy(EitherStrategy):
         return bool(trainer.state.fn == TrainerFn.FITTING and not is_search)
 
     def _enter_job(self) -> None:
-        """The script's first Trainer starts the world, later ones go on with it."""
+        """Start the world for the script's first Trainer, or take it over from an earlier one."""
         assert self._world_config is not None
         if "DLROVER_NODE" in os.environ:  # `dlrover run` has chosen where the output goes
             drop_what_cannot_be_written()
@@ -324,7 +331,7 @@ class DLRoverStrategy(EitherStrategy):
             self._world = World(self._world_config, backend, can_meet)
             formation = self._world.start()
         except JobClosedError as error:
-            # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
+            # A worker started again, or late, for a job that has ended meanwhile. Nothing is wrong with it.
             log.warning("%s", error)
             self._close_world()
             raise SystemExit(0) from error
@@ -347,22 +354,24 @@ class DLRoverStrategy(EitherStrategy):
             self._compare_callbacks()
 
     def _compare_callbacks(self) -> None:
-        """Before Lightning's first collectives: those of a callback that some workers lack would meet others.
+        """Compare callbacks before Lightning's first collectives.
+
+        Collectives of a callback that some workers lack would meet other collectives.
 
         Raises:
-            UnsupportedScriptError: workers have different ones.
+            UnsupportedScriptError: the workers have different callbacks.
         """
         assert self._live is not None
         mine = monitoring(self._lightning_trainer.callbacks)
         by_rank = self._live.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
-        for rank, theirs in enumerate(by_rank):  # with rank 0's on all workers, so that all of them end
+        for rank, theirs in enumerate(by_rank):  # all workers compare with rank 0, so that all of them end
             if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
                 raise UnsupportedScriptError(problem)
 
     def _compare_with_arguments(self, num_workers: int) -> None:
-        """Warn a script that was written for another number of workers than the job starts with: its steps are others."""
+        """Warn if the script was written for another number of workers than the job's: a step then has another batch size."""
         devices = self._lightning_trainer._accelerator_connector._devices_flag
-        by_default = devices in (-1, "-1", type(self.accelerator).auto_device_count())  # "auto" is a number here
+        by_default = devices in (-1, "-1", type(self.accelerator).auto_device_count())  # here "auto" is a number
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if by_default else self.num_processes
         if (wanted := per_node * self.num_nodes) in (1, num_workers):
             return
@@ -380,7 +389,7 @@ class DLRoverStrategy(EitherStrategy):
         if formation is not None:
             self.enter_round(formation.rank, formation.size)
         else:
-            # Alone until it is admitted, and never the one that logs.
+            # Alone until admitted, and never the worker that logs.
             self.enter_round(self._world_config.max_workers, 1)
 
     def _go_on_from(self, former: DLRoverStrategy) -> None:
@@ -400,17 +409,17 @@ class DLRoverStrategy(EitherStrategy):
 
     @classmethod
     def _close_at_exit(cls) -> None:
-        # Once: a handler for each strategy would keep every Trainer and model of the script alive.
+        # Registered once: a handler for each strategy would keep every Trainer and model of the script alive.
         if not DLRoverStrategy._closes_at_exit:
             DLRoverStrategy._closes_at_exit = True
             atexit.register(_close_newest_world)
 
     def _take_loaders_as_they_are(self) -> None:
-        """Keep Lightning from replacing samplers: its own shuffles every training loader, whether the user asked or not."""
+        """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
         connector = self._lightning_trainer._accelerator_connector
         if self._use_distributed_sampler is None:
             self._use_distributed_sampler = connector.use_distributed_sampler
-        # Predictions are split by Lightning, which has to know their indices.
+        # Lightning splits predictions itself, because it needs their indices.
         predicting = self._lightning_trainer.state.fn == TrainerFn.PREDICTING
         connector.use_distributed_sampler = predicting and self._use_distributed_sampler
 
@@ -435,7 +444,7 @@ class DLRoverStrategy(EitherStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
-            self._layer_sync.apply(self.lightning_module)  # in place: the module itself is no normalization
+            self._layer_sync.apply(self.lightning_module)  # applied in place: the module itself is no normalization layer
         former: _Sharded | None = self.lightning_module.__dict__.get(SHARDED)
         is_new = False
         if self._tables is None and former is not None and former.tables is not None:
@@ -452,7 +461,7 @@ class DLRoverStrategy(EitherStrategy):
             try:
                 self._take_tables_from_optimizers(is_new)
             except TableOptimizerError:
-                self.optimizers = []  # Lightning would move their states, some of which have no values yet
+                self.optimizers = []  # Lightning would move their states, and some have no values yet
                 raise
         if is_new:
             self._build_tables(self._tables)
@@ -461,7 +470,7 @@ class DLRoverStrategy(EitherStrategy):
         self.setup_precision_plugin()
 
     def _setup_alone(self, trainer: L.Trainer) -> None:
-        """What DDP does before validation, test and prediction, without sending weights: there is no process group."""
+        """Prepare validation, test or prediction as DDP does, without sending weights: there is no process group."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -488,18 +497,18 @@ class DLRoverStrategy(EitherStrategy):
             if live.formation is not None:
                 self.model = self.elastic_tables.start(live.formation, torch.initial_seed())
             else:
-                # A joiner gets its shards when it is admitted; until then nothing can be computed with them.
+                # A joiner gets its shards when it is admitted. Until then it cannot compute with them.
                 self._lightning_trainer.num_sanity_val_steps = 0
             return
         if not dist.is_initialized():
-            # torchrec's collectives need a group, of one worker too; the tables need it for as long as they are used.
+            # torchrec's collectives need a group, even with one worker. The tables need it for as long as they are used.
             backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(_leave_group)
         members = [str(rank) for rank in range(dist.get_world_size())]
         self.model = tables.build(tables.first_plan(members), members, self._wrap_dense)
         seed = torch.tensor(torch.initial_seed() % 2**63, device=self.root_device)
-        dist.broadcast(seed, 0)  # tables that all hold whole must be alike
+        dist.broadcast(seed, 0)  # tables that every worker holds whole must be alike
         tables.initialise(int(seed))
 
     def _wrap_dense(self, module: torch.nn.Module, sharded: list[str]) -> torch.nn.Module:
@@ -507,13 +516,13 @@ class DLRoverStrategy(EitherStrategy):
             return module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)  # type: ignore[no-untyped-call]
         kwargs = self._ddp_kwargs
-        # Once training goes on, all workers have equal parameters already, or are given them.
+        # When training continues, all workers have equal parameters already, or are about to receive them.
         self._ddp_kwargs = {**kwargs, "init_sync": not self._has_dense_state}
         try:
             wrapped = self._setup_model(module)
         finally:
             self._ddp_kwargs = kwargs
-        if self.root_device.type == "cuda":  # as Lightning does it for models without tables
+        if self.root_device.type == "cuda":  # the same as Lightning does for models without tables
             register = submodule(self._package, "overrides.distributed")._register_ddp_comm_hook
             register(wrapped, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
         return wrapped
@@ -544,30 +553,30 @@ class DLRoverStrategy(EitherStrategy):
 
     @property
     def table_names(self) -> set[str]:
-        """Names of the parameters that are tables of torchrec's."""
+        """Names of the parameters that are torchrec's tables."""
         return self._tables.parameter_names() if self._tables is not None else set()
 
     @property
     def sharded_names(self) -> set[str]:
-        """Names of the parameters that workers do not hold alike."""
+        """Names of the parameters that differ between workers."""
         return self.table_names - self._whole_tables.keys() if self._tables is not None else set()
 
     def start_tables(self, formation: Formation) -> None:
-        """Build new tables with all members of a round in which nobody has any."""
+        """Build new tables with all members of a round in which no worker has any."""
         assert self.elastic_tables is not None
         self._has_dense_state = False
         self.model = self.elastic_tables.start(formation, torch.initial_seed())
         self._give_tables_to_optimizers()
 
     def reshard_tables(self, formation: Formation, standing: Sequence[str]) -> None:
-        """Bring the tables over from the former round's workers, all of which are there."""
+        """Bring the tables over from the former round's workers, which are all present."""
         assert self.elastic_tables is not None
         self._has_dense_state = True
         self.model = self.elastic_tables.reshard(formation, standing)
         self._give_tables_to_optimizers()
 
     def roll_tables_back(self, formation: Formation, batch: int) -> Restored | None:
-        """Take the tables from the newest complete snapshot; None if there is none that was taken after so many batches."""
+        """Take the tables from the newest complete snapshot at or after a batch; None if there is none."""
         assert self.elastic_tables is not None
         self._has_dense_state = True
         rolled_back = self.elastic_tables.roll_back(formation, batch)
@@ -578,13 +587,13 @@ class DLRoverStrategy(EitherStrategy):
         return restored
 
     def _take_tables_from_optimizers(self, is_new: bool) -> None:
-        """Apply the user's optimizers of tables in the backward pass instead, where they are not applied there already.
+        """Move the user's optimizers of tables into the backward pass, unless they are applied there already.
 
         Args:
             is_new: the tables are not built yet.
 
         Raises:
-            TableOptimizerError: a table cannot be trained like that, or is in no optimizer.
+                TableOptimizerError: a table cannot be trained in the backward pass, or is in no optimizer.
         """
         assert self.lightning_module is not None
         assert self._tables is not None
@@ -628,7 +637,7 @@ class DLRoverStrategy(EitherStrategy):
             )
 
     def _give_tables_to_optimizers(self) -> None:
-        """Let the user's optimizers go on with the tables that they train, those that every worker holds whole."""
+        """Give the user's optimizers the tables that they train: those that every worker holds whole."""
         assert self.lightning_module is not None
         assert self._tables is not None
         now = dict(self.lightning_module.named_parameters())
@@ -646,7 +655,7 @@ class DLRoverStrategy(EitherStrategy):
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Without sharded tables, which checkpoints have in a form of their own."""
+        """Return the module's state without sharded tables, which checkpoints hold in another form."""
         if self._tables is None:
             return super().lightning_module_state_dict()
         with self._tables.aside():
@@ -668,17 +677,18 @@ class DLRoverStrategy(EitherStrategy):
             super().configure_ddp()
 
     def wrap_model(self, in_validation: bool = False) -> None:
-        """Wrap the model for the current round; all workers have equal parameters already.
+        """Wrap the model for the current round. All workers have equal parameters already.
 
         Args:
-            in_validation: any of the workers is in a validation, where `send_buffers` has sent the buffers. Equal on all of
-                them: the next forward pass of one that has ended the validation already is the others' first one after it.
+            in_validation: whether any worker is in a validation, where `send_buffers` has sent the buffers. It must be equal on
+                all workers: one that has already ended the validation makes its next forward pass together with the others'
+                first one after it.
         """
         assert self.lightning_module is not None
         if self._tables is not None:
-            return  # wrapped when its tables were built
+            return  # the tables' build has wrapped it
         self.model = self.lightning_module
-        self._pl_static_graph_delay_done = False  # manual optimization: the new replica is to be told, too
+        self._pl_static_graph_delay_done = False  # manual optimization: the new replica needs the call, too
         if self.world_size > 1:
             kwargs = self._ddp_kwargs
             self._ddp_kwargs = {**kwargs, "init_sync": False}
@@ -692,11 +702,11 @@ class DLRoverStrategy(EitherStrategy):
     def send_buffers(self) -> dict[str, Tensor]:
         """Give all workers rank 0's buffers before a validation.
 
-        DDP does that in each worker's first forward pass. A worker that has no sample of the first dataloader, or none left
-        after a loss, makes it later than the others or not at all, and meets them in another collective.
+        DDP does so in each worker's first forward pass. A worker without a sample of the first dataloader, or without any left
+        after a loss, makes that pass later than the others or never. It would meet them in another collective.
 
         Returns:
-            A copy of what was sent, for a worker that a loss has kept from receiving it; see `take_buffers`.
+            A copy of the sent buffers, for a worker that did not receive them because of a loss; see `take_buffers`.
         """
         model = self.model
         sent: dict[str, Tensor] = {}
@@ -708,7 +718,7 @@ class DLRoverStrategy(EitherStrategy):
         return sent
 
     def take_buffers(self, sent: Mapping[str, Tensor]) -> None:
-        """Set the buffers that `send_buffers` has returned, here or on another worker."""
+        """Set the buffers that `send_buffers` returned, here or on another worker."""
         assert self.lightning_module is not None
         own = dict(self.lightning_module.named_buffers())
         with torch.no_grad():
@@ -716,11 +726,11 @@ class DLRoverStrategy(EitherStrategy):
                 own[name].copy_(buffer)
 
     def wrap_what_was_unfrozen(self) -> None:
-        """Wrap the model anew if parameters were unfrozen since.
+        """Wrap the model anew if parameters were unfrozen since the last wrap.
 
-        DDP reduces only the gradients of parameters that were trainable when it was made: a callback that unfreezes layers
-        while training would let the workers' weights drift apart. Manual optimization switches parameters on and off in each
-        step, as in Lightning's `toggle_optimizer`, and is left alone.
+        DDP reduces only the gradients of parameters that were trainable when it was made. The workers' weights would drift
+        apart after a callback unfreezes layers while training. Manual optimization is left alone: it switches parameters on
+        and off in each step, as Lightning's `toggle_optimizer` does.
         """
         assert self.lightning_module is not None
         if self._tables is not None or self.world_size == 1 or not self.lightning_module.automatic_optimization:
@@ -759,12 +769,12 @@ class DLRoverStrategy(EitherStrategy):
         )
 
     def _agree_on_start_workers(self) -> int:
-        """By how many workers a DataLoader's batch size is multiplied: those of the job's first start."""
+        """Return the factor of a DataLoader's batch size: the number of workers of the job's first start."""
         assert self._live is not None
         membership = self._live.world.membership
         formation = self._live.formation
         if formation is not None and formation.rank == 0:
-            # A checkpoint that was resumed has its own number.
+            # A resumed checkpoint has its own number.
             number = self._start_workers or formation.size
             membership.update_job(lambda job: job if job.start_workers else dataclasses.replace(job, start_workers=number))
         if self._start_workers == 0:
@@ -794,7 +804,7 @@ class DLRoverStrategy(EitherStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        # Tables are read into the shards that each worker has by then.
+        # Tables are read into the shards that each worker has after setup.
         assert self.lightning_module is not None
         return self._tables is not None or has_tables(self.lightning_module)
 
@@ -803,7 +813,7 @@ class DLRoverStrategy(EitherStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         if not self._tables.is_built:
-            return  # a joiner, which is given the others' state
+            return  # a joiner, which receives the others' state
         assert self.lightning_module is not None
         state = dict(checkpoint["state_dict"])
         with torch.no_grad():
@@ -839,16 +849,16 @@ class DLRoverStrategy(EitherStrategy):
             self._when_written(path, functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
 
     def _when_written(self, path: str, record: Callable[[], None]) -> None:
-        """Put a checkpoint on record once it is there, which may be later: a plugin may write it in a thread of its own."""
+        """Put a checkpoint on record once it exists, which may be later: a plugin may write it in its own thread."""
         executor = getattr(self.checkpoint_io, "_executor", None)
         if executor is None:
             record()
         else:
-            # One thread, which carries out what it is given in that order. It may have failed to write the file.
+            # The executor has one thread, which runs tasks in order. It may have failed to write the file.
             executor.submit(lambda: None if self.unreadable(path) else record())
 
     def unreadable(self, path: str) -> str:
-        """Why this worker cannot read a checkpoint of the job; empty if it can."""
+        """Return why this worker cannot read a checkpoint of the job; empty if it can."""
         try:
             filesystem, local_path = url_to_fs(path)
             if not filesystem.exists(local_path):
@@ -856,24 +866,24 @@ class DLRoverStrategy(EitherStrategy):
             if not filesystem.isdir(local_path):
                 with filesystem.open(local_path, "rb") as file:
                     file.read(1)
-        except Exception as error:  # file systems of other libraries raise what they like
+        except Exception as error:  # file systems of other libraries raise any exception
             return f"{type(error).__name__}: {error}"
         return ""
 
     def load_own_checkpoint(self, path: str, names: Collection[str]) -> dict[str, Any]:
-        """Load a checkpoint that this job has written, whose path comes from the job's records.
+        """Load a checkpoint that this job has written, by a path from the job's records.
 
         Args:
-            names: classes and functions that this script's own checkpoints refer to; no others are loaded.
+            names: classes and functions that this script's own checkpoints refer to. Only these are loaded.
 
         Raises:
-            UnpicklingError: it holds others.
+            UnpicklingError: the checkpoint holds others.
         """
         with torch.serialization.safe_globals(transfer.resolved(names)):
             return self.load_checkpoint(path, weights_only=True)
 
     def _save_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """A file of rank 0's; of the next rank 0's, if that one is lost while it writes."""
+        """Write one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
         was_written = False
 
         def save() -> None:
@@ -886,7 +896,7 @@ class DLRoverStrategy(EitherStrategy):
         self._collective("saving a checkpoint", save)
 
     def _save_with_tables(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
-        """A folder that is there when it is complete."""
+        """Write a folder that appears only when it is complete."""
         assert self._tables is not None
         if not self._tables.is_built:
             return
@@ -905,13 +915,13 @@ class DLRoverStrategy(EitherStrategy):
     # --- a step ----------------------------------------------------------------------------------------------------------
 
     def watch_next_forward(self, watch: AbstractContextManager[Any]) -> None:
-        """Make the next training step inside of `watch`; once, unless the step fails."""
+        """Run the next training step inside `watch`. Once, unless the step fails."""
         self._watch = watch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         started, blocked_s = time.perf_counter(), self.clock.blocked_s
         if (self._table_groups or self._frozen_tables) and self._tables is not None and self._tables.is_built:
-            # Schedulers set the rates of the groups, which the tables have left.
+            # Schedulers set the rates in the parameter groups, which the tables have left.
             groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
             rates = {name: float(group["lr"]) for name, group in groups.items()}
             self._tables.set_rates(rates | dict.fromkeys(self._frozen_tables, 0.0))
@@ -960,7 +970,7 @@ class DLRoverStrategy(EitherStrategy):
         if live is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._lightning_trainer.lightning_module.automatic_optimization:
-            live.check_gradients()  # computed before this
+            live.check_gradients()  # manual optimization computed them before this call
         live.before_optimizer_step(optimizer, closure)
 
         def checked() -> Any:
@@ -975,13 +985,13 @@ class DLRoverStrategy(EitherStrategy):
     def _collective(
         self, kind: str, run: Callable[[], T], details: str = "", *, same_line: bool = False, is_joint: bool = True
     ) -> T:
-        """Run a collective of all workers, once they have found that all of them are about to run it.
+        """Run a collective of all workers, once they have confirmed that all of them are about to run it.
 
         Args:
-            kind: named in the error if they are not.
-            details: compared, too.
-            same_line: whether the user's code must have called it at one line on all workers.
-            is_joint: whether nobody has its result before all have begun it.
+            kind: name in the error if they are not.
+            details: further text that workers compare.
+            same_line: whether the user's code must have called it from the same line on all workers.
+            is_joint: whether no worker gets the result before all have begun the collective.
         """
         live = self._live
         if live is None:
@@ -1012,7 +1022,7 @@ class DLRoverStrategy(EitherStrategy):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let collectives do nothing, as with one worker: the others are not in them."""
+        """Turn collectives into no-ops, as with one worker, because the others do not take part in them."""
         self._is_alone = True
         try:
             yield
@@ -1030,26 +1040,26 @@ class DLRoverStrategy(EitherStrategy):
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.double()  # a mean is rounded to the tensor's type otherwise, such as that of numbers of samples
+            tensor = tensor.double()  # a mean is otherwise rounded to the tensor's type, such as the type of sample counts
         run = super().reduce
         if group is not None and group is not dist.group.WORLD:
-            return run(tensor, group, reduce_op)  # of some workers, which no round can do again
+            return run(tensor, group, reduce_op)  # a group of some workers only, which no round can repeat
         name = _logged_name(sys._getframe(1))
-        # In place otherwise: a failed attempt must leave the input of the next one untouched.
+        # On a copy, as a reduction works in place: a failed attempt must leave the input of the next one untouched.
         result = self._collective(
             "strategy.reduce",
             lambda: run(tensor.clone(), group, reduce_op),
             f"{_described(tensor)} ({reduce_op})" + (f", logged as {name!r}" if name else ""),
             same_line=not name,
         )
-        return result.to(tensor.device)  # another worker's comes on the CPU
+        return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._is_alone:
             return decision
 
         def decide() -> bool:
-            # Compared with the size of the world that was asked: a worker may take the answer over in a smaller one.
+            # Compared with the size of the world that took the vote: a worker may take over the answer in a smaller one.
             total = super(DLRoverStrategy, self).reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(total == self.world_size) if all else bool(total)
 
@@ -1066,12 +1076,12 @@ class DLRoverStrategy(EitherStrategy):
         result = self._collective(
             "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
         )
-        return result.to(tensor.device)  # another worker's comes on the CPU
+        return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
 
     # --- the Trainer's loops ---------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Stand around the places of Lightning's loops that a change of the world must not break."""
+        """Wrap the parts of Lightning's loops that a change of the world must not break."""
         trainer = self._lightning_trainer
         epoch_loop = trainer.fit_loop.epoch_loop
         times, clock, live = self.times, self.clock, self._live
@@ -1117,7 +1127,7 @@ class DLRoverStrategy(EitherStrategy):
             trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
         epoch_loop.__dict__.pop("_should_check_val_fx", None)
         if getattr(trainer, "_val_check_time_interval", None) is not None:
-            # Every worker asks a clock of its own, and those that validate wait for those that do not.
+            # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
             is_due = epoch_loop._should_check_val_fx
             epoch_loop._should_check_val_fx = lambda fetcher: self.broadcast(is_due(fetcher), 0)
 
@@ -1134,7 +1144,7 @@ class DLRoverStrategy(EitherStrategy):
         trainer.__dict__.pop("save_checkpoint", None)
         save_checkpoint = trainer.save_checkpoint
         trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)
-        # Lightning's own broadcasts on every step whether rank 0 received SIGTERM, and hangs when another rank did.
+        # Lightning's own version broadcasts on every step whether rank 0 received SIGTERM. It hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()
         live.is_in_loops = True
@@ -1163,9 +1173,9 @@ class DLRoverStrategy(EitherStrategy):
             super().teardown()
             return
         if self._tables is not None:
-            # There, as it holds the module itself: both go together.
+            # Kept on the module, because the tables hold the module itself: both live equally long.
             self._tables.module.__dict__[SHARDED] = _Sharded(self._tables, self.model, self.elastic_tables)
-        # Lightning would move the module to the CPU; tables stay where they are trained, and sharded as they are.
+        # Lightning would move the module to the CPU. Tables stay sharded, on the devices where they are trained.
         module, model, self._lightning_module = self._lightning_module, self.model, None
         try:
             super().teardown()
@@ -1176,7 +1186,7 @@ class DLRoverStrategy(EitherStrategy):
         if self.elastic_tables is not None:
             self.elastic_tables.close(self._has_finished)
             self.elastic_tables = None
-        for store in self._snapshot_stores:  # also of models that an earlier Trainer has trained
+        for store in self._snapshot_stores:  # includes models that an earlier Trainer has trained
             store.close()
             if self._has_finished():
                 store.clear()
@@ -1190,7 +1200,7 @@ class DLRoverStrategy(EitherStrategy):
 
 
 def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state that an optimizer has made up when it was given a table without values, as Adagrad does."""
+    """Give values to the state that an optimizer, such as Adagrad, has created for a table without values."""
     start = group.get("initial_accumulator_value", 0.0)
     return {
         key: torch.full_like(value, start, device=device) if isinstance(value, Tensor) and value.is_meta else value
@@ -1208,7 +1218,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _logged_name(frame: FrameType | None) -> str:
-    """The name that a value was logged as, if Lightning reduces one on behalf of `self.log`."""
+    """Return the name of the logged value if Lightning reduces one on behalf of `self.log`."""
     for _ in range(3):
         if frame is None:
             return ""
@@ -1219,13 +1229,13 @@ def _logged_name(frame: FrameType | None) -> str:
 
 
 def _replace_folder(folder: Path, new: Path) -> None:
-    """Put a folder in the place of another one, or of a file, so that one of the two is there all the time but for a moment."""
+    """Replace a folder or a file by a new folder. Except for a moment, one of the two always exists."""
     former = folder.with_name(f".{folder.name}.former")
     _remove(former)
     with suppress(FileNotFoundError):
         folder.rename(former)
     new.rename(folder)
-    _remove(former)  # only now: it may take long, and this process may be killed meanwhile
+    _remove(former)  # last, because it may take long and this process may be killed meanwhile
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which arguments of `DLRoverStrategy` cannot be meant."""
+"""Refuse arguments of `DLRoverStrategy` that cannot be meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data loaders a live job can split anew for every world, and which it refuses when the Trainer starts."""
+"""Decide which data loaders a live job can split anew for every world. Others are refused when the Trainer starts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from torch.utils.data.distributed import DistributedSampler
 __all__ = ["Batching", "UnsupportedLoaderError", "batching_of", "check_data_loader", "check_step_signature"]
 
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers of torch's own, whose order or seed is taken for that of all workers together."""
+"""Samplers of torch's own. Their order or seed is used for all workers together."""
 
 RANK_NAMES = ("num_replicas", "world_size", "num_processes", "num_shards", "rank", "global_rank", "process_index", "shard_id")
-"""Attributes of samplers that give each worker samples of its own."""
+"""Attributes that show that a sampler gives each worker its own samples."""
 
 MAX_WRAPPED_SAMPLERS = 8
 
 
 class UnsupportedLoaderError(TypeError):
-    """A data loader whose samples cannot be split anew when the world changes."""
+    """A data loader with samples that cannot be split anew when the world changes."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a map-style DataLoader forms its batches."""
+    """The batching of a map-style DataLoader."""
 
     sampler: Any
     batch_size: int
@@ -42,7 +42,7 @@ class Batching:
 
 
 def batching_of(loader: DataLoader[Any]) -> Batching:
-    """The sampler, batch size and `drop_last` of a loader, also of one that was given a plain `BatchSampler`.
+    """Return the sampler, batch size and `drop_last` of a loader, also if it was given a plain `BatchSampler`.
 
     For a loader with a `batch_sampler` torch sets `batch_size` to None, `sampler` to a sequential one, `drop_last` to False.
 
@@ -80,8 +80,8 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     """Raise `UnsupportedLoaderError` unless a live job can train or validate with `loader`.
 
     Args:
-        is_split_by_user: the Trainer was made with `use_distributed_sampler=False`.
-        hook: where the loader comes from, for the error.
+        is_split_by_user: whether the Trainer was made with `use_distributed_sampler=False`.
+        hook: name of the hook that returned the loader, for the error.
     """
     if not isinstance(loader, DataLoader):
         raise UnsupportedLoaderError(
@@ -110,7 +110,7 @@ def check_step_signature(takes_iterator: bool) -> None:
 
 def _check_sampler(sampler: Any) -> None:
     if type(sampler) is DistributedSampler:
-        return  # its dataset, shuffling and seed are taken, its rank is not
+        return  # its dataset, shuffling and seed are used, its rank is not
     name = type(sampler).__name__
     place = _place_among_workers(sampler)
     if isinstance(sampler, DistributedSampler) or place:
@@ -128,7 +128,7 @@ def _check_sampler(sampler: Any) -> None:
 
 
 def _place_among_workers(sampler: Any) -> str:
-    """The attribute by which a sampler, or one that it wraps, picks one worker's samples; empty if there is none."""
+    """Return the attribute by which a sampler, or one that it wraps, picks one worker's samples; empty if there is none."""
     for _ in range(MAX_WRAPPED_SAMPLERS):
         if sampler is None or type(sampler) in GLOBAL_SAMPLERS:
             break

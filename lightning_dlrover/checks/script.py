@@ -1,4 +1,4 @@
-"""Refuse, in words, what a script does that several workers cannot do together without going wrong in silence."""
+"""Refuse scripts that several workers cannot run together without silent errors, and explain the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class UnsupportedScriptError(Exception):
-    """A script does what goes wrong with several workers."""
+    """A script does something that goes wrong with several workers."""
 
 
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
@@ -34,7 +34,7 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Call when a job that can change starts.
+    """Check the optimizers at the start of a job that can change.
 
     Raises:
         UnsupportedScriptError: an optimizer's state is spread over the workers of one round.
@@ -60,10 +60,10 @@ def monitoring(callbacks: Iterable[Any]) -> list[str]:
 
 
 def different_callbacks(ones: Sequence[str], others: Sequence[str], one: str, other: str) -> str:
-    """Return why two workers' callbacks, see `monitoring`, do not go together; empty if they do.
+    """Return why the callbacks of two workers, see `monitoring`, do not match; empty if they do.
 
     Args:
-        one, other: the workers in words, such as "rank 0".
+        one, other: names of the workers, such as "rank 0".
     """
     odd = (Counter(ones) - Counter(others), one), (Counter(others) - Counter(ones), other)
     parts = [f"{', '.join(sorted(found))} on {where} only" for found, where in odd if found]
@@ -76,10 +76,10 @@ def different_callbacks(ones: Sequence[str], others: Sequence[str], one: str, ot
 
 
 def explain_single_sample(error: ValueError, num_samples: int, num_workers: int) -> None:
-    """Call when a training step has failed with `error`.
+    """Explain a BatchNorm error of a training step.
 
     Raises:
-        ValueError: it is BatchNorm's, about a share of a single sample.
+        ValueError: `error` is BatchNorm's, about a share of a single sample.
     """
     if num_workers > 1 and num_samples == 1 and "more than 1 value per channel" in str(error):
         raise ValueError(
@@ -102,7 +102,7 @@ class BackwardCheck:
         self._num_now += 1
 
     def optimizer_step(self, optimizer: Any, closure: Any) -> None:
-        """Call before each step of manual optimization.
+        """Check the gradients' origin. Call it before each step of manual optimization.
 
         Raises:
             UnsupportedScriptError: no gradient came from `manual_backward`.
@@ -117,7 +117,7 @@ class BackwardCheck:
 
 
 def rates(optimizers: Sequence[Any]) -> list[list[Any]]:
-    """Return what schedulers set, of each parameter group."""
+    """Return the options of each parameter group that schedulers set."""
     return [
         [_plain(group[name]) for name in HYPERPARAMETERS if name in group]
         for optimizer in optimizers
@@ -131,7 +131,7 @@ def rates_digest(optimizers: Sequence[Any]) -> int:
 
 
 def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> UnsupportedScriptError | None:
-    """Return why this worker cannot go on: its rates are not those of rank 0."""
+    """Return why this worker cannot continue if its rates differ from those of rank 0, else None."""
     if of_ranks[rank] == of_ranks[0]:
         return None
     mine, first = next((a, b) for a, b in zip(of_ranks[rank], of_ranks[0], strict=True) if a != b)

@@ -1,1 +1,1 @@
-"""A fit that goes on while workers join and leave."""
+"""A fit that continues while workers join and leave."""

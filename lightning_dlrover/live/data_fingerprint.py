@@ -1,7 +1,7 @@
-"""Whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
+"""Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
 
-A sample is compared by a few of its numbers, with a tolerance: other processors and decoders give other last digits. Samples
-that draw random numbers, that are not the same each time, or that hold objects unknown here are not compared.
+A sample is compared by a few of its numbers, with a tolerance, because other processors and decoders give other last digits.
+Samples that draw random numbers, change between fetches, or hold objects of unknown classes are not compared.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 FETCHES_PER_SAMPLE = 3
-"""A sample that is flipped by chance, say, is the same three times in one of four cases."""
+"""Fetches of each sample. An image that is flipped at random comes out alike three times in one of four cases."""
 
 MIN_DIFFERENT_SAMPLES = 2
-"""Differing samples that show another dataset; one may be chance, and a single sample that is alike shows the opposite."""
+"""Minimum number of samples that must differ to show another dataset. One may be chance; a single equal one rules it out."""
 
 PROBING_S = 2.0
-"""No further sample is fetched after this time."""
+"""Seconds after which no further sample is fetched."""
 
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
 TOLERANCE = 0.02
@@ -51,31 +51,31 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Sketch:
-    """A sample in brief."""
+    """Summary of a sample."""
 
     kind: str  # digest of its structure and texts
-    arrays: list[list[float]]  # of each array of numbers: deviation and means of some pieces
+    arrays: list[list[float]]  # deviation and means of some pieces, for each array of numbers
 
 
 @dataclass(frozen=True)
 class LoaderFingerprint:
     num_samples: int
-    sketches: list[Sketch | None]  # of samples at the same places on every worker; None: not known, or not comparable
+    sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
 
 
 @dataclass(frozen=True)
 class DataFingerprint:
-    """The data of one worker."""
+    """Fingerprint of one worker's data."""
 
     train: list[LoaderFingerprint]
-    val: list[int] | None  # numbers of samples; None: validation loaders are not there yet
+    val: list[int] | None  # numbers of samples; None: validation loaders do not exist yet
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @staticmethod
     def decode(text: str) -> DataFingerprint:
-        """Raises ValueError if `text` is none."""
+        """Return the decoded fingerprint. Raises ValueError if `text` is none."""
         try:
             fields = json.loads(text)
             train = [
@@ -94,11 +94,11 @@ class DataFingerprint:
 
 
 class _UncomparableError(Exception):
-    """A sample holds something of which it is not known how to compare it."""
+    """A sample holds something that cannot be compared."""
 
 
 def difference(own: DataFingerprint, other: DataFingerprint) -> str:
-    """How this worker's data differ from another's, in words; empty if they do not, as far as is known."""
+    """Describe how this worker's data differ from another's; empty if no difference is known."""
     if len(own.train) != len(other.train):
         return f"{len(own.train)} training loaders here, {len(other.train)} there"
     for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
@@ -123,8 +123,8 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
     """Refuse this worker if its data differ from another's.
 
     Args:
-        encoded: the other's fingerprint.
-        mine, theirs: what the two data are called in the error.
+        encoded: the other worker's fingerprint.
+        mine, theirs: names of the two data in the error.
 
     Raises:
         MembershipError: they differ, or `encoded` cannot be read.
@@ -143,11 +143,11 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
 
 
 def refuse_different_data(encoded: Sequence[str], run: str) -> None:
-    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one answer.
+    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one result.
 
     Args:
         encoded: fingerprints by rank.
-        run: name of the run, for the error.
+            run: name of the run for the error.
 
     Raises:
         MembershipError: two differ, or one cannot be read.
@@ -175,7 +175,7 @@ def fingerprint_data(
 
 
 def sketch(sample: object) -> Sketch | None:
-    """A sample in brief; None if it holds objects of unknown classes."""
+    """Return a summary of a sample; None if it holds objects of unknown classes."""
     texts: list[str] = []
     arrays: list[list[float]] = []
     try:
@@ -186,7 +186,7 @@ def sketch(sample: object) -> Sketch | None:
 
 
 class _Sketcher:
-    """Collates a single sample to its sketch, and whether the process has drawn random numbers since the sample before."""
+    """Collates a single sample to its sketch, and a flag: the process has drawn random numbers since the sample before."""
 
     def __init__(self) -> None:
         self._before: object = None
@@ -198,14 +198,14 @@ class _Sketcher:
 
 
 def _sketches(loader: ElasticLoader) -> list[Sketch | None]:
-    """Sketches of the first, the middle and the last sample that can be drawn."""
+    """Return sketches of the first, the middle and the last sample that can be drawn."""
     indices = _indices(loader)
     found: list[Sketch | None] = []
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         for each in _comparable(loader, indices):
             found.append(each)
-    except Exception as error:  # the user's own; it is theirs when training comes to that sample, which it need not
+    except Exception as error:  # the user's own error; it is raised again if training ever reaches that sample
         log.debug("no more samples of the training data can be compared: %s", error)
     finally:
         random.setstate(before[0])
@@ -215,8 +215,8 @@ def _sketches(loader: ElasticLoader) -> list[Sketch | None]:
 
 
 def _comparable(loader: ElasticLoader, indices: Sequence[int]) -> Iterator[Sketch | None]:
-    """A sketch of each sample, None for one that cannot be compared; as many as there is time for."""
-    # The first fetch is made for the random numbers that the second one must not draw.
+    """Yield a sketch of each sample, or None if it cannot be compared; as many as time allows."""
+    # The first fetch only records the state of the random numbers, so that the second one shows whether it has drawn any.
     each_often = [index for index in indices for _ in range(FETCHES_PER_SAMPLE)]
     fetched = loader.fetch_apart(each_often[:1] + each_often, _Sketcher())
     next(fetched, None)
@@ -245,7 +245,7 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
         except (TypeError, RuntimeError) as error:
             raise _UncomparableError from error
     elif isinstance(value, bool | int | float | np.generic) or hasattr(value, "__array_interface__"):
-        value = np.asarray(value)  # the latter: an image, for example
+        value = np.asarray(value)  # the array interface is that of an image, for example
     elif isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
         value = np.asarray(value, dtype=np.float64)
     if isinstance(value, np.ndarray):
@@ -280,7 +280,7 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
 
 
 def _pieces(array: np.ndarray[Any, Any]) -> list[float]:
-    """The deviation of some pieces of an array, and the mean of each, to four digits."""
+    """Return the deviation of some pieces of an array, and the mean of each, to four digits."""
     flat = array.ravel()
     length = max(1, min(PIECE_LENGTH, len(flat) // NUM_PIECES))
     starts = np.linspace(0, len(flat) - length, min(NUM_PIECES, len(flat))).astype(int) if len(flat) else ()

@@ -13,13 +13,13 @@ def own_device(devices: Sequence[torch.device], local_rank: int, num_gpus: int, 
     """Return the device of the worker with this local rank.
 
     `Trainer(devices=...)` does not decide how many workers a node has, so there may be more workers than devices. NCCL refuses
-    two workers on one GPU; they get the GPUs that the Trainer was not given. Workers share a CPU, and GPUs if they
-    communicate through gloo.
+    two workers on one GPU, so the extra workers get the GPUs that the Trainer was not given. Workers share a CPU. They also
+    share GPUs if they communicate through gloo.
 
     Args:
-        devices: what the Trainer was given.
-        num_gpus: visible to this process.
-        backend: of the process groups, as the user chose it; None: NCCL on GPUs.
+        devices: devices of the Trainer.
+        num_gpus: number of GPUs visible to this process.
+        backend: the user's choice for the process groups; None: NCCL on GPUs.
 
     Raises:
         ValueError: this worker would have to share a GPU.

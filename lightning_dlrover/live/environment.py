@@ -1,4 +1,4 @@
-"""Lightning's view of where a worker stands in the job: ranks that change from round to round."""
+"""Lightning's view of a worker's place in the job: ranks that change from round to round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DLRoverEnvironment"]
 
 
 class DLRoverEnvironment:
-    """Cluster environment of a job whose workers join and leave; the strategy sets ranks and size at every round.
+    """Cluster environment of a job in which workers join and leave. The strategy sets ranks and size at every round.
 
     Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
     This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.
@@ -58,10 +58,10 @@ class DLRoverEnvironment:
         return self._node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept what the Trainer was given: neither number decides how many workers there are."""
+        """Accept the Trainer's numbers: neither of them decides how many workers there are."""
 
     def teardown(self) -> None:
-        """Leave the environment as it is: another Trainer of the script goes on with it."""
+        """Leave the environment as it is, because another Trainer of the script may continue with it."""
 
 
 on_import(lambda package: fabric_submodule(package, "plugins").ClusterEnvironment.register(DLRoverEnvironment))

@@ -1,9 +1,9 @@
 """Keep logged values independent of the number of workers: merge them when an epoch ends and when a worker leaves.
 
 Lightning leaves a value that was logged without `sync_dist=True` as each worker has it. Callbacks and schedulers that follow it
-would then decide by one worker's share of the samples, and differently on each worker. `EpochMetrics` has all workers exchange
-what they have logged at fixed points, before anything reads it, so that all of them hold the same values. The exchange carries
-names and values together: a name that some workers have not logged cannot mismatch.
+would then decide by one worker's share of the samples, and differently on each worker. `EpochMetrics` exchanges the logged
+values of all workers at fixed points, before anything reads them, so all workers hold the same values. The exchange carries
+names and values together, so a name that some workers have not logged cannot mismatch.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ Partial = dict[str, Any]
 """One worker's part of an epoch's values, as plain data: `logged` by key, `states` of torchmetrics objects by module path."""
 
 LARGE_BYTES = 1 << 20
-"""Size above which a metric's state, such as all predictions so far, is sent only by workers that are about to leave."""
+"""Bytes above which only workers that are about to leave send a metric's state, such as all predictions so far."""
 
 
 STEP_HOOKS = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("on_before_zero_grad", "on_train_batch_end"),
 )
-"""Hooks of a callback in which it can read what a step has logged before the epoch ends."""
+"""Hooks in which a callback can read a step's logged values before the epoch ends."""
 
 
 # --- one worker's part --------------------------------------------------------------------------------------------------------
 
 
 def partial_values(results: Mapping[str, Any], module: nn.Module, with_large: bool = True) -> Partial:
-    """Return what this worker has accumulated since the epoch began."""
+    """Return the values that this worker has accumulated since the epoch began."""
     logged = {
         key: (metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else 0)
         for key, metric in results.items()
@@ -108,7 +108,7 @@ def add_partial(results: Mapping[str, Any], module: nn.Module, other: Partial) -
 
 
 def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial) -> None:
-    """Go back to what this worker had accumulated; whatever is not in `own` starts anew."""
+    """Go back to the values that this worker had accumulated. Any value missing in `own` starts anew."""
     for key, metric in results.items():
         if not metric.is_tensor:
             continue
@@ -116,7 +116,7 @@ def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial)
             metric.reset()
             continue
         value, weight = own["logged"][key]
-        device = metric.value.device  # what is kept comes back on the CPU
+        device = metric.value.device  # stored values come back on the CPU
         metric.value = value.to(device)
         metric.has_reset = False
         metric._computed = None
@@ -127,7 +127,7 @@ def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial)
 
 
 def reset_metrics(module: nn.Module) -> None:
-    """Start all torchmetrics objects anew, as on a joiner: the samples in the state that it was given count elsewhere."""
+    """Start all torchmetrics objects anew, as on a joiner. Other workers count the samples in the state that it received."""
     for _, metric in _metrics_of(module):
         if metric._defaults and metric._update_count:
             metric.reset()
@@ -176,7 +176,7 @@ def _merged(metric: Metric, name: str, theirs: Any, their_count: int) -> Any:
 
 
 def _combined(meta: Any, values: Sequence[Tensor]) -> Tensor:
-    """Return the sum of several workers' values, or their maximum or minimum; means are sums until they are divided."""
+    """Return the sum of several workers' values, or their maximum or minimum. Means are sums until they are divided."""
     stacked = torch.stack([value.double() for value in values])
     if meta.is_max_reduction:
         return stacked.amax(0).to(values[0].dtype)
@@ -196,7 +196,7 @@ class EpochMetrics:
         self._trainer = trainer
 
     def attach(self) -> None:
-        """Stand before the points at which Lightning computes an epoch's values."""
+        """Wrap the points at which Lightning computes an epoch's values."""
         connector = self._trainer._logger_connector
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
@@ -207,7 +207,7 @@ class EpochMetrics:
         for callback in monitoring:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:
-            # They run after the module's own hook, which may have logged what they monitor.
+            # They run after the module's own hook, which may have logged the values that they monitor.
             first: Any = monitoring[0]
             first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
         for callback in monitoring:
@@ -217,9 +217,9 @@ class EpochMetrics:
                 self._agree_when_read(callback)
 
     def _agree_when_read(self, callback: Any) -> None:
-        """Have a `ModelCheckpoint` with `train_time_interval` exchange what it monitors only when it is about to save.
+        """Make a `ModelCheckpoint` with `train_time_interval` exchange its monitored value only when it is about to save.
 
-        It looks for the value when all workers have agreed on rank 0's clock.
+        It reads the value once all workers have agreed on rank 0's clock.
         """
         end_batch, candidates = callback.on_train_batch_end, callback._monitor_candidates
         is_in_step = False
@@ -243,8 +243,8 @@ class EpochMetrics:
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
-        # Lightning ends a dataloader of several when this worker sees a batch of the next one, so a worker without samples does
-        # not. Values of a validation's dataloader were exchanged when all workers had computed their batches.
+        # Lightning ends one of several dataloaders when this worker sees a batch of the next one, so a worker without samples
+        # does not end it. A validation's dataloader has exchanged its values once all workers had computed their batches.
         if not self._live.validation.is_between_dataloaders:
             self.agree()
 
@@ -284,7 +284,7 @@ class EpochMetrics:
 
     @contextmanager
     def without_empty_share(self) -> Iterator[None]:
-        """Keep what a training step logs out of the epoch's values if it computes a stand-in for a share without samples."""
+        """Exclude a training step's logged values from the epoch's if it computes a stand-in for a share without samples."""
         results, module = self._trainer.fit_loop.epoch_loop._results, self._trainer.lightning_module
         own = transfer.dumps(partial_values(results, module)) if not self._live.loss_weight() else None
         yield
@@ -292,7 +292,7 @@ class EpochMetrics:
             restore_partial(results, module, transfer.loads(own))
 
     def agree_on_step(self) -> None:
-        """Replace what a callback or scheduler monitors after each step by its mean over all workers' samples."""
+        """Replace each value that a callback or scheduler monitors after every step by its mean over all workers' samples."""
         self._agree_on_values_of_step(self._monitored_in_steps())
 
     def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
@@ -350,8 +350,9 @@ class EpochMetrics:
             return
 
         def compute() -> list[Any]:
+            # An earlier attempt, ended by the loss of a worker, may have gone further here than elsewhere.
             for metric in due:
-                metric.value._computed = None  # of an attempt that a lost worker ended, here later than elsewhere
+                metric.value._computed = None
             return [metric.value.compute() for metric in due]
 
         values = self._live.exchange("the reduction of logged torchmetrics", compute)
@@ -360,7 +361,7 @@ class EpochMetrics:
 
 
 def _may_read_after(callback: Any, step: int) -> bool:
-    """Whether a callback may read what it monitors between this step and the next; see `_agree_when_read` for clocks."""
+    """Return whether a callback may read its monitored value before the next step; see `_agree_when_read` for clocks."""
     every = getattr(callback, "_every_n_train_steps", None)
     if isinstance(callback, Checkpoint) and every is not None:
         return bool(every) and step % every == 0
@@ -377,7 +378,7 @@ def _saves_by_clock(callback: Any) -> bool:
 
 
 def _is_own(metric: Any) -> bool:
-    """Whether the value is this worker's alone and meant for all: not the user's own group's, nor rank 0's."""
+    """Return whether the value is this worker's alone and meant for all: not for a group of the user's, nor for rank 0."""
     sync = metric.meta.sync
     return sync.group is None and not sync.rank_zero_only
 
@@ -399,11 +400,11 @@ def entry_of(metric: Any) -> dict[str, Any]:
 
 
 def adopt(trainer: Any, results: Any, key: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry for what only other workers have logged in this epoch.
+    """Add an entry for a name that only other workers have logged in this epoch.
 
     Args:
-        trainer: or a loop of it.
-        entry: another worker's, of `entry_of`.
+        trainer: the Trainer, or one of its loops.
+        entry: another worker's `entry_of`.
     """
     described = {name: entry[name] for name in ("meta", "is_tensor", "is_synced", "rank_zero_only")}
     strategy = getattr(trainer, "trainer", trainer).strategy
@@ -421,12 +422,12 @@ def value_of(meta: Any, entries: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def set_computed(metric: Any, value: Any) -> None:
-    """Make a value that all workers have agreed on the epoch's value of a logged metric; it is not agreed on again."""
+    """Set the epoch's value of a logged metric to the one that all workers have agreed on. It is not exchanged again."""
     metric._computed = metric._dlrover_agreed = value.to(metric.value.device) if metric.is_tensor else value
 
 
 def _weighted_mean(values: Sequence[tuple[Tensor, float]]) -> Tensor:
-    """Return the mean over samples; exactly the workers' value where they have the same."""
+    """Return the mean over samples, which is exactly the workers' value if they all have the same."""
     first = values[0][0]
     if all(torch.equal(value, first) for value, _ in values):
         return first

@@ -1,6 +1,6 @@
-"""Which worker gets which samples: one order per epoch, one cursor, one split of every global batch.
+"""Assign samples to workers: one order per epoch, one cursor, one split of every global batch.
 
-The order depends on seed and epoch only, the global batch is constant, and its split over the workers is computed from the
+The order depends on seed and epoch only, and the global batch is constant. Its split over the workers is computed from the
 current rank and world size. Resizing therefore changes neither the samples of a step nor the number of steps.
 """
 
@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_PREFETCH_FACTOR = 2
-"""As a DataLoader's."""
+"""Batches ahead per loader worker. The same as a DataLoader's default."""
 
 BATCHES_TO_START_IN = 2
-"""At least so many are still delivered in the old way while new loader workers start."""
+"""Minimum number of batches that the old loader workers still deliver while new ones start."""
 
 MAX_SOCKET_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Bytes in the path of a folder for temporary files in which processes can still open a socket to hand over tensors."""
+"""Maximum path length, in bytes, of a temporary folder in which processes can open a socket to hand over tensors."""
 
 MAX_PROBED_OBJECTS = 50_000
 DATA_AND_CODE = (torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, type, types.FunctionType, types.ModuleType)
@@ -57,38 +57,38 @@ HANDLES = (io.IOBase, socket.socket, sqlite3.Connection)
 LIBRARIES_OF_HANDLES = ("h5py", "lmdb", "netCDF4")
 
 STRIDE_OF_LAPS = 1_000_003
-"""Added to an order's seed whenever a loader begins again within an epoch."""
+"""Step added to an order's seed whenever a loader begins again within an epoch."""
 
 NOT_FORWARDED = ("state_dict", "load_state_dict")
-"""Names of a loader that Lightning looks for: the state of the user's, from which nothing is ever fetched, is nobody's."""
+"""Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
 
 def _keep_socket_paths_short() -> None:
-    """Let processes open their sockets in /tmp where the path of the folder for temporary files is too long for one.
+    """Let processes open their sockets in /tmp if the path of the temporary folder is too long for a socket.
 
-    Python does so itself from 3.14 on; before, loader workers cannot hand over a single batch then.
+    Python does so itself from 3.14 on. Before, loader workers cannot hand over a single batch in such a folder.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER:
         tempfile.tempdir = "/tmp"
         try:
-            multiprocessing.util.get_temp_dir()  # remembered, also by the processes that are started from here on
+            multiprocessing.util.get_temp_dir()  # remembers the folder, also for the processes that start from here on
         finally:
             tempfile.tempdir = folder
 
 
 def _leave_deaths_to_fetching(batches: Any) -> None:
-    """Let the death of a loader worker be told by the next batch alone.
+    """Report the death of a loader worker through the next batch alone.
 
-    torch's handler of SIGCHLD raises wherever the main thread happens to be, in the user's step, too.
+    torch's handler of SIGCHLD raises at any point of the main thread, even in the user's step.
     """
-    if batches._worker_pids_set:  # not of processes that go on from a former round
+    if batches._worker_pids_set:  # False for processes that continue from a former round
         torch._C._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
 
 
 def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
-    """The half-open range of a global batch that one worker processes.
+    """Return the half-open range of a global batch that one worker processes.
 
     Ranges of all ranks are contiguous, cover the batch and differ by at most one sample in length.
     """
@@ -98,7 +98,7 @@ def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
-    """Sample indices of one epoch, int64, shape ``(num_samples,)``; the same on every worker and for every world size."""
+    """Return the sample indices of one epoch, int64, shape ``(num_samples,)``, equal for every worker and world size."""
     if not shuffle:
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
@@ -106,26 +106,26 @@ def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a loader stands; sent to joiners and kept in checkpoints."""
+    """A loader's position, sent to joiners and kept in checkpoints."""
 
     epoch: int
     cursor: int  # global batches of this epoch that were handed out
     global_batch_size: int
-    order: torch.Tensor | None  # only when it comes from a sampler of the user's, else it follows from seed and epoch
-    seed: int = 0  # of the order
+    order: torch.Tensor | None  # set only with a sampler of the user's; else it follows from seed and epoch
+    seed: int = 0  # seed of the order
 
 
 class _Feed(Sampler[list[int]]):
-    """The processes that prepare this worker's share of the batches from `first` on, and the batch sampler that says which.
+    """The processes that prepare this worker's share of the batches from `first` on, and the batch sampler that feeds them.
 
     Args:
-        loader: the user's, of which everything but processes and batches is kept.
+        loader: the user's loader, which provides everything except processes and batches.
     """
 
     def __init__(self, owner: ElasticLoader, loader: DataLoader[Any], num_workers: int, prefetch_factor: int) -> None:
         super().__init__()
         self.first = 0
-        self.stop: int | None = None  # batch that another feed begins with
+        self.stop: int | None = None  # first batch of the next feed
         self.asked_for = 0  # the batch after the last one that is being prepared
         self.batches: Iterator[Any] | None = None
         self._owner = owner
@@ -135,9 +135,9 @@ class _Feed(Sampler[list[int]]):
         loader.prefetch_factor = prefetch_factor if num_workers else None
         if num_workers == 0:
             loader.timeout = 0.0
-        loader.in_order = True  # a cursor counts batches in their order; else those under way could not be told from those done
+        loader.in_order = True  # the cursor counts in order, else it could not separate finished batches from open ones
         object.__setattr__(loader, "batch_sampler", self)
-        # Loader workers survive a switch: starting them anew would be the longest part of it.
+        # Loader workers survive a switch, because starting them anew would be its longest part.
         object.__setattr__(loader, "persistent_workers", num_workers > 0)
         self.loader = loader
 
@@ -156,9 +156,9 @@ class _Feed(Sampler[list[int]]):
             yield indices
 
     def dismiss(self) -> None:
-        """Let the loader workers end by themselves, which nobody waits for; `end` once they have."""
+        """Let the loader workers end by themselves, without waiting for them. Call `end` once they have."""
         self.batches = None
-        running: Any = self.loader._iterator  # DataLoader has no public way to let its processes end without waiting for them
+        running: Any = self.loader._iterator  # DataLoader has no public way to end its processes without waiting
         if running is not None:
             running._workers_done_event.set()
             for worker in range(self.loader.num_workers):
@@ -170,46 +170,46 @@ class _Feed(Sampler[list[int]]):
         return running is None or not any(worker.is_alive() for worker in running._workers)
 
     def end(self) -> None:
-        # Dropping the iterator ends its processes, and waits for them.
+        # Dropping the iterator ends its processes and waits for them.
         self.batches = None
         self.loader._iterator = None
 
 
 class _LoaderWorkerInit:
-    """Start-up of a loader worker: it must not outlive its worker, nor keep the worker's sockets open."""
+    """Start-up of a loader worker, which must neither outlive its worker nor keep the worker's sockets open."""
 
     def __init__(
         self, inner: Callable[[int], None] | None, sockets: Sequence[tuple[int, int]], start_method: str = "fork"
     ) -> None:
         self._inner = inner
         self._sockets = tuple(sockets)
-        # A fork server is the parent of what it forks; its children inherit nothing of ours.
+        # A fork server is the parent of the processes it forks. They inherit nothing of ours.
         self._parent = os.getpid() if start_method != "forkserver" else None
 
     def __call__(self, worker_id: int) -> None:
-        # Garbage of the worker's may hold a process group or a connection, whose destructor waits for threads that were not
-        # forked: it must never be collected here.
+        # The worker's garbage may hold a process group or a connection. Its destructor waits for threads that were not forked,
+        # so it must never be collected here.
         gc.freeze()
         gc.enable()
         if self._parent is not None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != self._parent:
                 os._exit(1)
-        # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, which
-        # a dead loader worker would turn into an error: it leaves the group and ends with its worker instead.
+        # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, but a
+        # dead loader worker would turn that into an error. The loader worker leaves the group and ends with its worker.
         os.setpgid(0, 0)
         for fd, inode in self._sockets:
             try:
                 if os.stat(fd).st_ino == inode:
                     os.close(fd)
             except OSError:
-                continue  # not inherited: the loader uses spawn, or it was closed meanwhile
+                continue  # not inherited, as with spawn, or closed meanwhile
         if self._inner is not None:
             self._inner(worker_id)
 
 
 class _BatchSamplerView:
-    """What user code sees as a loader's `batch_sampler`; Lightning finds the loader below it, to set its epoch."""
+    """A loader's `batch_sampler` as user code sees it. Lightning finds the loader below it, to set its epoch."""
 
     def __init__(self, loader: ElasticLoader, inner: Any) -> None:
         self.sampler = loader
@@ -224,20 +224,20 @@ class _BatchSamplerView:
 class ElasticLoader:
     """Iterates over this worker's share of every global batch of a map-style `DataLoader`.
 
-    What it does not have itself it reads from the user's loader, such as `batch_size` and `collate_fn`.
+    Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader.
 
     Args:
         loader: the user's loader.
         global_batch_size: samples per step over all workers.
-        training: skips nothing and never yields an empty share: where a global batch has fewer samples than workers, the
-            others get one sample with weight 0. Else (validation, test) a worker without samples simply ends earlier.
+        training: whether every worker gets a share of every batch. If a global batch has fewer samples than workers, the others
+            get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
         before_next: called before every fetch; may change rank, size, cursor and state.
         place: the current global rank and world size.
         sockets: (fd, inode) pairs that loader workers must close.
-        materialise: makes the order that a sampler of the user's drew on rank 0 everyone's.
+        materialise: sends the order that the user's sampler drew on rank 0 to all workers.
 
     Raises:
-        UnsupportedLoaderError: see `loader_checks.batching_of`.
+        UnsupportedLoaderError: see `checks.loaders.batching_of`.
     """
 
     def __init__(
@@ -257,9 +257,9 @@ class ElasticLoader:
         self.world_size = 1
         self.epoch = 0
         self.cursor = 0
-        self.wait_s = 0.0  # time the last `next` spent waiting for data
-        self.refusal = ""  # why there can be no loader workers, once they were asked for
-        self.handover_s = 0.0  # what the last change of loader workers has cost this thread
+        self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
+        self.refusal = ""  # why loader workers are impossible, once they were requested
+        self.handover_s = 0.0  # seconds that the last change of loader workers took on this thread
         self._loader = loader
         self._training = training
         self._before_next = before_next
@@ -285,19 +285,19 @@ class ElasticLoader:
         self._order: torch.Tensor | None = None
         self._order_epoch = -1
         self._order_lap = 0
-        self._epoch_batches: int | None = None  # of the Trainer's epoch; None: as many as this loader has
+        self._epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
         self._cycles = False
         self._idle = False
-        self._dealt: Sequence[Any] | None = None  # positions of each batch to come, where they do not follow from rank and size
+        self._dealt: Sequence[Any] | None = None  # positions of each batch to come, if they do not follow from rank and size
         self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
         self._feed = _Feed(self, loader, loader.num_workers, self._prefetch_factor)
         self._next_feed: _Feed | None = None  # takes over at its first batch
         self._dismissed: list[_Feed] = []
         self._num_starts = 0
-        self._draws_seed = True  # the next start is one that the user's own loader would make, too
+        self._draws_seed = True  # the user's own loader would make the next start, too
         self._is_made = True
 
-    # --- what Lightning and the user see -----------------------------------------------------------------------------
+    # --- the loader's interface to Lightning and the user --------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in NOT_FORWARDED:
@@ -327,7 +327,7 @@ class ElasticLoader:
 
     @property
     def worker_init_fn(self) -> Callable[[int], None] | None:
-        """The user's, or the one that `seed_everything(workers=True)` asks for, which Lightning would otherwise set itself."""
+        """The user's function, or the one of `seed_everything(workers=True)`, which Lightning would otherwise set itself."""
         return self._seeded_init()
 
     @property
@@ -344,16 +344,16 @@ class ElasticLoader:
 
     @property
     def users_num_workers(self) -> int:
-        """Loader workers that the user's own loader asks for."""
+        """Number of loader workers in the user's own loader."""
         return self._loader.num_workers
 
     @property
     def prefetch_factor(self) -> int:
-        """Batches that each loader worker prepares ahead; 0 if there is none."""
+        """Batches that each loader worker prepares ahead; 0 without loader workers."""
         return self._feed.loader.prefetch_factor or 0
 
     def __len__(self) -> int:
-        """Batches of an epoch; at most, when it is for validation."""
+        """Return the number of batches of an epoch. In validation it is an upper limit."""
         return self._count_batches(self.global_batch_size)
 
     def _count_batches(self, batch_size: int) -> int:
@@ -361,14 +361,14 @@ class ElasticLoader:
 
     @property
     def _samples_per_batch(self) -> int:
-        # In validation nobody minds larger batches, but a worker that gets no sample has no result to reduce.
+        # Larger batches do no harm in validation, but a worker without a sample has no result to reduce.
         return self.global_batch_size if self._training else max(self.global_batch_size, self.world_size)
 
     def num_dealt(self, limit: float) -> int:
-        """Samples of a validation run that all workers compute together.
+        """Return the number of samples of a validation run that all workers compute together.
 
         Args:
-            limit: of batches.
+            limit: maximum number of batches.
         """
         batch_size = self.global_batch_size
         whole = self.num_samples // batch_size * batch_size if self._drop_last else self.num_samples
@@ -378,7 +378,7 @@ class ElasticLoader:
         """Hand out these batches next, until the next `iter`.
 
         Args:
-            batches: an array of positions in the epoch's order for each.
+            batches: one array of positions in the epoch's order per batch.
         """
         self._dealt, self.cursor = batches, 0
         self._restart()
@@ -388,18 +388,18 @@ class ElasticLoader:
         if self._dealt is not None:
             return len(self._dealt)
         full, rest = divmod(self.num_samples, self._samples_per_batch)
-        # Too few samples for all workers come with the batch before: a forward pass may need all of them.
+        # If too few samples for all workers remain, they join the batch before: a forward pass may need every worker.
         joined = not self._training and full and rest < self.world_size
         return full if joined else self._count_batches(self._samples_per_batch)
 
     @property
     def num_epoch_batches(self) -> int:
-        """Batches of the Trainer's epoch, which another loader may decide: the cursor goes so far."""
+        """Batches of the Trainer's epoch, up to which the cursor counts. Another loader may decide the number."""
         return len(self) if self._epoch_batches is None else self._epoch_batches
 
     @property
     def _end(self) -> int:
-        """The batch of the epoch before which this loader ends."""
+        """Index after the last batch of the epoch that this loader delivers."""
         if self._epoch_batches is None:
             return self._num_batches
         return self._epoch_batches if self._cycles and self._num_batches else min(self._num_batches, self._epoch_batches)
@@ -408,13 +408,13 @@ class ElasticLoader:
         self.epoch = epoch
 
     def __iter__(self) -> ElasticLoader:
-        # Lightning asks for an iterator before it has set the epoch, so nothing is fetched or started here.
+        # Lightning requests an iterator before it has set the epoch, so nothing is fetched or started here.
         self.cursor = 0
         self._dealt = None
         self._restart()
         self.global_rank, self.world_size = self._place()
         if not self._training:
-            self._order_epoch = -1  # a joiner must take part in materialising a user's sampler
+            self._order_epoch = -1  # a joiner must take part when a user's sampler is materialised
         if not self._keeps_workers:
             self._feed.end()
             self._draws_seed = True
@@ -431,10 +431,10 @@ class ElasticLoader:
         finally:
             self.wait_s = time.perf_counter() - started
 
-    # --- what the strategy does ---------------------------------------------------------------------------------------
+    # --- the strategy's interface -------------------------------------------------------------------------------------
 
     def loss_weight(self, batch: int) -> float:
-        """What a mean loss over this worker's share is multiplied by, so that the mean over workers is that over samples.
+        """Return the factor for a mean loss over this worker's share that turns the mean over workers into that over samples.
 
         Args:
             batch: number of the global batch in this epoch.
@@ -442,42 +442,42 @@ class ElasticLoader:
         return self.num_own_samples(batch) * self.world_size / self._batch_length(batch)
 
     def num_own_samples(self, batch: int) -> int:
-        """This worker's share of a global batch of this epoch."""
+        """Return the size of this worker's share of a global batch of this epoch."""
         start, stop = share(self._batch_length(batch), self.global_rank, self.world_size)
         return stop - start
 
     def has_samples(self, batch: int) -> bool:
-        """Whether this loader takes part in a batch of the epoch; one that is shorter than the others may have ended."""
+        """Return whether this loader takes part in a batch of the epoch. One shorter than the others may have ended."""
         return self._batch_length(batch) > 0
 
     def keep_step(self, num_batches: int, cycles: bool) -> None:
-        """Count through an epoch of `num_batches`, which the longest or the shortest of several loaders decides.
+        """Count through an epoch of `num_batches`, set by the longest or the shortest of several loaders.
 
         Args:
-            cycles: begin again when this loader's own batches have been handed out; else it only counts on.
+            cycles: whether the loader begins again after its own batches. Otherwise it only counts on.
         """
         self._epoch_batches, self._cycles = num_batches, cycles
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.
 
-        Batches that loader workers prepared for the old split are thrown away.
+        Batches that loader workers prepared for the old split are discarded.
 
         Args:
-            rewind: batches to hand out again.
+            rewind: number of batches to hand out again.
         """
         self.global_rank, self.world_size = global_rank, world_size
         self.cursor -= rewind
         self._restart()
 
     def retune(self, num_workers: int | None = None, prefetch_factor: int | None = None) -> bool:
-        """Go over to other loader workers; None: as many as now. Call between two batches, until all is done.
+        """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.
 
-        The new ones start on the batches after those that the old ones are preparing, so none is lost or prepared twice, and
-        there is something to deliver meanwhile. Processes are forked on this thread; nothing else of it takes long.
+        The new ones start on the batches after those in preparation by the old ones. So none is lost or prepared twice, and
+        batches are delivered meanwhile. Processes are forked on this thread; nothing else takes long on it.
 
         Returns:
-            Whether the loader is as it was asked to be, or cannot be (see `refusal`); False while the change is under way.
+            Whether the loader has the requested settings, or cannot have them (see `refusal`). False during the change.
         """
         if self._next_feed is not None:
             return False
@@ -493,7 +493,7 @@ class ElasticLoader:
         began = time.perf_counter()
         feed = _Feed(self, self._loader, wanted, self._prefetch_factor)
         if self._feed.batches is None:
-            # Nothing is being prepared, so it begins with the next batch; at an epoch's start all workers are to do so at once.
+            # Nothing is in preparation, so it begins with the next batch. At an epoch's start all workers are to do so at once.
             self._feed.dismiss()
             self._dismissed.append(self._feed)
             self._feed = feed
@@ -520,9 +520,10 @@ class ElasticLoader:
             self._idle = False
 
     def fetch_apart(self, indices: Sequence[int], collate: Callable[[list[Any]], T]) -> Iterator[T]:
-        """What `collate` makes of single samples, fetched where the user's loader would, one after the other by one process.
+        """Collate single samples, fetched in the place where the user's loader fetches, one after the other by one process.
 
-        That is this one only if the loader has no workers: what a dataset opens at its first sample, workers must not share.
+        It is this process only if the loader has no workers. A dataset may open resources at its first sample, and processes
+        must not share them.
         """
         loader = copy.copy(self._loader)
         loader._iterator = None
@@ -534,10 +535,10 @@ class ElasticLoader:
         return self._iterate(loader, torch.Generator())
 
     def refetch(self) -> Any:
-        """The next batch, without the switch point of `__next__`.
+        """Return the next batch, without the switch point of `__next__`.
 
         Raises:
-            StopIteration: the loader has ended, though its cursor went on, too.
+            StopIteration: the loader has ended, though its cursor has advanced, too.
         """
         return self._fetch()
 
@@ -554,7 +555,7 @@ class ElasticLoader:
         self._restart()
 
     def take_order_seed(self, seed: int) -> None:
-        """Have another worker's order: scripts that seed each worker by its rank would otherwise have one each."""
+        """Adopt another worker's order. Otherwise scripts that seed each worker by its rank would have one order each."""
         if seed != self.order_seed:
             self.order_seed, self._order_epoch = seed, -1
 
@@ -589,20 +590,21 @@ class ElasticLoader:
         return batch
 
     def _fetch_without_workers(self, error: Exception) -> Any:
-        """The batch that loader workers could not prepare, which a plan has asked for and no user; there will be none again.
+        """Return the batch that loader workers of a plan failed to prepare, and do without loader workers from here on.
 
-        What they run into need not be the user's mistake: no shared memory, a device that forked processes cannot use.
+        The user did not request them, and their failure need not be the user's mistake: shared memory may be missing, or a
+        device unusable in forked processes.
         """
         self.refusal = f"one of them has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
         log.warning("this worker prepares its batches itself again, loader workers cannot: %s", error)
         self._restart()
-        # At once: until its process is forgotten, one that was killed is reported as an error again and again.
+        # Immediately: a killed process is reported as an error again and again until it is forgotten.
         self._feed.end()
         self._feed = _Feed(self, self._loader, 0, self._prefetch_factor)
         return next(self._running())
 
     def _running(self) -> Iterator[Any]:
-        """The batches from the cursor on; their preparation is started if it is not under way."""
+        """Return the batches from the cursor on. Start their preparation if necessary."""
         if self._feed.batches is None:
             self._feed.first = self.cursor
             self._start(self._feed)
@@ -610,7 +612,7 @@ class ElasticLoader:
         return self._feed.batches
 
     def _restart(self) -> None:
-        """Throw away what was prepared; the next fetch begins at the cursor."""
+        """Discard prepared batches. The next fetch begins at the cursor."""
         if self._next_feed is not None:
             self._take_over()
         self._feed.batches = None
@@ -629,7 +631,7 @@ class ElasticLoader:
     def _start(self, feed: _Feed) -> None:
         generator = self._loader.generator
         if not self._draws_seed:
-            # An iterator draws the seed of its workers. The model must draw the same numbers whether or not it was made.
+            # An iterator draws the seed of its workers. The model must draw the same numbers with and without that iterator.
             seed = hash((torch.initial_seed(), self.epoch, self.global_rank, self._num_starts))
             generator = torch.Generator().manual_seed(seed % 2**63)
         self._draws_seed = False
@@ -639,14 +641,14 @@ class ElasticLoader:
             _leave_deaths_to_fetching(feed.batches)
 
     def _iterate(self, loader: DataLoader[Any], generator: Any) -> Iterator[Any]:
-        """Start a loader's processes as ours have to be."""
+        """Start a loader's processes with our start-up function."""
         method = (loader.multiprocessing_context or multiprocessing).get_start_method()
         loader.worker_init_fn = _LoaderWorkerInit(self._seeded_init(), self._sockets(), method)
         loader.generator = generator
         if loader.num_workers:
             _keep_socket_paths_short()
         was_enabled = gc.isenabled()
-        gc.disable()  # in loader workers, until they are initialised
+        gc.disable()  # stays off in loader workers until they are initialised
         try:
             return iter(loader)
         finally:
@@ -654,7 +656,7 @@ class ElasticLoader:
                 gc.enable()
 
     def _cannot_be_shared(self) -> bool:
-        """Whether processes that are forked would disturb each other; `refusal` then says why."""
+        """Return whether forked processes would disturb each other. `refusal` then gives the reason."""
         if handle := open_handle(self.dataset):
             self.refusal = f"the dataset holds {handle}, which processes cannot share; open it in worker_init_fn"
         return bool(self.refusal)
@@ -668,9 +670,9 @@ class ElasticLoader:
         return partial(seed.pl_worker_init_function, rank=self.global_rank)
 
     def _order_now(self, lap: int = 0) -> torch.Tensor:
-        """The order of this epoch's samples, or, of a loader that begins again within the epoch, of one lap."""
+        """Return the order of this epoch's samples, or that of one lap if a loader begins again within the epoch."""
         if self._user_sampler is not None:
-            lap = 0  # rank 0 draws it, which is possible at an epoch's start only
+            lap = 0  # rank 0 draws it, which is possible only at an epoch's start
         if self._order is None or (self._order_epoch, self._order_lap) != (self.epoch, lap):
             if self._user_sampler is None:
                 seed = self.order_seed + lap * STRIDE_OF_LAPS
@@ -722,22 +724,22 @@ class ElasticLoader:
             if start < stop:
                 yield order[first + start : first + stop].tolist()
             elif self._training:
-                yield order[first : first + 1].tolist()  # its loss gets weight 0
+                yield order[first : first + 1].tolist()  # a placeholder with loss weight 0
             else:
                 return
 
 
 def open_handle(dataset: object) -> str:
-    """What a dataset holds that forked processes must not share, such as an open file, whose place would be everybody's.
+    """Describe an object of a dataset that forked processes must not share, such as an open file with its common position.
 
-    Looks at no more objects than can be looked at between two steps. Empty if nothing was found.
+    The search is limited to the number of objects that fit between two steps. Returns an empty string if nothing was found.
     """
     seen: set[int] = set()
     found: deque[object] = deque([dataset])
     while found and len(seen) < MAX_PROBED_OBJECTS:
         each = found.popleft()
         if isinstance(each, torch.Tensor) and each.device.type != "cpu":
-            return f"a tensor on {each.device.type}"  # a process that was forked cannot use the device
+            return f"a tensor on {each.device.type}"  # a forked process cannot use the device
         if id(each) in seen or isinstance(each, DATA_AND_CODE):
             continue
         seen.add(id(each))

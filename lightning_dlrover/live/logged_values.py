@@ -1,7 +1,7 @@
-"""Describe what `self.log` has stored as plain data, and make the same entry on a worker that has not logged it.
+"""Describe an entry of `self.log` as plain data, and make the same entry on a worker that has not logged it.
 
-Lightning keeps one `_ResultMetric` for each name. A worker may lack one that others have: a joiner, or a worker whose share of
-the samples has led to no call of `self.log`. `description` travels between workers, `new_entry` turns it into an empty entry.
+Lightning keeps one `_ResultMetric` for each name. A worker may lack one that others have: a joiner, or a worker with a share of
+the samples that led to no call of `self.log`. `description` travels between workers; `new_entry` turns it into an empty entry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["description", "new_entry"]
 
 
 def description(metric: Any) -> dict[str, Any]:
-    """Return everything about a `_ResultMetric` but its value, as plain data."""
+    """Return everything about a `_ResultMetric` except its value, as plain data."""
     sync = metric.meta.sync
     return {
         "meta": {**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None},
@@ -30,10 +30,10 @@ def description(metric: Any) -> dict[str, Any]:
 def new_entry(
     trainer: Any, meta: Mapping[str, Any], is_tensor: bool, is_synced: bool, rank_zero_only: bool, device: torch.device
 ) -> Any:
-    """Return a `_ResultMetric` without a value, made of another worker's `description`.
+    """Return a `_ResultMetric` without a value, made from another worker's `description`.
 
     Args:
-        trainer: or a loop of it.
+            trainer: the Trainer, or one of its loops.
 
     Raises:
         AttributeError: the value is a torchmetrics object that this worker's module does not have.

@@ -1,7 +1,7 @@
 """Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
 
-Only rank 0 logs. A logger names its run when it is first used: a version of a folder, or an id that a server has given.
-All workers are given rank 0's, so that whoever is rank 0 next goes on with that run instead of starting another.
+Only rank 0 logs. A logger names its run at its first use: a version of a folder, or an id that a server assigns. All workers
+receive rank 0's names, so that the next rank 0 continues the same run instead of starting another.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _NAMES = {
     "CometLogger": ("_experiment_key", "_project_name"),
     "LitLogger": ("_name", "_version"),
 }
-"""Attributes by which each of Lightning's loggers names its run. Other loggers may have `_version`."""
+"""Attributes with which each of Lightning's loggers names its run. Other loggers may have `_version`."""
 
 _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
 
 def begin(loggers: Sequence[Any]) -> None:
-    """On rank 0: start the runs that are named only when they start, so that `capture` has their names."""
+    """On rank 0: start the runs that get their names only at the start, so that `capture` can return these."""
     for logger in loggers:
         if _kind(logger) in _NAMED_BY_SERVERS:
             _ = logger.experiment
 
 
 def capture(loggers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Names of the loggers' runs, as plain data; of loggers with a `state_dict`, that too."""
+    """Return the names of the loggers' runs as plain data, and the state of loggers with a `state_dict`."""
     return [_captured(logger) for logger in loggers]
 
 
 def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
-    """On a worker that does not log: go on with these runs, should it ever be rank 0."""
+    """On a worker that does not log: continue these runs, should it ever become rank 0."""
     if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
-        return  # a script that logs on one worker only
+        return  # the script logs on one worker only
     for logger, run in zip(loggers, runs, strict=True):
         if "state" in run:
             logger.load_state_dict(run["state"])
@@ -63,14 +63,14 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
 
 
 def take_over(loggers: Sequence[Any]) -> None:
-    """On the new rank 0: open what would start anew if it were opened as usual."""
+    """On the new rank 0: open loggers that would start anew if they were opened as usual."""
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
             _adopt_csv_log(logger)
 
 
 def _kind(logger: object) -> str:
-    """Name of the class of Lightning's that the logger is of, or ""."""
+    """Return the name of Lightning's class that the logger belongs to, or ""."""
     for cls in type(logger).__mro__:
         if cls.__name__ in _NAMES and cls.__module__.startswith(PACKAGES):
             return cls.__name__
@@ -90,17 +90,17 @@ def _captured(logger: Any) -> dict[str, Any]:
     names = _NAMES.get(kind, ("_version",))
     values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
     for name in {"_version", "_id"} & values.keys():
-        values[name] = logger.version  # which some choose when they are asked for it
+        values[name] = logger.version  # some loggers choose it at the first access
     run["kind"] = kind
     run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
     return run
 
 
 def _leave_comet(logger: Any) -> None:
-    """End the experiment that Comet's logger has started in its constructor, where every worker is rank 0 of its own agent."""
+    """End the experiment that Comet's logger started in its constructor, where every worker is rank 0 of its own agent."""
     experiment, logger._experiment = logger._experiment, None
     if experiment is not None:
-        with suppress(Exception):  # whatever is left of it at the server is empty
+        with suppress(Exception):  # its remains at the server are empty
             experiment.end()
 
 

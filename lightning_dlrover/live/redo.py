@@ -1,6 +1,6 @@
-"""What is taken back before something is computed again, so that it counts once in every mean and metric.
+"""Undo logged values before a computation is repeated, so that it counts once in every mean and metric.
 
-`Before` remembers what a worker has logged and the state of its torchmetrics objects. It is cheap enough for every step:
+`Before` records a worker's logged values and the state of its torchmetrics objects. It is cheap enough for every step:
 Lightning replaces the tensors that it accumulates in, and only those of torchmetrics are changed in place.
 """
 
@@ -21,11 +21,11 @@ _FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_com
 
 
 class Before:
-    """The logged values and metrics as they are now.
+    """A record of the logged values and metrics at the time of its creation.
 
     Args:
         metrics: torchmetrics objects of the user's module.
-        results: what was logged.
+        results: Lightning's logged values.
     """
 
     def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any) -> None:
@@ -36,10 +36,10 @@ class Before:
         self._metrics = [_MetricState(each) for each in metrics]
 
     def restore(self) -> None:
-        """Take back what was logged since; can be done several times."""
+        """Restore the recorded values. Can be called several times."""
         for key, metric in list(self._results.items()):
             if metric.meta.fx.startswith("on_train_batch_"):
-                continue  # these hooks run once, whatever is repeated between them
+                continue  # these hooks run once, even if the work between them is repeated
             if key in self._logged:
                 vars(metric).update(self._logged[key])
             else:
@@ -49,12 +49,12 @@ class Before:
 
 
 def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:
-    """All torchmetrics objects that are parts of a module."""
+    """Return all torchmetrics objects that are parts of a module."""
     return [each for each in module.modules() if isinstance(each, torchmetrics.Metric)]
 
 
 def call_restart_hooks(trainer: L.Trainer, batch_idx: int) -> None:
-    """Call `on_train_batch_restart` of the callbacks and the module that have it: a training step is about to run again."""
+    """Call `on_train_batch_restart` of the callbacks and the module that have it, before a training step runs again."""
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (hook := getattr(callback, "on_train_batch_restart", None)) is not None:
@@ -64,7 +64,7 @@ def call_restart_hooks(trainer: L.Trainer, batch_idx: int) -> None:
 
 
 class _MetricState:
-    """One torchmetrics object's state."""
+    """The recorded state of one torchmetrics object."""
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
         self._metric = metric
@@ -74,7 +74,7 @@ class _MetricState:
         for name in metric._defaults:
             value = getattr(metric, name)
             if isinstance(value, torch.Tensor):
-                self._tensors[name] = value.detach().clone()  # may be changed in place
+                self._tensors[name] = value.detach().clone()  # copied, as it may be changed in place
             else:
                 self._lists[name] = list(value)
 

@@ -1,8 +1,8 @@
 """Keep memory at hand for a change of the world.
 
-A page that a process touches for the first time costs microseconds, many where the operating system is a guest itself: for a
-model and its optimizer state that adds up to the longest part of a switch. So a worker touches what it will need while nobody
-waits for it, and tells the C library to keep what is freed.
+A page that a process touches for the first time costs microseconds, and many of them inside a virtual machine. For a model and
+its optimizer state these add up to the longest part of a switch. So a worker touches its future memory while no other worker
+waits for it, and makes the C library keep freed blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 NEVER = 2**31 - 1
 LARGEST_KEPT = 32 << 20
-"""Where glibc's own adaptive threshold ends, too: larger blocks are given back, or they would leave gaps in the heap."""
+"""Bytes of the largest block to keep, as in glibc's adaptive threshold. Keeping larger ones would leave gaps in the heap."""
 
 USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
@@ -35,18 +35,20 @@ def reserve(
 ) -> bool:
     """Touch the module's trainable parameters, and `num_copies` times their memory for later allocations.
 
-    Embeddings with sparse gradients do not count: most of their memory is never gone through. From then on the process keeps
-    the blocks below 32 MiB that it frees. Does nothing with another C library than glibc, with allocation settings of the
-    user's own, or where all workers of the node would take more than half of the memory that is available. Processes forked
-    afterwards share the pages, which undoes the work.
+    Embeddings with sparse gradients do not count, because most of their memory is never touched. From then on the
+    process keeps blocks below 32 MiB that it frees.
+
+    Nothing is reserved in three cases: the C library is not glibc, the user has allocation settings, or all workers of the
+    node would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the
+    work.
 
     Args:
-        but: names of parameters that do not count: sharded tables, which have memory of their own kind.
+        but: names of parameters that do not count: sharded tables, which have another kind of memory.
 
     Returns:
         Whether the memory was reserved.
     """
-    libc = ctypes.CDLL(None)  # its calls release Python's lock: touching may take seconds
+    libc = ctypes.CDLL(None)  # its calls release Python's lock, as touching may take seconds
     if not hasattr(libc, "gnu_get_libc_version") or any(environ.get(name) for name in USERS_OWN):
         return False
     sparse = {id(p) for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}

@@ -1,6 +1,6 @@
-"""Keep a search for a learning rate, as by `Tuner.lr_find`, apart from the job: nobody joins it, and it finishes nothing.
+"""Keep a search for a learning rate, as by `Tuner.lr_find`, apart from the job: no worker joins it, and it finishes nothing.
 
-The members of the first round search together, before they train. Whoever joins later takes their result instead of searching.
+The members of the first round search together, before they train. Later joiners take their result instead of searching.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Searches"]
 
 
 class Searches:
-    """The searches of one worker's script, counted: every worker runs the same script."""
+    """The searches of one worker's script, identified by count: every worker runs the same script."""
 
     def __init__(self, live: LiveTraining) -> None:
         self._live = live
         self.num_begun = 0
         self.is_running = False
-        """The Trainer's loop makes steps that do not count."""
+        """True while the Trainer's loop makes steps that do not count."""
 
     def attend(self, callbacks: Iterable[object]) -> None:
-        """Stand around the searches of these callbacks; once for each `fit`, before its hooks are called."""
+        """Wrap the searches of these callbacks. Call it once for each `fit`, before its hooks run."""
         for callback in callbacks:
             if isinstance(callback, LearningRateFinder):
                 callback.__dict__.pop("lr_find", None)
@@ -59,13 +59,13 @@ class Searches:
             search()
         finally:
             self.is_running = False
-            found = finder.optimal_lr  # there as well if Tuner.lr_find ends its `fit` with an exception
+            found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
             if found is not None and self._live.formation is not None and self._live.formation.rank == 0:
                 results = json.dumps({**found.results, "total_batch_idx": found._total_batch_idx})
                 self._live.world.membership.put_search(self.num_begun, SearchRecord(results))
 
     def _take(self, finder: Any, trainer: Any, module: Any) -> None:
-        """What Lightning does after a search, with the result of those who train."""
+        """Do the same as Lightning after a search, with the result of the training workers."""
         package = package_of(trainer)
         lr_finder = submodule(package, "tuner.lr_finder")
         result = lr_finder._LRFinder(finder._mode, finder._min_lr, finder._max_lr, finder._num_training_steps)
@@ -87,7 +87,7 @@ class Searches:
         def look(view: View) -> str | None:
             if (record := membership.search(self.num_begun)) is not None:
                 return record.results
-            # Once those who searched are gone, nobody can find it any more.
+            # Once the searching workers are gone, no result can appear any more.
             return "" if view.round is not None and not view.survivors else None
 
         what = f"the first workers to find a learning rate (search {self.num_begun} of the script)"

@@ -1,7 +1,7 @@
-"""Carry out, in one worker and while it trains, what a plan says about threads, loader workers and prefetching.
+"""Apply a plan's threads, loader workers and prefetching in one worker while it trains.
 
-Workers need not agree on when: none of it changes which samples a worker gets. How loader workers are replaced without a
-pause is in `live/loader.py`; how many workers there are is a matter of rounds (`live/training.py`).
+Workers need not agree on the time, because none of these changes which samples a worker gets. `live/loader.py` replaces loader
+workers without a pause. The number of workers is a matter of rounds (`live/training.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Settings:
-    loader_workers: list[int]  # by loader
+    loader_workers: list[int]  # one per loader
     prefetch_factor: list[int]
     intra_op_threads: int
 
@@ -34,28 +34,28 @@ class _Settings:
 
 @dataclass(frozen=True)
 class Applied:
-    """What was changed, as an event for the job's history."""
+    """An applied change, as an event for the job's history."""
 
     text: str
     data: dict[str, Any]
 
 
 class SettingsInForce:
-    """Follows the plan; what it leaves open stays as it is, at first as the user's script has it.
+    """Follows the plan. Settings that it leaves open stay as they are, at first as in the user's script.
 
     Args:
-        cores: that this worker may use. It never computes with more threads, and has more loader workers only where the
-            user's loader or a plan by hand says so: others may be made for larger nodes.
+        cores: cores that this worker may use. It never computes with more threads. It has more loader workers only if the
+            user's loader or a manual plan requests them, because other plans may be made for larger nodes.
     """
 
     def __init__(self, cores: float) -> None:
         self._cores = max(1, int(cores))
-        self._plan: PlanRecord | None = None  # the last one that was carried out, and
-        self._loaders: Sequence[ElasticLoader] = ()  # by which; a Trainer may make new ones for each epoch
-        self._begun: tuple[PlanRecord, _Settings] | None = None  # with what was in force before
+        self._plan: PlanRecord | None = None  # the plan that was last carried out
+        self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
+        self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
 
     def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> Applied | None:
-        """Do what can be done now; call it between any two batches. Returns what was done, once all of it is."""
+        """Apply as much of the plan as possible. Call it between any two batches. Returns the change once it is complete."""
         if plan is None or (plan is self._plan and loaders == self._loaders):
             return None
         if self._begun is None or self._begun[0] is not plan:

@@ -1,12 +1,12 @@
-"""The state of a running Trainer, as data: everything that a worker needs to go on where the others are.
+"""The state of a running Trainer as data: everything that a worker needs to continue where the others are.
 
-Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks whatever a start sets anew:
-metrics that callbacks monitor, flags and clocks of the loops, the accumulation factor, private fields of Lightning's callbacks,
-frozen parameters and parameter groups that were changed while training. `TrainerState` holds both.
+Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks everything that a start sets
+anew: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's callbacks, frozen
+parameters, and parameter groups that were changed while training. `TrainerState` holds both.
 
-What the hooks of an epoch's start have set in the user's objects is not data that could be found. So a worker that joins inside
-an epoch runs `on_train_epoch_start` once more, with the job's epoch, metrics and callback states in place, and is given the
-state afterwards: whatever a hook has touched that is part of the state ends as it is on the other workers.
+Values that the hooks of an epoch's start have set in the user's objects cannot be found as data. A worker that joins inside an
+epoch therefore repeats `on_train_epoch_start`, with the job's epoch, metrics and callback states in place. It receives the
+state afterwards, so anything that a hook has changed and that is part of the state ends as on the other workers.
 
 | kept | where it comes from |
 | --- | --- |
@@ -15,7 +15,7 @@ state afterwards: whatever a hook has touched that is part of the state ends as 
 | samples | each loader's `LoaderState` |
 | random numbers | Python's and numpy's generators; torch's seed |
 
-Here is nothing about rounds or process groups: `live/training.py` decides who gets the state, and when.
+Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ log = logging.getLogger(__name__)
 
 CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
-    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state when averaging begins, and not later
+    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state only when averaging begins
     "WeightAveraging": ("_latest_update_epoch",),
 }
-"""Fields of Lightning's callbacks that decide what all workers do together, and that `state_dict` leaves out."""
+"""Fields of Lightning's callbacks that affect joint decisions of all workers, and that `state_dict` leaves out."""
 
 CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_checked",)}
-"""Readings of `time.monotonic`, which differ between hosts: their age is sent."""
+"""Readings of `time.monotonic`, sent as ages because the clocks of hosts differ."""
 
 
 class StateError(Exception):
-    """This worker cannot be given the state of the others.
+    """This worker cannot receive the state of the others.
 
-    Not a RuntimeError: those may be collectives that failed with their round, and are tried again.
+    Not a RuntimeError: these may be collectives that failed with their round, and are repeated.
     """
 
 
 @dataclass
 class LoggedValue:
-    """One name that the training step has logged; the workers' lists must be alike when the epoch's values are reduced."""
+    """One name that the training step has logged. The workers' lists must be alike when the epoch's values are reduced."""
 
     key: str
-    meta: dict[str, Any]  # Lightning's, without its link to the strategy
+    meta: dict[str, Any]  # Lightning's metadata, without its link to the strategy
     has_reset: bool
     is_synced: bool
     rank_zero_only: bool
@@ -98,25 +98,25 @@ class LoggedValue:
 
 @dataclass
 class RunningState:
-    """What a running Trainer holds beside its checkpoint."""
+    """State of a running Trainer that its checkpoint lacks."""
 
     should_stop: bool
     accumulate_grad_batches: int
     limits: tuple[int | None, int]  # epochs and steps
-    train_reload_epoch: float  # in which the training loader was made anew; -inf: never
+    train_reload_epoch: float  # epoch in which the training loader was last made anew; -inf: never
     val_reload_epoch: float
-    val_age_s: float | None  # since the last validation; None: validation does not follow the clock
+    val_age_s: float | None  # seconds since the last validation; None: validation does not follow the clock
     first_loop_iter: bool | None
     metrics: dict[str, dict[str, Any]]  # callback, logged and progress-bar metrics by name
     logged: list[LoggedValue]
-    requires_grad: dict[str, bool]  # by parameter name
-    groups: list[list[list[str]] | None]  # names of parameters by optimizer and group; None: they are not the module's
-    schedulers: list[str]  # class of each
+    requires_grad: dict[str, bool]  # trainable flag by parameter name
+    groups: list[list[list[str]] | None]  # parameter names by optimizer and group; None: not the module's parameters
+    schedulers: list[str]  # class name of each
     pruned: dict[str, torch.Tensor]  # mask by parameter name
     callback_fields: dict[str, dict[str, Any]]
     callback_ages_s: dict[str, dict[str, float | None]]
     checkpoint_folders: dict[str, Any]
-    monitoring: list[str]  # callbacks that all workers must have, see `script_checks.monitoring`
+    monitoring: list[str]  # callbacks that all workers must have, see `checks.script.monitoring`
     attributes: dict[str, Any]  # public plain attributes of the module and its parts, compared but not restored
 
 
@@ -131,7 +131,7 @@ class TrainerState:
     python_random: object
     numpy_random: object
     loggers: list[dict[str, Any]]
-    counters: dict[str, int] = field(default_factory=dict)  # of `live/training.py`
+    counters: dict[str, int] = field(default_factory=dict)  # the counters of `live/training.py`
 
 
 STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)
@@ -141,9 +141,9 @@ STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)
 
 
 def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
-    """The state between two batches, without hyperparameters: these may be of any class, and a joiner's script has its own.
+    """Return the state between two batches, without hyperparameters. These may be of any class, and a joiner has its own.
 
-    Runs what saving a checkpoint runs: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
+    Runs the hooks of saving: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for part in parts_with_hparams(trainer):
@@ -151,7 +151,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
             checkpoint.pop(key, None)
     running = running_state(trainer)
     if running.pruned:
-        # ModelPruning replaces the state by one without masks, which cannot be trained on alike.
+        # ModelPruning replaces the state by one without masks, which cannot continue the same training.
         checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
     return TrainerState(
         checkpoint=checkpoint,
@@ -165,7 +165,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
 
 def running_state(trainer: L.Trainer) -> RunningState:
-    """What `dump_checkpoint` leaves out."""
+    """Return the state that `dump_checkpoint` leaves out."""
     fit_loop, connector, module = trainer.fit_loop, trainer._logger_connector, trainer.lightning_module
     now = time.monotonic()
     last_validation = getattr(trainer, "_last_val_time", None) if _validates_by_clock(trainer) else None
@@ -225,7 +225,7 @@ def _is_mask(module: torch.nn.Module, name: str) -> bool:
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Numbers, flags and texts that the user's code keeps as attributes of the module and its parts, by dotted name."""
+    """Return numbers, flags and texts that the user's code keeps as attributes of the module and its parts, by dotted name."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, part in module.named_modules()
@@ -251,12 +251,12 @@ def restore(
     """Bring this worker to another one's state, between two batches.
 
     Args:
-        place: batch and global rank. This worker's torch seed is made of them: no two workers may draw the same dropout masks.
-        enters_epoch: this worker has not trained in the state's epoch: the hooks of the epoch's start are run first.
-        joins: others train on with this state now. A state of an earlier life of the job may have had other limits.
+        place: batch and global rank, the inputs of this worker's torch seed. No two workers may draw the same dropout masks.
+        enters_epoch: whether the state's epoch is new to this worker, which then runs the hooks of the epoch's start first.
+        joins: whether others train with this state now. A state of an earlier life of the job may have had other limits.
 
     Raises:
-        StateError: the others' Trainer has become one that this script's cannot be turned into.
+        StateError: this script's Trainer cannot be turned into that of the others.
     """
     if joins and (
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
@@ -269,7 +269,7 @@ def restore(
             state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
     for callback in _callbacks(trainer):
         if is_lightnings(callback, "ModelCheckpoint") and callback.state_key in state.running.checkpoint_folders:
-            # It chose one by itself while it was alone, and would refuse the others' best scores because of it.
+            # While alone, it chose a folder by itself. Because of it, it would refuse the others' best scores.
             callback.dirpath = state.running.checkpoint_folders[callback.state_key]
     if enters_epoch and strategy.reruns_epoch_hooks:
         _run_epoch_start_hooks(trainer, state)
@@ -296,9 +296,9 @@ def seed_for(torch_seed: int, place: tuple[int, int]) -> None:
 
 
 def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = True) -> None:
-    """Go on from a checkpoint, in a Trainer that has just begun its first epoch and not yet fetched a batch.
+    """Continue from a checkpoint, in a Trainer that has just begun its first epoch and not yet fetched a batch.
 
-    A checkpoint that was taken at an epoch's end is gone on from at the start of the next one.
+    After a checkpoint from an epoch's end, training continues at the start of the next epoch.
     """
     _restore_loops(trainer, checkpoint)
     if reruns_hooks:
@@ -319,9 +319,9 @@ def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def run_epoch_start_hooks(trainer: L.Trainer) -> None:
-    """Run `on_train_epoch_start` of all callbacks and the module for the epoch that the loops are in.
+    """Run `on_train_epoch_start` of all callbacks and the module for the loops' current epoch.
 
-    The other workers do not: collectives of the strategy end here as on a single device.
+    The other workers do not run it, so the strategy's collectives return here as on a single device.
     """
     call = submodule(package_of(trainer), "trainer.call")
     strategy: Any = trainer.strategy
@@ -331,7 +331,7 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Epoch, step and callbacks alone: what hooks look at; weights and optimizers follow."""
+    """Restore epoch, step and callbacks alone, which hooks look at. Weights and optimizers follow."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
     connector.restore_loops()
@@ -371,15 +371,15 @@ def _go_on(trainer: L.Trainer) -> None:
     epoch_loop = fit_loop.epoch_loop
     optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
     for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations):
-        # The loop goes on where the others are; Lightning's own restart would run hooks and validation again.
+        # The loop continues where the others are. Lightning's own restart would repeat hooks and validation.
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for callback in _callbacks(trainer):
         if is_lightnings(callback, "BaseFinetuning"):
-            callback._restarting = False  # its groups are there already
+            callback._restarting = False  # its groups exist already
 
 
 def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: RunningState) -> None:
-    """Set what `running_state` of another worker has found."""
+    """Set the values that another worker's `running_state` returned."""
     fit_loop, now = trainer.fit_loop, time.monotonic()
     trainer.should_stop = running.should_stop
     trainer.accumulate_grad_batches = running.accumulate_grad_batches
@@ -390,7 +390,7 @@ def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: 
     trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
     results = fit_loop.epoch_loop._results
-    results.clear()  # of hooks that this worker ran while it was alone
+    results.clear()  # drops values from hooks that this worker ran while it was alone
     for logged in running.logged:
         _adopt_logged_value(trainer, strategy, logged)
     parameters = dict(trainer.lightning_module.named_parameters())
@@ -406,7 +406,7 @@ def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: 
             age_s = running.callback_ages_s.get(key, {}).get(name)
             setattr(callback, name, None if age_s is None else now - age_s)
     for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
-        # Its state holds the time until now; what this worker has waited on its own does not count.
+        # Its state holds the time until now, so the time that this worker has waited alone does not count.
         timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
 
 
@@ -425,7 +425,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
 
 
 def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
-    """Have an entry, still without a value, for what the others have logged before this worker came."""
+    """Make an entry, still without a value, for a name that the others have logged before this worker came."""
     try:
         metric = new_entry(
             trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only, strategy.root_device
@@ -440,7 +440,7 @@ def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: L
 
 
 def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
-    """Give the parameters that the others have pruned their masks; values follow with the state dict."""
+    """Give masks to the parameters that the others have pruned. Values follow with the state dict."""
     for name, mask in pruned.items():
         path, _, parameter = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -491,16 +491,16 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
 
 
-# --- where things are ---------------------------------------------------------------------------------------------------------
+# --- access to the Trainer's parts --------------------------------------------------------------------------------------------
 
 
 def parts_with_hparams(trainer: L.Trainer) -> list[Any]:
-    """Module and datamodule: both may have hyperparameters, of any class."""
+    """Return module and datamodule. Both may have hyperparameters, of any class."""
     return [part for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if part is not None]
 
 
 def is_lightnings(callback: object, name: str) -> bool:
-    """Whether a callback is of Lightning's class of that name, whichever of its two packages it comes from."""
+    """Return whether a callback is of Lightning's class of that name, from either of its two packages."""
     return any(
         kind.__name__ == name and kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
         for kind in type(callback).__mro__
@@ -513,7 +513,7 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
 
 
 def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Any, tuple[str, ...]]]:
-    """Key, callback and its fields; scripts make the same callbacks in the same order."""
+    """Return key, callback and field names. Scripts make the same callbacks in the same order."""
     return [
         (f"{i}/{kind}", callback, names)
         for i, callback in enumerate(_callbacks(trainer))

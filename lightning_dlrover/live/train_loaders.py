@@ -1,7 +1,7 @@
-"""Several training loaders as one: a common counter, one order's seed for all workers, one weight for a batch's loss.
+"""Treat several training loaders as one: a common counter, one order's seed for all workers, one weight for a batch's loss.
 
-Lightning's `CombinedLoader` fetches from each loader in turn. The first one holds the point at which the world may change,
-so all of them count the Trainer's batches, whether they have begun again (`max_size_cycle`) or have ended (`max_size`).
+Lightning's `CombinedLoader` fetches from each loader in turn. The first one holds the point at which the world may change.
+So all of them count the Trainer's batches, whether they have begun again (`max_size_cycle`) or have ended (`max_size`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class TrainLoaders:
-    """What outlives the loaders themselves, which a Trainer may make anew for each epoch.
+    """State that outlives the loaders themselves, which a Trainer may make anew for each epoch.
 
     Args:
-        has_global_batch_size: the strategy was given one, which holds for each loader.
+        has_global_batch_size: whether the strategy was given one, which holds for each loader.
     """
 
     def __init__(self, has_global_batch_size: bool) -> None:
@@ -37,7 +37,7 @@ class TrainLoaders:
         self._has_warned = False
 
     def keep_step(self, combined: CombinedLoader, loaders: Sequence[ElasticLoader], num_batches: int) -> None:
-        """Let new loaders count through the Trainer's epoch. Call it before each fetch.
+        """Make new loaders count through the Trainer's epoch. Call it before each fetch.
 
         Raises:
             UnsupportedLoaderError: one global batch size was given for loaders of several batch sizes.
@@ -57,13 +57,13 @@ class TrainLoaders:
         self.take_order_seeds(self._order_seeds)
 
     def take_order_seeds(self, seeds: Sequence[int]) -> None:
-        """Give each loader, and those that will be made in its place, the order that the job has."""
+        """Give each loader, and its later replacement, the job's order."""
         self._order_seeds = seeds
         for loader, seed in zip(self._known, seeds, strict=False):
             loader.take_order_seed(seed)
 
     def loss_weight(self, batch: int) -> float:
-        """What a worker's mean loss counts in a batch of the epoch: by its share of the first loader that takes part."""
+        """Return the weight of a worker's mean loss in a batch, by its share of the first loader that takes part."""
         weights = [loader.loss_weight(batch) for loader in self._known if loader.has_samples(batch)]
         if not self._has_warned and weights and max(weights) - min(weights) > 1e-9:
             self._has_warned = True
@@ -77,11 +77,11 @@ class TrainLoaders:
 
 
 def refetch(combined: CombinedLoader, loaders: Sequence[ElasticLoader]) -> Any:
-    """The next batch of all loaders, as Lightning combines it, without its iterators."""
+    """Return the next batch of all loaders, as Lightning combines it, without its iterators."""
     parts: list[Any] = []
     for loader in loaders:
         try:
             parts.append(loader.refetch())
         except StopIteration:
-            parts.append(None)  # shorter than the others, in mode `max_size`
+            parts.append(None)  # this loader is shorter than the others, in mode `max_size`
     return torch.utils._pytree.tree_unflatten(parts, combined._spec)

@@ -1,15 +1,15 @@
 """Carry a Lightning training loop from one round of the job to the next.
 
-`LiveTraining` decides, at the few places where the world may change, what this worker has to do: admit a joiner, switch, redo a
-step after a loss, or take over a result that only others received. `strategy.py` calls it from Lightning's hooks; the process
+`LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, redo a
+step after a loss, or take over a result that only others received. `strategy.py` calls it from Lightning's hooks. The process
 groups themselves are formed by `rdzv/group/world.py`.
 
 Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within one
-optimizer update and a few small collectives of each other, so after a loss the survivors compare positions and
-  - whoever lacks the last update takes weights and optimizer state from one that has it,
-  - whoever stands inside a step without having lost an update does the step again, with its new share of the same batch,
-  - whoever lacks the result of a collective outside of a step takes it from one that has it,
-  - whoever stands in a validation run goes on in it, with a part of what the lost worker had computed; see `validation.py`.
+optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
+  - A worker that lacks the last update takes weights and optimizer state from one that has it.
+  - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch.
+  - A worker that lacks the result of a collective outside of a step takes it from one that has it.
+  - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
 """
 
 from __future__ import annotations
@@ -128,29 +128,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_COPIES = 5
-"""Of the model's memory, to be reserved: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
+"""Copies of the model's memory to reserve: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a worker stands in the training program; said to the others on entering a round."""
+    """A worker's place in the training program, published to the others on entering a round."""
 
     updates: int  # optimizer updates done (gradient accumulation: windows)
     batch: int  # global batches handed out over all epochs
     in_step: bool
-    collective: int  # collectives outside of steps since that batch was handed out
-    validation: int  # number of the validation run it is in, 0 outside
-    at_boundary: bool  # between two batches and between two windows: where joiners can be given the state
-    tables: int = 0  # round whose members hold all sharded tables in their memory; 0: there are none, or they are not whole
-    has_unused: bool = False  # parameters without a gradient were found, so that DDP has to search for them
-    stopped_at: str = ""  # the newest place at which all workers wanted to stop, see `agree_on_stop`
+    collective: int  # collectives outside of steps since the newest batch was handed out
+    validation: int  # number of the current validation run; 0 outside
+    at_boundary: bool  # between two batches and two windows, where joiners can receive the state
+    tables: int = 0  # last round with all sharded tables in its members' memory; 0: no tables, or incomplete ones
+    has_unused: bool = False  # parameters without a gradient were found, so DDP has to search for them
+    stopped_at: str = ""  # newest place at which all workers wanted to stop, see `agree_on_stop`
 
     def encode(self) -> bytes:
         return json.dumps(self.__dict__).encode()
 
     @staticmethod
     def decode(hello: bytes) -> Position | None:
-        """None for a joiner, who has no position yet.
+        """Return the position, or None for a joiner, which has none yet.
 
         Raises:
             ValueError: these bytes are no position.
@@ -168,40 +168,40 @@ Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker does, and how far it is: who makes progress has another one soon."""
+    """A worker's activity and counters, which soon change while it makes progress."""
 
     phase: Phase
     round_number: int
     steps_in_round: int
     batch: int  # global batches handed out over all epochs
-    counts: tuple[int, ...]  # of updates, collectives and validation batches
+    counts: tuple[int, ...]  # updates, collectives, validation batches
 
 
 @dataclass
 class _Update:
-    """What one optimizer update changed; sent to a survivor that missed it."""
+    """Everything that one optimizer update changed; sent to a survivor that missed it."""
 
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
-    groups: list[list[dict[str, Any]]]  # of each optimizer: what it keeps in its parameter groups beside hyperparameters
-    scaler: dict[str, Any]  # of mixed precision
+    groups: list[list[dict[str, Any]]]  # each optimizer's own values in its parameter groups, without hyperparameters
+    scaler: dict[str, Any]  # mixed precision's loss scaler
     manual_steps: dict[str, Any]
-    # Manual optimization: what the batches since the last optimizer step have added up, and whether there are any.
-    gradients: list[torch.Tensor | None] | None = None  # by parameter; None: no part of this update
+    # Manual optimization: gradients added up by the batches since the last optimizer step, and whether there are any.
+    gradients: list[torch.Tensor | None] | None = None  # one per parameter; None: not part of this update
     window_is_open: bool = False
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Whether those entering a round can go on together: joiners can be given the state only between two steps."""
+    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps."""
     positions = [Position.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
     return len(standing) in (0, len(positions)) or all(p.at_boundary and p.batch == standing[0].batch for p in standing)
 
 
 def remaining_batches(trainer: L.Trainer) -> float | None:
-    """Batches that are still to be trained on; None if nobody knows.
+    """Return the number of batches still to train on; None if it is unknown.
 
-    A batch may take several optimizer steps, as in manual optimization of two models, or be one of several of a step.
+    A batch may take several optimizer steps, as in manual optimization of two models, or be one of several in a step.
     """
     done = batches_done(trainer)
     left = []
@@ -217,16 +217,16 @@ def remaining_batches(trainer: L.Trainer) -> float | None:
 
 
 def batches_done(trainer: L.Trainer) -> int:
-    """Batches that the job has trained on, over all epochs; the one that is being computed included."""
+    """Return the number of batches that the job has trained on, over all epochs, the current one included."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 class _RolledBack(Exception):
-    """All workers are back where the newest snapshot was taken: what was going on is left, the batch after it comes next."""
+    """Abandons the work in progress: all workers are back at the newest snapshot, and the batch after it comes next."""
 
 
 class _Frozen:
-    """Which parameters can be trained; Lightning's `toggle_optimizer` changes that for a part of a step."""
+    """The trainable flags of all parameters. Lightning's `toggle_optimizer` changes them for a part of a step."""
 
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
@@ -243,8 +243,8 @@ class LiveTraining:
     """One worker's part in a live job, from `Trainer.fit`'s entrance to its end.
 
     Args:
-        formation: the first round, or None on a worker that joins later.
-        check_interval_s: about how often the workers agree on whether to switch.
+            formation: the first round, or None on a worker that joins later.
+            check_interval_s: approximate seconds between two votes on whether to switch.
     """
 
     def __init__(
@@ -259,13 +259,13 @@ class LiveTraining:
         self.formation = formation
         self.is_standby = formation is None
         self.left = False
-        self.is_saving = False  # a checkpoint
-        self.is_in_loops = False  # from the Trainer's run-stage barrier on
+        self.is_saving = False  # set while a checkpoint is saved
+        self.is_in_loops = False  # set from the Trainer's run-stage barrier on
         self.searches = Searches(self)
         self._fit = 1  # number of this `fit` in the script
         self._is_finishing = False
         self._is_between_fits = False
-        self._undo_quiet: Callable[[], None] | None = None  # while Lightning handles this worker's leave
+        self._undo_quiet: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
         self._saved_request = 0  # newest request for a checkpoint that was carried out
         self._strategy = strategy
         self._trainer = trainer
@@ -279,55 +279,54 @@ class LiveTraining:
         self._updates = 0
         self._batch = 0
         self._in_step = False
-        self._is_redoing = False  # the open window's batches, between two batches
+        self._is_redoing = False  # set while the open window's batches are repeated, between two batches
         self._collective = 0
         self._validation = 0
         self.validation = Validation(self)
-        self._entered = False  # the training loop was reached: from here on losses are survived
+        self._entered = False  # set once the training loop is reached; from here on the worker survives losses
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
-        self._weighed: int | None = None  # batch whose gradients are computed, if not the last one handed out
-        self._window_is_stale = False  # a worker was lost with its share of the open accumulation window's gradients
+        self._weighed: int | None = None  # batch under computation, if not the last one handed out
+        self._window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._at_boundary = False
         self._undo: _Update | None = None
-        self._outgoing: transfer.Packed | None = None  # the state for those who join in the round that is being formed
+        self._outgoing: transfer.Packed | None = None  # state for the joiners of the round that is being formed
         self._names_in_state: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
         self._was_rolled_back = False
-        self._snapshots_are_readable = False  # not known
+        self._snapshots_are_readable = False  # False until one was read back
         world.activity, world.is_in_step = self._activity, lambda: self._is_computing
-        self._max_manual_steps = 0  # optimizer steps of any batch; 0: not known, so there may be several
+        self._max_manual_steps = 0  # most optimizer steps in one batch; 0: not known, so there may be several
         self._manual_steps = 0
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
         self._vote_fit = 0  # `fit` of the script in which the newest vote began
-        self._stopped_at = ""  # the newest place at which it was set on all
-        self._manual_window_is_open = False  # the last batches were left without an optimizer step
-        self._before: Before | None = None  # the open accumulation window
-        self._metrics: list[torchmetrics.Metric] = []  # of the user's module
-        self._frozen: _Frozen | None = None  # what the step in progress may freeze, as `toggle_optimizer` does
-        self._gradients: list[torch.Tensor | None] | None = None  # of a manual step's parameters, before it
-        self._num_backwards = 0  # of the step in progress
-        self._max_backwards = 0  # of any step; 0: not known
+        self._stopped_at = ""  # newest place at which all workers had set `should_stop`
+        self._manual_window_is_open = False  # the last batches ended without an optimizer step
+        self._before: Before | None = None  # record from before the open accumulation window
+        self._metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
+        self._frozen: _Frozen | None = None  # set while a manual step may freeze parameters, as `toggle_optimizer` does
+        self._gradients: list[torch.Tensor | None] | None = None  # gradients of the parameters before a manual step
+        self._num_backwards = 0  # backward passes in the current step
+        self._max_backwards = 0  # most backward passes in one step; 0: not known
 
     def fit_begins(self) -> None:
-        """Before Lightning's loops run."""
+        """Reset the state of one `fit`, before Lightning's loops run."""
         self.world.num_fits += 1
         self._fit = self.world.num_fits
         self._manual_window_is_open = self._wants_stop = self._window_is_stale = False
         self._stopped_at = ""
 
     def begin_later_fit(self) -> None:
-        """Before another `fit` of the script sets up: go on with the workers that are left.
+        """Continue with the remaining workers before another `fit` of the script sets up.
 
-        One may have been lost since the last step. Where that was while all met at the end of `fit`, some have gone on and
-        others have not; they come together here, and those that are behind are given the results they lack.
-
+        A worker may have been lost since the last step. If that happened while all workers met at the end of `fit`, some have
+        continued and others have not. They meet here, and those that are behind receive the results that they lack.
         Raises:
             WorldError: no round could be formed.
         """
         if self.world.num_fits == 0 or self.is_standby:
-            return  # this is the first one
+            return  # this is the first `fit`
         number = self.world.num_fits + 1
-        self.world.begin_fit(number)  # no later: whoever is lost from here on must not be taken for having finished
+        self.world.begin_fit(number)  # no later: a worker lost from here on must not count as finished
         if self._size == 1 or self._tables is not None:
             return
         self._entered = self._is_between_fits = True
@@ -344,7 +343,7 @@ class LiveTraining:
     # --- the switch point ----------------------------------------------------------------------------------------------
 
     def boundary(self, loader: ElasticLoader) -> None:
-        """Between two batches: the one point at which survivors, joiners and leavers stand alike."""
+        """Run the switch point between two batches: the only place where survivors, joiners and leavers have the same state."""
         if loader is not self._loaders[0] or self.searches.is_running:
             return
         self._keep_step()
@@ -355,7 +354,7 @@ class LiveTraining:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
             while self._attempt(self._bring_up_to_date) is None:
-                with suppress(_RolledBack):  # to another boundary: this one, as far as the loops are concerned
+                with suppress(_RolledBack):  # then this is another boundary; the loops see no difference
                     self._recover()
         self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
@@ -371,14 +370,14 @@ class LiveTraining:
         self._train_loaders.keep_step(combined, self._loaders, int(self._trainer.num_training_batches))
 
     def _follow_plan(self) -> None:
-        """Work as the plan says each worker should; it may do so a few steps earlier or later than others."""
+        """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
         done = self._settings.follow(self.world.membership.view.plan, self._loaders)
         if done is not None and self._rank == 0 and not self.is_standby:
             self.world.event("settings", done.text, done.data)
 
     @property
     def untunable(self) -> dict[str, str]:
-        """Settings of a plan that this worker cannot carry out, and why."""
+        """Settings of a plan that this worker cannot carry out, each with the reason."""
         refusal = next((loader.refusal for loader in self._loaders if loader.refusal), "")
         return {"loader_workers": refusal} if refusal else {}
 
@@ -386,7 +385,7 @@ class LiveTraining:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         data = self._fingerprint_data()
         self._metrics = metrics_of(self._trainer.lightning_module)
-        loader.warm_up()  # before memory is reserved: pages that forked processes share are copied when they are written
+        loader.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
@@ -408,7 +407,7 @@ class LiveTraining:
         self._pace.went_on(self._batch_number + 1)
 
     def _begin_together(self, data: DataFingerprint) -> None:
-        """First round: see that all members have the same data and log to the same runs; resume an earlier life of the job."""
+        """First round: compare the members' data, join their loggers' runs, and resume an earlier life of the job."""
         assert self.formation is not None
         self._names_in_state = self._names_in_own_state()
         if self.formation.rank == 0 and self.world.config.max_workers > 1:
@@ -423,8 +422,8 @@ class LiveTraining:
             said = transfer.all_gather(mine)
             refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self._train_loaders.take_order_seeds(said[0][1])
-            has_finished = any(each for _, _, each in said)  # seen sooner by one worker than by another
-        if not has_finished:  # else this is a later `fit`, and the checkpoints are of an earlier one
+            has_finished = any(each for _, _, each in said)  # workers learn of it at different times
+        if not has_finished:  # else this is a later `fit`, and the checkpoints belong to an earlier one
             self._resume_newest_checkpoint()
 
     def _fingerprint_data(self) -> DataFingerprint:
@@ -436,12 +435,12 @@ class LiveTraining:
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         self._refuse_data_of_another_job(data)
         formation = self._admission(fingerprint)
-        self._refuse_data_of_another_job(data)  # the job may have begun only now
+        self._refuse_data_of_another_job(data)  # again, as the job may have begun only now
         try:
             while self._attempt(self._settle, formation, None) is None:
                 formation = self._recover_formation(b"")
         except Exception:
-            self.world.resign()  # the others need not wait for the end of this process
+            self.world.resign()  # so that the others need not wait until this process ends
             raise
         self._entered = True
         self.is_standby = False
@@ -459,7 +458,7 @@ class LiveTraining:
             self._leave(left_out)
 
     def _bring_up_to_date(self) -> None:
-        """Make up for what a lost worker took with it, then see whether the world shall change."""
+        """Redo the work of a lost worker, then check whether the world is to change."""
         if self._window_is_stale:
             self._is_redoing = True
             try:
@@ -474,7 +473,7 @@ class LiveTraining:
         number = self._pace.round_to_switch_to(self._batch_number)
         if self.world.wishes:
             wishes, num_said = self.world.wishes, NUM_SAID * self._size
-            # The first vote may have begun in an earlier fit, whose model had tables.
+            # The first vote may have begun in an earlier fit, with a model that had tables.
             self.world.wishes = wishes[: -num_said - 4] if self._tables is not None else []
             if wishes[-num_said - 3] != -wishes[-num_said - 2]:
                 self._refuse_different_rates()
@@ -490,10 +489,10 @@ class LiveTraining:
             self._tables.voted(self._batch_number, self._packed_snapshot)
 
     def _save_checkpoint(self) -> None:
-        """All workers, between two steps. Where the user has checkpoints kept, else in the Trainer's folder."""
+        """Save a checkpoint where the user keeps them, else in the Trainer's folder. All workers call it between two steps."""
         kept = (str(c.dirpath) for c in self._callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(self._trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._at_boundary = False  # as far as a worker that is lost meanwhile is concerned
+        self._at_boundary = False  # a loss meanwhile must not count as one at a boundary
         try:
             self._trainer.save_checkpoint(f"{folder}/dlrover-{self.world.config.run_id}.ckpt")
         finally:
@@ -503,27 +502,27 @@ class LiveTraining:
         former = self.formation
         assert former is not None
         round_ = self.world.membership.view.round
-        assert round_ is not None  # voted for
+        assert round_ is not None  # the workers have voted for it
         is_leaving = self.world.worker_id not in round_.members
-        # Whether anyone leaves may change until the round has formed, so everyone's values are kept at hand.
+        # The set of leavers may change until the round has formed, so every worker's values are kept at hand.
         values = self._partial_values(with_large=is_leaving) if former.size > 1 else {}
         said = self._gathered(((round_.number, round_.kind, round_.members), values))
         parts: list[Partial] = [each for _, each in said]
-        # A newer round than the one voted for may be seen by some already: what all do below follows from what any has seen.
+        # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
         seen = [each for each, _ in said]
-        if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # nobody goes on with what is in memory
+        if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # the state in memory would be lost
             self._keep_for_successors()
             if self._trainer.checkpoint_callbacks:
                 self._save_checkpoint()
         self._pace.held_up()
-        # By all, while the former group is there: a user's `on_save_checkpoint` may hold a collective.
+        # By all workers, while the former group exists: a user's `on_save_checkpoint` may hold a collective.
         is_joined = any(not {*members} <= {*former.round.members} for _, _, members in seen)
         self._outgoing = self._packed_message() if is_joined and self._tables is None else None
         if self.formation is not former:
-            # A worker was lost meanwhile, and those that are left have met in another round: they vote again there.
+            # A worker was lost meanwhile, and the survivors have met in another round. They vote again there.
             self._outgoing = None
             return
-        self._collective += 1  # whoever comes here has the results of all collectives above
+        self._collective += 1  # a worker that reaches this line has the results of all collectives above
         position = self._position
         by_worker = dict(zip(former.round.members, parts, strict=True))
         try:
@@ -537,7 +536,7 @@ class LiveTraining:
         self._settle(formation, position)
 
     def _keep_for_successors(self) -> None:
-        """Nobody stays: keep the state in the memory of each host whose agent is about to start another group of workers."""
+        """Keep the state in host memory if no worker stays, where the agent is about to start another group of workers."""
         if self._tables is not None or self._fit > 1 or not any(self._gathered(self.world.left_state is not None)):
             return
         values = self._gathered(self._partial_values())
@@ -551,16 +550,16 @@ class LiveTraining:
             log.error("run %s: the next group of workers cannot go on from step %d: %s", self.world.config.run_id, step, error)
 
     def _resume_left_state(self) -> bool:
-        """Go on from what a former group of workers has left in its host's memory, unless a checkpoint is newer.
+        """Continue from the state that a former group of workers left in its host's memory, unless a checkpoint is newer.
 
-        Called by all members of a round in which nobody has the state. Returns whether they went on from it.
+        All members call it in a round in which no worker has the state. Returns whether they continued from it.
         """
         if self._tables is not None:
             return False
         left, record = self.world.left_state, self._unread_checkpoint()
         mine = left.step() if left is not None else None, record.global_step if record is not None else 0
         said = self._gathered((mine, self.world.has_finished))
-        if any(has_finished for _, has_finished in said):  # seen sooner by one worker than by another
+        if any(has_finished for _, has_finished in said):  # workers learn of it at different times
             return False
         found = [each for each, _ in said]
         newest = max([step for step, _ in found if step is not None], default=-1)
@@ -584,18 +583,18 @@ class LiveTraining:
             self._restore(TrainerState(**message["state"]), enters_epoch=True)
         except Exception as error:
             if left is not None and not self.world.is_failure(error):
-                left.remove()  # the next group would end like this one
+                left.remove()  # else the next group would end like this one
             raise
         if self._rank == 0:
             self._add_partials(message["values"])
             text = f"went on from the state of step {newest} in a host's memory"
             self.world.event("resume", text, {"global_step": newest})
-        # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
+        # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         return True
 
     def _partial_values(self, with_large: bool = True) -> Partial:
-        """What this worker has logged so far towards the epoch's values."""
+        """Return the values that this worker has logged so far in this epoch."""
         return partial_values(self._epoch_loop._results, self._trainer.lightning_module, with_large)
 
     def _add_partials(self, parts: Sequence[Partial]) -> None:
@@ -605,15 +604,15 @@ class LiveTraining:
     # --- training steps ------------------------------------------------------------------------------------------------
 
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
-        """Lightning's automatic optimization of one batch, done again as often as its collectives fail."""
+        """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
         closes_window = not self._trainer.fit_loop._should_accumulate()
         again = False
 
         def compute() -> Any:
-            # A worker may be lost while earlier batches are computed again, too.
+            # A worker may also be lost while earlier batches are computed again.
             own = self._redo_window(inside=True) if again else kwargs
-            self._num_backwards = 0  # those of earlier batches are not this step's
+            self._num_backwards = 0  # those of earlier batches do not belong to this step
             return run(optimizer, batch_idx, own)
 
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
@@ -645,7 +644,7 @@ class LiveTraining:
         return result
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
-        """The user's own optimization of one batch, taken back and done again as often as its collectives fail."""
+        """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
         self._remember()
         if self._size > 1:
@@ -679,20 +678,20 @@ class LiveTraining:
         self._in_step = False
         self._updates += 1
         self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
-        if not skip:  # else the window is the other worker's, whose update was taken over
-            # Where no step was ever seen, the user steps optimizers that Lightning has not wrapped.
+        if not skip:  # else the window is the other worker's, as this worker took over its update
+            # If no step was ever seen, the user steps optimizers that Lightning has not wrapped.
             self._manual_window_is_open = self._manual_steps == 0 and progress.total.completed > 0
         self._undo = self._before = self._frozen = self._gradients = None
         self.metrics.agree_on_step()
         return result
 
     def _remember(self) -> None:
-        """Before an accumulation window: what was logged, for the case that its batches are computed again."""
+        """Record the logged values before an accumulation window, in case its batches are computed again."""
         self._before = Before(self._metrics, self._epoch_loop._results) if self._size > 1 else None
 
     def _copy_if_weights_move_inside(self, optimizer: Any) -> _Update | None:
-        """What `optimizer.step` overwrites between two evaluations of its closure; None if it evaluates it only once."""
-        raw = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        """Copy the state that `optimizer.step` overwrites between evaluations of its closure; None if it has only one."""
+        raw = getattr(optimizer, "optimizer", optimizer)  # unwraps Lightning's optimizer
         of_torch = type(raw).__module__.startswith("torch.optim")
         moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
         if not moves or self._size == 1 or self._tables is not None:
@@ -700,7 +699,7 @@ class LiveTraining:
         return copy.deepcopy(self._capture())
 
     def _copy_of_gradients(self) -> list[torch.Tensor | None]:
-        """Gradients that a manual step adds to; none where the step before has used them."""
+        """Return the gradients that a manual step adds to; none where the step before has used them."""
         parameters = list(self._trainer.lightning_module.parameters())
         if not self._manual_window_is_open:
             return [None] * len(parameters)
@@ -714,7 +713,7 @@ class LiveTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _last_update(self) -> _Update:
-        """What a worker needs that lacks this one's last update; this worker may be in the step after it."""
+        """Return the state for a worker that lacks this one's last update. This worker may be in the step after it."""
         gradients = None
         if not self._trainer.lightning_module.automatic_optimization:
             gradients = self._gradients if self._gradients is not None else self._copy_of_gradients()
@@ -724,7 +723,11 @@ class LiveTraining:
         self._num_backwards += 1
 
     def batch_done(self, started: OwnTime) -> None:
-        """This worker has computed its share of a batch, since then."""
+        """Record the time of this worker's share of a batch.
+
+        Args:
+            started: clock reading when the share began.
+        """
         if self._entered:
             self.pulse.step_ended(self._strategy.clock.read().since(started), data=started.since(self._was_at_boundary))
 
@@ -734,25 +737,25 @@ class LiveTraining:
         self.backwards.batch_begins()
 
     def loss_weight(self) -> float:
-        """Weight of this worker's mean loss in the batch that is being computed; 1 when all shares are equal."""
+        """Return the weight of this worker's mean loss in the current batch; 1 when all shares are equal."""
         if not self._trainer.training or self._size == 1:
             return 1.0
         loader = self._loaders[0]
         return self._train_loaders.loss_weight(loader.cursor - 1 if self._weighed is None else self._weighed)
 
     def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
-        """Manual optimization: keep what a batch's first update will overwrite, if the batch may hold several."""
+        """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
         if not self._in_step or self._trainer.lightning_module.automatic_optimization:
             return
         if self.world.config.max_workers > 1:
             self.backwards.optimizer_step(optimizer, closure)
-        # With sharded tables a loss leads back to a snapshot.
+        # With sharded tables, recovery from a loss goes back to a snapshot.
         if self._manual_steps == 0 and self._max_manual_steps != 1 and self._size > 1 and self._tables is None:
             self._undo = copy.deepcopy(self._capture())
         self._manual_steps += 1
 
     def _attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
-        # The caller recovers outside of the `except` block: a living traceback would keep the old group alive.
+        # The caller recovers outside of the `except` block, because a live traceback would keep the old group alive.
         try:
             return (run(*args),)
         except Exception as error:
@@ -765,7 +768,7 @@ class LiveTraining:
         """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
 
         Args:
-            inside: the last batch handed out is still to be done.
+                inside: whether the last batch handed out is still to be computed.
 
         Returns:
             The arguments of the training step for that batch; None if not `inside`.
@@ -773,7 +776,7 @@ class LiveTraining:
         handed_out = self._epoch_loop.batch_progress.current.ready
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
         is_automatic = self._trainer.lightning_module.automatic_optimization
-        # In manual optimization, gradients of earlier batches are already means over all workers that were there.
+        # In manual optimization, gradients of earlier batches are already means over all workers of that time.
         if not inside and (earlier == 0 or not is_automatic):
             self._window_is_stale = False
             return None
@@ -797,12 +800,12 @@ class LiveTraining:
         return steps[-1] if inside else None
 
     def _is_logged_for(self, kwargs: Any) -> None:
-        """Let Lightning weigh what is logged next by the size of this batch."""
+        """Make Lightning weight the next logged values by the size of this batch."""
         results = self._epoch_loop._results
         results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
     def _fetch_again(self, num_batches: int) -> list[Any]:
-        """The last batches handed out, split for the current world, as arguments of the training step."""
+        """Return the last batches handed out, split for the current world, as arguments of the training step."""
         trainer = self._trainer
         combined = trainer.fit_loop._combined_loader
         assert combined is not None
@@ -822,10 +825,10 @@ class LiveTraining:
     # --- outside of steps ------------------------------------------------------------------------------------------------
 
     def collective(self, run: Callable[[], T], is_joint: bool = True) -> T:
-        """A collective of the strategy: done again with the survivors if it fails, or its result taken from one of them.
+        """Run a collective of the strategy. If it fails, repeat it with the survivors or take its result from one of them.
 
         Args:
-            is_joint: it ends nowhere before all workers have entered it; so all have the results of those before it.
+            is_joint: whether it ends nowhere before all workers have entered it. Then all have the results of earlier ones.
         """
         if not self._entered or self._is_computing:
             return run()
@@ -845,20 +848,20 @@ class LiveTraining:
         return result
 
     def exchange(self, what: str, run: Callable[[], T]) -> T:
-        """A collective of our own, which workers name in the error if others do something else meanwhile."""
+        """Run a collective of our own under a name, which the error shows if other workers meanwhile run another one."""
         return self.collective(lambda: self.named(what, run))
 
     def named(self, what: str, run: Callable[[], T]) -> T:
-        """Run collectives under one name, under which all workers must meet."""
+        """Run collectives under one name, which all workers must share."""
         frame = sys._getframe(1)
         with self.world.compared(lambda: Purpose(what, place=place_of(frame), any_place=True)):
             return run()
 
     def collective_once(self, run: Callable[[], T]) -> tuple[T] | None:
-        """A collective after which a loss must be answered before it is tried again.
+        """Run a collective that must not be repeated before a loss is handled.
 
         Returns:
-            Its result, which another survivor may have had; None if nobody has it, after the survivors have met again.
+            Its result, or that of another survivor; None if no worker has it, after the survivors have met again.
         """
         self._collective += 1
         key = (self._batch, self._collective)
@@ -866,7 +869,7 @@ class LiveTraining:
         if result is None:
             self._recover()
             if key not in self._missed:
-                self._collective -= 1  # the next attempt is the same one to the others
+                self._collective -= 1  # the other workers count the next attempt as the same collective
                 return None
             result = (self._missed.pop(key),)
         self._results = {key: result[0]}
@@ -875,8 +878,8 @@ class LiveTraining:
     def agree_on_stop(self, phase: str) -> None:
         """Let `trainer.should_stop` end the loops on all workers at one place.
 
-        Where all have set it, as Lightning's own callbacks do, they stop here. Else those who have not are a step ahead by the
-        time this is noticed, so all stop after the next vote.
+        If all workers have set it, as Lightning's own callbacks do, they stop here. Otherwise the workers without it are a step
+        ahead by the time this is noticed, so all stop after the next vote.
         """
         trainer = self._trainer
         if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
@@ -895,13 +898,13 @@ class LiveTraining:
         trainer.should_stop, self._wants_stop = False, True
 
     def _have_stopped(self, place: str) -> bool:
-        """Whether members of the new round had found all at `place` before the former round broke, and have gone on."""
+        """Return whether members of the new round found all workers at `place` before the former round broke, and went on."""
         assert self.formation is not None
         positions = (Position.decode(hello) for hello in self.formation.hellos.values())
         return any(position is not None and position.stopped_at == place for position in positions)
 
     def check_gradients(self) -> None:
-        """Raise if gradients may hold what an aborted reduction has left: it must not reach the weights."""
+        """Raise if gradients may come from an aborted reduction: these must not reach the weights."""
         if self._size == 1 or not self._entered:
             return
         wait_for_device(self._strategy.root_device)
@@ -909,7 +912,7 @@ class LiveTraining:
             raise self.world.broken_error()
 
     def _checked(self, run: Callable[[], T]) -> T:
-        """The result of a collective outside of steps, unless an abort of NCCL's has ended it before it was whole."""
+        """Return the result of a collective outside of steps, unless an NCCL abort has ended it early."""
         result = run()
         if self._strategy.root_device.type == "cuda" and self._size > 1:
             wait_for_device(self._strategy.root_device)
@@ -918,12 +921,12 @@ class LiveTraining:
         return result
 
     def check_group(self) -> None:
-        """Raise if the group is gone after an abort: collectives of Lightning's would do nothing, and nobody would notice."""
+        """Raise if an abort has removed the group: Lightning's collectives would silently do nothing."""
         if self._size > 1 and not dist.is_initialized():
             raise self.world.broken_error()
 
     def run_validation(self, run: Callable[[], T]) -> T:
-        """A validation run, which goes on with the survivors when a worker is lost; see `validation.py`."""
+        """Run a validation, which continues with the survivors when a worker is lost; see `validation.py`."""
         if not self._entered:
             return run()
         self._validation = self.validation.number + 1
@@ -934,18 +937,18 @@ class LiveTraining:
         return result
 
     def send_buffers(self) -> None:
-        """All workers, before a validation."""
+        """Send rank 0's buffers. All workers call it before a validation."""
         if self._size > 1:
             sent = self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
-            self._strategy.take_buffers(sent)  # it may be another worker's result
+            self._strategy.take_buffers(sent)  # they may come from another worker's result
 
     def recover_if_broken(self) -> None:
-        """Form the next round if this one has ended; where nothing is under way that would have to be done again."""
+        """Form the next round if this one has ended. Call it where no unfinished work would have to be repeated."""
         if self.world.broken:
             self._recover()
 
     def attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
-        """The result of something with collectives; None if one of them failed, to `recover` from."""
+        """Return the result of a function with collectives; None if one failed, after which the caller has to `recover`."""
         return self._attempt(run, *args)
 
     def recover(self) -> None:
@@ -953,11 +956,11 @@ class LiveTraining:
 
     @property
     def num_collectives(self) -> int:
-        """Outside of steps, since the last batch was handed out."""
+        """Number of collectives outside of steps since the last batch was handed out."""
         return self._collective
 
     def run_saving(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Lightning's saving of a checkpoint, in which no progress is seen."""
+        """Run Lightning's saving of a checkpoint, and mark the time as one without visible progress."""
         self.is_saving = True
         try:
             save(*args, **kwargs)
@@ -967,15 +970,15 @@ class LiveTraining:
     # --- recovering --------------------------------------------------------------------------------------------------------
 
     def _recover(self) -> bool:
-        """Form the next round with the survivors. Returns whether this step's update was taken over from another worker.
+        """Form the next round with the survivors. Return whether this step's update was taken over from another worker.
 
         Raises:
-            _RolledBack: the model has sharded tables, which no step in flight leaves whole.
+                _RolledBack: the model has sharded tables, which are incomplete after any unfinished step.
         """
         self._window_is_stale = True
         self._outgoing = None
         if self._in_step and self._frozen is not None:
-            self._frozen.restore()  # before the model is wrapped again: DDP reduces what can be trained then
+            self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
         if self._tables is not None and not self._at_boundary:
             self._tables.broken()
         position = self._position
@@ -996,7 +999,7 @@ class LiveTraining:
             self._leave(left_out)
 
     def _settle(self, formation: Formation, own: Position | None) -> bool:
-        """Bring everyone in a new round to a common state; returns whether this worker took over a missed update."""
+        """Bring all workers of a new round to a common state. Return whether this worker took over a missed update."""
         positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
@@ -1065,11 +1068,11 @@ class LiveTraining:
     def _settle_tables(
         self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]
     ) -> None:
-        """Bring everyone in a new round to a common state: the current one if it is whole, else that of a snapshot."""
+        """Bring all workers of a new round to a common state: the current one if it is complete, else that of a snapshot."""
         assert self._tables is not None
         stand = [w for w in formation.round.members if w in standing]
         places = {(p.batch, p.updates, p.tables, p.at_boundary) for p in standing.values()}
-        # After a loss there is nobody to hand over the shards of those who are lost.
+        # After a loss no worker can hand over the lost workers' shards.
         if formation.round.planned and len(places) == 1 and all(p.at_boundary and p.tables for p in standing.values()):
             try:
                 self._strategy.reshard_tables(formation, stand)
@@ -1079,7 +1082,7 @@ class LiveTraining:
             self._give_state(formation, joining)
         else:
             is_back = self._roll_back(formation, 0 if standing else self._batch_number)
-            # Not recovered from in these processes: whoever stands inside the loops cannot be put at their beginning.
+            # These processes cannot recover: a worker inside the loops cannot return to their beginning.
             if not is_back and standing:
                 raise WorldError(
                     "workers were lost with tables of which no snapshot is complete: all workers have to start again, "
@@ -1088,13 +1091,13 @@ class LiveTraining:
             if not is_back:
                 self._strategy.start_tables(formation)
             if not standing:
-                # A joiner's loops stand where the user's checkpoint does, though nothing else of it was loaded.
+                # A joiner's loops have the position of the user's checkpoint, though nothing else of it was loaded.
                 self._resume_tables_from_disk(formation, self._trainer.global_step if is_back else 0)
         if formation.rank == 0:
             self._take_over_rank_zero()
 
     def _roll_back(self, formation: Formation, batch: int = 0) -> bool:
-        """Go back to the newest snapshot of which every part is left; False if there is none from that batch on."""
+        """Go back to the newest complete snapshot. Return False if there is none at or after that batch."""
         restored = self._strategy.roll_tables_back(formation, batch)
         if restored is None:
             return False
@@ -1106,7 +1109,7 @@ class LiveTraining:
         own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
         restore_partial(self._epoch_loop._results, self._trainer.lightning_module, own)
         self._add_partials([transfer.loads(other, STATE_CLASSES, self._names_in_state)["values"] for other in restored.of_lost])
-        # Lightning forgets what was logged before an epoch's first batch, and takes a new process's first one for it.
+        # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         self._in_step = self._window_is_stale = False
         self._collective = self._validation = 0
@@ -1127,14 +1130,14 @@ class LiveTraining:
         return True
 
     def _snapshot(self) -> dict[str, Any]:
-        """All but the tables, as plain data."""
+        """Return everything except the tables, as plain data."""
         return {"state": self._message(), "values": self._partial_values()}
 
     def _packed_snapshot(self) -> bytes:
-        """What `_roll_back` reads.
+        """Return the bytes that `_roll_back` reads.
 
         Raises:
-            SnapshotError: it could not be read. Found now, and not when a worker is lost and nothing else is left.
+            SnapshotError: they could not be read. It is detected here, rather than after a loss when nothing else is left.
         """
         try:
             packed = transfer.dumps(self._snapshot())
@@ -1149,7 +1152,7 @@ class LiveTraining:
         return packed
 
     def again_if_rolled_back(self, advance: Callable[..., None], fetcher: Any) -> None:
-        """Lightning's work on one batch; if all were rolled back meanwhile, on the batch after the snapshot."""
+        """Run Lightning's work on one batch. After a rollback, run it on the batch after the snapshot."""
         while True:
             try:
                 advance(fetcher)
@@ -1158,12 +1161,12 @@ class LiveTraining:
                 continue
 
     def end_batch(self, end: Callable[..., None], fetcher: Any) -> None:
-        """Lightning's work between two batches, such as validation, which a rollback ends."""
+        """Run Lightning's work between two batches, such as validation. A rollback ends it."""
         with suppress(_RolledBack):
             end(fetcher)
 
     def end_epoch(self, end: Callable[[], None]) -> None:
-        """Lightning's work at the end of an epoch; if all were rolled back into the epoch, its rest is done first."""
+        """Run Lightning's work at the end of an epoch. After a rollback into the epoch, train on its rest first."""
         epoch_loop, fetcher = self._epoch_loop, self._epoch_loop_fetcher()
         while True:
             try:
@@ -1180,10 +1183,10 @@ class LiveTraining:
                         epoch_loop.on_iteration_done()
 
     def _give_state(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
-        """Let joiners have the state, each from the worker it is paired with."""
+        """Send the state to joiners, each from the worker it is paired with."""
         me = self.world.worker_id
         state, self._outgoing = self._outgoing, None
-        # Where all are new, all pack, though one is enough: a user's `on_save_checkpoint` may hold a collective.
+        # If all are new, all pack it, though one would do: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
         is_sender = any(me == sender for sender, _ in joining)
         if state is None and joining and (are_all_new or is_sender):
@@ -1195,7 +1198,7 @@ class LiveTraining:
                 self._restore(self._received(formation.rank_of(sender)), enters_epoch=True, joins=True)
 
     def _share_results(self, formation: Formation, standing: dict[str, Position]) -> None:
-        """Give results of collectives outside of steps to those who lack them."""
+        """Send results of collectives outside of steps to the workers that lack them."""
         places = {w: (p.batch, p.collective) for w, p in standing.items()}
         furthest = max(places.values())
         if all(place == furthest for place in places.values()):
@@ -1227,7 +1230,7 @@ class LiveTraining:
                 if isinstance(value, torch.Tensor):
                     value.copy_(update.model[name])
         for optimizer, state, kept in zip(self._trainer.optimizers, update.optimizers, update.groups, strict=True):
-            # Not the rates: this worker's schedulers have not seen the update yet and will set them themselves.
+            # The rates are left out: this worker's schedulers have not seen the update yet and will set them.
             groups = [{**own, **new} for own, new in zip(optimizer.state_dict()["param_groups"], kept, strict=True)]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         if update.scaler:
@@ -1238,7 +1241,7 @@ class LiveTraining:
             self._manual_window_is_open = update.window_is_open
 
     def _message(self) -> dict[str, Any]:
-        """What a joiner is sent."""
+        """Return the state for a joiner."""
         dumped = dump(self._trainer, self._loaders)
         dumped.counters = {
             "updates": self._updates,
@@ -1248,12 +1251,12 @@ class LiveTraining:
         return vars(dumped)
 
     def _names_in_own_state(self) -> frozenset[str]:
-        """Classes and functions that this script's checkpoints refer to; finds out early whether anybody can join at all."""
+        """Return the classes and functions in this script's checkpoints. Detect early whether any worker can join at all."""
         if self.world.config.max_workers == 1:
             return frozenset()
         try:
             message = self._message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer)]
-        except Exception as error:  # of the user's hooks, which may need what training brings
+        except Exception as error:  # a user's hook may need values that only training provides
             if self.world.is_failure(error):
                 raise
             log.debug("no state to look at before training: %s", error)
@@ -1275,10 +1278,10 @@ class LiveTraining:
         return frozenset(found)
 
     def _packed_message(self, is_sent: bool = True) -> transfer.Packed:
-        """What a joiner is sent, or why there is nothing: a state that cannot be sent must not end those who train.
+        """Return the state for a joiner, or the reason why there is none: a state that cannot be sent ends no training worker.
 
         Args:
-            is_sent: else nobody needs it, and this worker may have no state yet of which a user's hook could make something.
+            is_sent: whether a worker needs it. Otherwise this worker's state may still lack values that a user's hook needs.
         """
         try:
             return transfer.pack(self._message())
@@ -1291,7 +1294,7 @@ class LiveTraining:
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:
-        """What `_packed_message` of another worker has made."""
+        """Return the state that another worker's `_packed_message` has made."""
         message = transfer.receive(from_rank, STATE_CLASSES, self._names_in_state)
         if "refused" in message:
             raise StateError(
@@ -1307,17 +1310,17 @@ class LiveTraining:
         self._train_loaders.take_order_seeds([loader_state.seed for loader_state in received.loaders])
         fetcher, cursor = self._epoch_loop_fetcher(), self._loaders[0].cursor
         fetcher.fetched = cursor
-        fetcher.done = cursor >= self._loaders[0].num_epoch_batches  # it may have been at an epoch's end
+        fetcher.done = cursor >= self._loaders[0].num_epoch_batches  # the sender may have been at an epoch's end
         self._updates = received.counters["updates"]
         self._saved_request = received.counters["saved_request"]
         self.validation.number = received.counters["validations"]
         self._batch = self._batch_number
 
     def _resume_newest_checkpoint(self) -> None:
-        """First round: go on from the job's newest checkpoint if an earlier life of the job has left one.
+        """First round: continue from the job's newest checkpoint if an earlier life of the job has left one.
 
         Raises:
-            WorldError: there is one, and no worker can read it.
+                WorldError: there is one, but no worker can read it.
         """
         assert self.formation is not None
         formation = self.formation
@@ -1339,7 +1342,7 @@ class LiveTraining:
         source = problems.index("")
         if formation.rank == source:
             self._load_checkpoint(record)
-        # By all, though one is enough: a user's `on_save_checkpoint` may hold a collective.
+        # By all workers, though one would do: a user's `on_save_checkpoint` may hold a collective.
         packed = self._packed_message(is_sent=formation.rank == source) if formation.size > 1 else None
         if self.formation is not formation:
             raise RoundEndedError("a worker was lost while the newest checkpoint was being handed on")
@@ -1350,11 +1353,11 @@ class LiveTraining:
                 self._restore(self._received(source), enters_epoch=True)
 
     def _gathered(self, mine: Any) -> list[Any]:
-        """Small objects of all members, by rank."""
+        """Exchange small objects; return those of all members, by rank."""
         return transfer.all_gather(mine) if self._size > 1 else [mine]
 
     def _resume_tables_from_disk(self, formation: Formation, step: int) -> None:
-        """Go on from a checkpoint, of the job's or the user's, if it is newer; tables are read by all, each its own part."""
+        """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables."""
         record = self.world.membership.newest_checkpoint() if formation.rank == 0 else None
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
         found += [self._strategy.unread_checkpoint] if self._strategy.unread_checkpoint is not None else []
@@ -1380,7 +1383,7 @@ class LiveTraining:
         )
 
     def _load_newest_checkpoint(self) -> None:
-        """All that held the state are gone: the first of those who were about to join reads the newest checkpoint.
+        """Load the newest checkpoint on the first of the joiners, once all workers with the state are gone.
 
         Raises:
             WorldError: it cannot be read here. The next worker tries.
@@ -1394,7 +1397,7 @@ class LiveTraining:
     def _load_checkpoint(self, record: CheckpointRecord) -> None:
         try:
             checkpoint = self._strategy.load_own_checkpoint(record.path, self._names_in_state)
-        except Exception as error:  # whatever a foreign or broken file leads to
+        except Exception as error:  # a foreign or broken file may raise anything
             if self.world.is_failure(error):
                 raise
             raise WorldError(self._cannot_read(record.path, str(error))) from error
@@ -1415,7 +1418,7 @@ class LiveTraining:
         )
 
     def saved_checkpoint(self, path: str, global_step: int) -> None:
-        """Rank 0: remember a checkpoint for the case that no living worker is left."""
+        """Rank 0: record a checkpoint, in case no living worker is left."""
         if self._rank != 0 or not self._entered:
             return
         try:
@@ -1426,9 +1429,9 @@ class LiveTraining:
     # --- leaving -----------------------------------------------------------------------------------------------------------
 
     def _leave(self, left_out: LeftOutError) -> NoReturn:
-        """End this process: the others go on without it. None of the user's code after `fit` runs."""
+        """End this process; the others continue without it. None of the user's code after `fit` runs."""
         if self._is_finishing and left_out.round.number == 0:
-            raise left_out  # from an end that others have reached; this worker's script goes on, too
+            raise left_out  # others have reached the end, so this worker's script continues, too
         for logger in self._trainer.loggers:
             logger.save()
         self._undo_quiet = leave_quietly(self._trainer)
@@ -1438,7 +1441,7 @@ class LiveTraining:
         raise SystemExit(left_out.exit_code)
 
     def left_quietly(self) -> None:
-        """After Lightning has handled this worker's leave, if it leaves."""
+        """Undo `leave_quietly`, if this worker leaves, once Lightning has handled it."""
         if self._undo_quiet is not None:
             self._undo_quiet()
             self._undo_quiet = None
@@ -1450,9 +1453,9 @@ class LiveTraining:
                 loader.close()
 
     def finish(self) -> None:
-        """The training loop has ended here, so all updates are done: from here on the job does not change any more.
+        """Mark the end of the training loop. All updates are done, so the job does not change from here on.
 
-        Every worker says so before it goes on: the first one to exit must not be taken for lost.
+        Every worker publishes this before it continues, so that the first one to exit does not count as lost.
         """
         if not self._entered:
             if self._fit > 1 and self.formation is not None:
@@ -1460,7 +1463,7 @@ class LiveTraining:
             return
         self._is_finishing = True
         if self._size > 1:
-            # Once the job has finished there are no more rounds, so nobody may still need one to get its last update.
+            # A finished job has no more rounds, so no worker may still need one to get its last update.
             try:
                 if self._tables is None:
                     self.exchange("the end of training", self._end_together)
@@ -1478,10 +1481,10 @@ class LiveTraining:
             dist.barrier()
 
     def _await_finish(self) -> None:
-        """The others were not all there at the end: either one has ended already, and has said that all was done, or is lost.
+        """Find out why workers were missing at the end: one has already ended and published that all is done, or one is lost.
 
         Raises:
-            WorldError: it is lost, and its tables with it. The loops are left: there is nowhere to go back to.
+            WorldError: it is lost, together with its tables. The loops have ended, so there is nothing to go back to.
         """
         assert self.formation is not None
         number = self.formation.round.number
@@ -1502,7 +1505,7 @@ class LiveTraining:
             )
 
     def _take_over_rank_zero(self) -> None:
-        """Loggers and progress bars live on rank 0 only; make them live here."""
+        """Start rank 0's loggers and progress bars on this worker, as they run on rank 0 only."""
         loggers.take_over(self._trainer.loggers)
         for bar in [c for c in self._callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
@@ -1510,7 +1513,7 @@ class LiveTraining:
                 bar.on_train_start(self._trainer, self._trainer.lightning_module)
                 bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
-    # --- where things are ----------------------------------------------------------------------------------------------------
+    # --- position and counters -----------------------------------------------------------------------------------------------
 
     @property
     def _callbacks(self) -> list[Any]:
@@ -1541,7 +1544,7 @@ class LiveTraining:
 
     @property
     def progress(self) -> Progress:
-        """For whoever watches over this worker, from another thread."""
+        """The watchdog's view of this worker; may be read from another thread."""
         if self.formation is None or not self._entered:
             phase: Phase = "setup"
         elif self._pace.is_held_up:
@@ -1557,7 +1560,7 @@ class LiveTraining:
         return Progress(phase, number, self._pace.steps_in_round, self._batch, counts)
 
     def _activity(self) -> str:
-        """Where this worker is in the training program, for an error message. Any thread."""
+        """Describe this worker's place in the training program for an error message. Called from any thread."""
         if not self._entered or self._is_between_fits:
             return "before the first step"
         where = "in a training step" if self._in_step else "between two steps"
@@ -1572,12 +1575,12 @@ class LiveTraining:
 
     @property
     def step_time_s(self) -> float:
-        """Of late; 0 while none is known."""
+        """Recent seconds per step; 0 while unknown."""
         return self._pace.step_time_s
 
     @property
     def loads(self) -> list[float]:
-        """Samples of a batch over threads, of each worker by rank."""
+        """Samples per thread in one batch, for each worker by rank."""
         total, size = self._loaders[0].global_batch_size, self._size
         threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
         shares = [share(total, rank, size) for rank in range(size)]
@@ -1585,12 +1588,12 @@ class LiveTraining:
 
     @property
     def remaining_steps(self) -> float | None:
-        """Batches that the job has still to do; None if nobody knows."""
+        """Batches that the job still has to train on; None if unknown."""
         return remaining_batches(self._trainer)
 
     @property
     def workers_by_host(self) -> dict[str, int]:
-        """How many workers of the current round each host has, as far as they are on record."""
+        """Number of the current round's workers on each host, as far as they are on record."""
         records = self.world.membership.view.workers
         members = self.formation.round.members if self.formation is not None else []
         return Counter([*(records[w].host for w in members if w in records)] or [socket.gethostname()])
@@ -1624,12 +1627,12 @@ class LiveTraining:
 
     @property
     def _batch_number(self) -> int:
-        # Not from the epoch: loaders that are made anew may be shorter, and this number must grow.
+        # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
         return self._epoch_loop.batch_progress.total.ready
 
     @property
     def _is_computing(self) -> bool:
-        """Whether collectives belong to a batch that would be computed again as a whole."""
+        """Whether collectives belong to a batch that would be repeated as a whole."""
         return self._in_step or self._is_redoing
 
     @property
@@ -1663,15 +1666,15 @@ class LiveTraining:
 def leave_quietly(trainer: Any) -> Callable[[], None]:
     """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
 
-    Nobody's `on_exception` runs, so no alert is sent and no checkpoint is saved for it, and trackers' runs do not fail.
+    The user's `on_exception` hooks do not run. So no alert is sent, no checkpoint is saved, and trackers' runs do not fail.
 
     Returns:
-        What undoes it, once Lightning has handled the exception.
+        A function that undoes it, once Lightning has handled the exception.
     """
     callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
     own = __name__.partition(".")[0]
     trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
-    trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files
+    trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files only
     if datamodule is not None:
         datamodule.on_exception = lambda exception: None
 
@@ -1687,6 +1690,6 @@ _SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas",
 
 
 def _kept_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer itself keeps in a parameter group, as schedule-free ones, Prodigy and D-Adaptation do."""
+    """Return an optimizer's own values in a parameter group, as of schedule-free optimizers, Prodigy and D-Adaptation."""
     data = (bool, int, float, str, torch.Tensor, type(None))
     return {k: v for k, v in group.items() if k != "params" and k not in _SET_BY_SCHEDULERS and isinstance(v, data)}

@@ -19,25 +19,25 @@ __all__ = ["IncompleteBackwardError", "UnusedParameters"]
 log = logging.getLogger(__name__)
 
 NUM_WATCHED = 50
-"""Backward passes of a worker that trains alone in which parameters without a gradient are looked for."""
+"""Number of backward passes in which a worker that trains alone looks for parameters without a gradient."""
 
 NUM_NAMED = 3
 """Maximum number of parameters that the report names."""
 
 
 class IncompleteBackwardError(RuntimeError):
-    """DDP waits for gradients that the backward pass did not produce: the step has to be made again with the search on."""
+    """DDP waits for gradients that the backward pass did not produce. The step has to be repeated with the search on."""
 
 
 class UnusedParameters:
-    """Whether this job's models have parameters that a step may leave out.
+    """Detects whether this job's models have parameters that a step may leave out.
 
     Args:
-        ddp_kwargs: the user's arguments of DDP. A choice that they make is kept.
-        is_live: whether the world may change; without that, DDP is left as Lightning sets it up.
+        ddp_kwargs: the user's arguments of DDP. A choice made there is kept.
+        is_live: whether the world may change. Otherwise DDP stays as Lightning sets it up.
 
     Attributes:
-        found: DDP has to search for them from the next wrap on.
+        found: whether DDP has to search for them from the next wrap on.
     """
 
     def __init__(self, ddp_kwargs: dict[str, Any], is_live: bool) -> None:
@@ -46,12 +46,12 @@ class UnusedParameters:
         self._num_watched = 0
 
     def note_optimizers(self, is_automatic: bool, num_optimizers: int) -> None:
-        """Several optimizers of manual optimization train separate parts of the model, one backward pass for each."""
+        """Expect unused parameters with several optimizers of manual optimization, each with its own part and backward pass."""
         if not self.is_fixed and not is_automatic and num_optimizers > 1:
             self.found = True
 
     def agree(self, found: bool, is_reporter: bool) -> None:
-        """Take over what the workers of a new round have found together."""
+        """Adopt the common result of a new round's workers."""
         if self.is_fixed or found == self.found:
             return
         if found and is_reporter:

@@ -1,16 +1,16 @@
-"""Carry a validation run over the loss of a worker without running any part of it twice.
+"""Carry a validation run over the loss of a worker without repeating any part of it.
 
-A run passes through three stages, and a loss means something else in each of them:
+A run passes through three stages, and a loss has another effect in each of them:
   - Before the batches (loading, `on_validation_start`, `on_validation_epoch_start`) nothing is computed yet. A collective that
     fails is repeated, as anywhere outside of steps.
-  - In the batches of one dataloader each worker keeps on record which samples it has computed. After a loss the survivors
-    compare these records and deal out the samples that none of them has: the lost worker's and those that nobody had begun.
-    Nobody leaves the loop, so hooks run once, and module modes and swapped weights stay as they are. A dataloader ends with a
-    commit: workers exchange what they have logged, and each computes the same epoch values from it. Either a survivor has the
-    result of that exchange, which then counts for all, or none has, and the samples of the lost worker are dealt out.
-  - After the commit (`on_validation_epoch_end`, `on_validation_end`, saving) results no longer depend on who is there.
-    Collectives are repeated or their results shared one by one. Only what a script has itself accumulated over batches, in a
-    list say, lacks the lost worker's samples there.
+  - In the batches of one dataloader, each worker records the samples that it has computed. After a loss the survivors compare
+    these records and deal out the samples that none of them has: the lost worker's, and those that no worker had begun. All
+    survivors stay in the loop, so hooks run once, and module modes and swapped weights stay as they are. A dataloader ends with
+    a commit: workers exchange their logged values, and each computes the same epoch values from them. Either a survivor has the
+    result of that exchange, which then counts for all, or none has. In that case the lost worker's samples are dealt out.
+  - After the commit (`on_validation_epoch_end`, `on_validation_end`, saving) results no longer depend on the set of workers.
+    Collectives are repeated, or their results shared, one by one. The lost worker's samples are missing there only from values
+    that a script accumulates over batches itself, in a list for example.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from lightning_dlrover.live.training import LiveTraining
 else:
-    _DataFetcher = object  # the base comes with the Trainer, see `_fetcher_of`
+    _DataFetcher = object  # `_fetcher_of` adds the Trainer's own base
 
 __all__ = ["Validation", "deal", "exchange_metrics_through"]
 
@@ -58,15 +58,15 @@ Positions = npt.NDArray[np.int64]
 
 
 def deal(missing: Positions, started: Sequence[int], rank: int, samples_per_batch: int, in_step: bool) -> list[Positions]:
-    """One worker's batches of the samples that are still to be computed.
+    """Return one worker's batches of the samples that are still to be computed.
 
     Args:
         missing: positions in the dataloader's order.
-        started: batches that each worker has begun, by rank.
-        rank: whose batches are returned.
-        samples_per_batch: over all workers; a batch may become larger, so that every worker has a sample in it.
-        in_step: the validation step has collectives, so all workers must end with the same number of batches. If too few
-            samples are left for that, the last ones are repeated, as PyTorch's DistributedSampler does.
+        started: number of batches that each worker has begun, by rank.
+        rank: worker that the batches are for.
+        samples_per_batch: over all workers. A batch may become larger, so that every worker has a sample in it.
+        in_step: whether the validation step has collectives, so that all workers must end with the same number of batches. If
+            too few samples are left for that, the last ones are repeated, as PyTorch's DistributedSampler does.
     """
     size, batches = len(started), list[Positions]()
 
@@ -100,15 +100,15 @@ def deal(missing: Positions, started: Sequence[int], rank: int, samples_per_batc
 
 @dataclass
 class _Report:
-    """What one survivor has done of a validation run; exchanged in the round after a loss."""
+    """One survivor's progress in a validation run; exchanged in the round after a loss."""
 
-    run: int  # number of the validation run that it is in, or enters next
-    part: int  # dataloader whose samples it computes
-    num_samples: int = 0  # of that dataloader; 0 while it has not begun
+    run: int  # number of the current validation run, or else the next one
+    part: int  # current dataloader
+    num_samples: int = 0  # samples of that dataloader; 0 before it has begun
     samples_per_batch: int = 0
-    started: int = 0  # batches
-    in_step: bool = False  # its validation steps have collectives
-    done: bytes = b""  # one bit for each sample
+    started: int = 0  # number of batches begun
+    in_step: bool = False  # whether its validation steps have collectives
+    done: bytes = b""  # one bit per sample
 
 
 class Validation:
@@ -116,11 +116,11 @@ class Validation:
 
     def __init__(self, live: LiveTraining) -> None:
         self._live = live
-        self._run = 0  # number of the newest run that was begun
+        self._run = 0  # number of the newest run
         self._is_under_way = False
         self._fetcher: _Fetcher | None = None
         self._is_between = False
-        self._plans: dict[tuple[int, int], list[Positions]] = {}  # dealt out before this worker has come there
+        self._plans: dict[tuple[int, int], list[Positions]] = {}  # batches dealt out before this worker has reached them
 
     @property
     def number(self) -> int:
@@ -132,11 +132,11 @@ class Validation:
 
     @property
     def is_between_dataloaders(self) -> bool:
-        """Whether a dataloader ends whose values were exchanged already, and it is not the last one."""
+        """Whether the dataloader that is ending has exchanged its values already, and is not the last one."""
         return self._fetcher is not None and self._is_between
 
     def run(self, run: Callable[[], Any]) -> Any:
-        """A validation run of Lightning's."""
+        """Run one of Lightning's validations."""
         self._run += 1
         self._is_under_way = True
         try:
@@ -149,21 +149,21 @@ class Validation:
             self._plans = {place: plan for place, plan in self._plans.items() if place[0] > self._run}
 
     def begin_batches(self, loop: _EvaluationLoop, reset: Callable[[], None]) -> None:
-        """Lightning's preparation of the batches of a run, after which they come from us."""
+        """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
         self._live.send_buffers()
         combined = loop._combined_loader
         if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             return
         if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
-            return  # every worker computes what its own loaders yield; there is nothing to deal out
+            return  # every worker computes its own loaders' batches, so there is nothing to deal out
         self._fetcher = loop._data_fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
 
     def end_each_dataloader(self, loop: Any) -> None:
-        """Let Lightning end each of several dataloaders once on every worker.
+        """Make Lightning end each of several dataloaders once on every worker.
 
-        It ends one when a batch of another one comes. A worker that has no sample of one would skip it, and with it the
-        exchange of its values, for which the others wait.
+        Lightning ends one when a batch of another one arrives. A worker without a sample of that dataloader would skip its end,
+        including the exchange of values for which the others wait.
 
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
@@ -195,7 +195,7 @@ class Validation:
         loop._store_dataloader_outputs, loop.on_run_end = store_all, end_all
 
     def step(self, loop: _EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
-        """Lightning's work on one validation batch; if its own collectives fail, its samples are dealt out again."""
+        """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
         if fetcher is None or self._live.size == 1:
             evaluate(*args)
@@ -216,10 +216,10 @@ class Validation:
     # --- after a loss ------------------------------------------------------------------------------------------------
 
     def report(self, has_missed: bool) -> dict[str, Any]:
-        """What this worker has done.
+        """Return this worker's progress.
 
         Args:
-            has_missed: another worker has the result of the collective that this one stands in.
+            has_missed: whether another worker has the result of this worker's current collective.
         """
         if not self._is_under_way:
             return vars(_Report(self._run + 1, 0))
@@ -228,10 +228,10 @@ class Validation:
         return vars(self._fetcher.report(self._run, has_missed))
 
     def settle(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
-        """Deal out what is left of the dataloader that the survivors are in.
+        """Deal out the rest of the survivors' current dataloader.
 
         Args:
-            all_reports: of all survivors, by rank.
+            all_reports: reports of all survivors, by rank.
         """
         reports = [_Report(**report) for report in all_reports]
         place = max((report.run, report.part) for report in reports)
@@ -257,7 +257,7 @@ class Validation:
 
 @functools.cache
 def _fetcher_of(package: str) -> type[_Fetcher]:
-    """`_Fetcher` as a data fetcher of the package that the Trainer comes from."""
+    """Return `_Fetcher` as a data fetcher of the Trainer's own package."""
     base = submodule(package, "loops.fetchers")._DataFetcher
     return type("_Fetcher", (_Fetcher, base), {})
 
@@ -279,10 +279,10 @@ class _Fetcher(_DataFetcher):
         self._loaders: list[ElasticLoader] = combined.flattened
         self._limits = loop.max_batches
         self._batches: list[Positions] = []
-        self._current: Positions | None = None  # of the batch handed out last
+        self._current: Positions | None = None  # positions of the batch handed out last
         self._started = 0
         self._in_step = False
-        self._step_began_at: int | None = None  # number of collectives then
+        self._step_began_at: int | None = None  # number of collectives before the step
         self._is_committing = False
         self._done: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._update_counts: dict[str, int] = {}
@@ -310,7 +310,7 @@ class _Fetcher(_DataFetcher):
     def _begin_part(self) -> None:
         self._started, self._in_step, self._current, self._batches = 0, False, None, []
         self._done = np.zeros(0, dtype=bool)
-        # Also a dataloader of which nothing is to be computed has its place in the order of collectives.
+        # Even a dataloader without samples to compute has its place in the order of collectives.
         if self.part == len(self._loaders):
             return
         loader = self._loaders[self.part]
@@ -350,7 +350,7 @@ class _Fetcher(_DataFetcher):
         return self._in_step or (began_at is not None and self._live.num_collectives > began_at)
 
     def take_back(self) -> None:
-        """Let the batch handed out last not have been computed."""
+        """Count the batch handed out last as not computed."""
         assert self._current is not None
         self._done[self._current] = False
         self._started -= 1
@@ -358,7 +358,7 @@ class _Fetcher(_DataFetcher):
         self._step_began_at = None
 
     def go_on_with(self, batches: list[Positions]) -> None:
-        """Compute these next, instead of what was planned."""
+        """Compute these batches next, instead of those planned."""
         self._batches = batches
         self._loaders[self.part].deal(batches)
         self.done = False
@@ -381,7 +381,7 @@ class _Fetcher(_DataFetcher):
     # --- the commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """End a dataloader with the others, unless one is lost meanwhile: then there may be more batches to compute."""
+        """End a dataloader together with the others. If a worker is lost meanwhile, there may be more batches to compute."""
         if self._live.size > 1:
             self._is_committing = True
             try:
@@ -398,7 +398,7 @@ class _Fetcher(_DataFetcher):
         self._begin_part()
 
     def _ballot(self) -> dict[str, Any]:
-        """What this worker has logged for the current dataloader."""
+        """Return this worker's logged values for the current dataloader."""
         logged = {
             key: entry_of(metric)
             for key, metric in self._loop._results.items()
@@ -418,7 +418,7 @@ class _Fetcher(_DataFetcher):
         return metric.meta.on_epoch and is_reduced and metric.meta.dataloader_idx == number
 
     def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
-        """Take the epoch's values from what all workers have logged; Lightning then has no reason to reduce them."""
+        """Compute the epoch's values from those of all workers. Lightning then has no reason to reduce them."""
         results = self._loop._results
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
@@ -429,11 +429,11 @@ class _Fetcher(_DataFetcher):
 
     @property
     def _to_exchange(self) -> dict[str, torchmetrics.Metric]:
-        """Metrics with states to be reduced, by no function of their own."""
+        """Metrics with states to reduce, and without an exchange function of their own."""
         return {name: each for name, each in self.metrics.items() if each._reductions and not callable(each.dist_sync_fn)}
 
     def _hold_metrics(self, by_rank: Sequence[dict[str, dict[str, list[torch.Tensor]]]]) -> None:
-        """Have torchmetrics objects computed from the states that all workers have committed."""
+        """Compute torchmetrics objects from the states that all workers have committed."""
         metrics = self._to_exchange
         for name in dict.fromkeys(name for states in by_rank for name in states):
             if (metric := metrics.get(name)) is not None:
@@ -446,7 +446,7 @@ class _Fetcher(_DataFetcher):
 
 
 class _Step:
-    """While a validation step runs: notes whether it has collectives."""
+    """Detects whether a validation step has collectives."""
 
     def __init__(self, fetcher: _Fetcher) -> None:
         self._fetcher = fetcher
@@ -459,7 +459,7 @@ class _Step:
 
 
 class _Committed:
-    """In place of torchmetrics' exchange: answers with what all workers have committed, until the metric changes."""
+    """Replacement for torchmetrics' exchange: returns the states that all workers have committed, until the metric changes."""
 
     def __init__(self, metric: torchmetrics.Metric, states: Sequence[dict[str, list[torch.Tensor]]]) -> None:
         self._metric = metric
@@ -482,7 +482,7 @@ class _Committed:
 
 
 def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
-    """A state in the parts in which torchmetrics exchanges it."""
+    """Return a state in the parts in which torchmetrics exchanges it."""
     value = getattr(metric, attr)
     if isinstance(value, torch.Tensor):
         return [value]
@@ -490,7 +490,7 @@ def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
 
 
 class _Exchange:
-    """In place of torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
+    """Replacement for torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
 
     def __init__(self) -> None:
         self.live: LiveTraining | None = None
@@ -506,6 +506,6 @@ _EXCHANGE = _Exchange()
 
 
 def exchange_metrics_through(live: LiveTraining) -> None:
-    """Let torchmetrics objects exchange their states as collectives of this job."""
+    """Make torchmetrics objects exchange their states as collectives of this job."""
     _EXCHANGE.live = live
     torchmetrics.metric.gather_all_tensors = _EXCHANGE  # type: ignore[attr-defined]
