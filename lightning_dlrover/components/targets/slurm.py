@@ -229,9 +229,8 @@ class SlurmTarget:
         waits = status == "pending"
         has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
         if has_run and status == "pending" and handle not in self._cancelled:
-            # The job was requeued: its worker has gone, and it may wait for long under an outdated plan. To the controller it
-            # has
-            # failed. The entry that Slurm still lists is a stray, which no record asks for.
+            # The job was requeued: its worker has gone, and the job may wait for long under an outdated plan. To the controller
+            # it has failed. The entry that Slurm still lists is a stray, which no record asks for.
             status = "failed"
         self._known[handle] = status
         if status == "failed" and handle not in self._cancelled:
