@@ -4,7 +4,7 @@
 docs/torchx.md for Slurm and Kubernetes.
 """
 
-# No `from __future__ import annotations`: TorchX reads the parameter types from a component's signature, and supports only
+# No `from __future__ import annotations`: TorchX reads the parameter types from a component's signature and supports only
 # these.
 import re
 import shlex
@@ -56,9 +56,41 @@ def train(
     log_dir: str = "",
     options: str = "",
 ) -> specs.AppDef:
-    """A live elastic job: a controller that starts its nodes on this machine, or on the Slurm or Kubernetes cluster it runs
-    in.
+    """A live elastic job: a controller that starts its nodes on this machine, or in the Slurm or Kubernetes it runs in.
+
+    The app is the controller alone, with one replica. The job's size comes from `workers`; `min_replicas` stays unset because a
+    scheduler could only apply it to replicas of one app. The controller ignores options of other places and logs them.
+
+    Args:
+        script_args: arguments of the script
+        script: the training script; Kubernetes: as the image or a mount has it
+        workers: least and most workers, MIN:MAX; each is a node of its own
+        rdzv_id: name of the job; default: the app's id, so that a restarted controller resumes its job
+        rdzv_endpoint: etcd, HOST:PORT or several with commas; default: an embedded etcd that ends with the controller
+        key_prefix: folder of the job's keys in etcd
+        user: etcd user, if etcd has authentication enabled
+        password_file: file whose first line is the user's password
+        ca_cert: PEM file of the authority that signed etcd's certificate
+        cert: PEM file of the client certificate for etcd
+        cert_key: PEM file of the client certificate's key
+        cpu: cores of each node
+        gpu: accelerators of each node
+        memMB: memory of each node
+        h: named resource of each node, instead of cpu, gpu and memMB
+        partition: Slurm: partition of the nodes
+        account: Slurm: account charged for the nodes
+        time: Slurm: time limit of each node, such as 12:00:00
+        image: container image of the controller and of all nodes
+        namespace: Kubernetes: namespace of the nodes; default: the controller's
+        service_account: Kubernetes: service account of the nodes
+        node_selector: Kubernetes: required labels of a node's host, LABEL=VALUE,...
+        mounts: Kubernetes: volume claims of the controller and all nodes, type=volume,src=CLAIM,dst=PATH[,readonly],...
+        env: environment variables of the nodes, NAME=VALUE,...
+        run_dir: parent folder of run folders
+        log_dir: folder for the nodes' output
+        options: further options of `dlrover run`, quoted as in a shell
     """
+    # Only the options that are set: unset ones keep the cluster's defaults.
     size = _size(h, cpu, gpu, memMB)
     labels = {name: str(value) for name, value in size.capabilities.items() if name == INSTANCE_TYPE}
     volumes = specs.parse_mounts(mounts or [])
@@ -99,7 +131,7 @@ def train(
     name = PurePath(script).stem if rdzv_id == specs.macros.app_id else rdzv_id
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
     return specs.AppDef(
-        # Must be a valid Volcano name: Volcano names a service like the app, and appends to that name for its pod.
+        # Must be valid for Volcano, which names a service like the app and derives longer pod names from it.
         name=(slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-"),
         roles=[
             specs.Role(
@@ -146,7 +178,32 @@ def node(
     h: str = "",
     image: str = "",
 ) -> specs.AppDef:
-    """A node that joins a live elastic job. The scheduler does not manage it further: you start it and end it."""
+    """One node that joins a live elastic job. No controller manages it: you start it and end it.
+
+    A job consists of as many of these apps as its plan requires, all with the same rendezvous id. Each has one replica, so
+    `min_replicas` would have no effect. Instead, all nodes of the job agree on `workers`.
+
+    Args:
+        script_args: arguments of the script
+        script: the training script
+        rdzv_endpoint: etcd, HOST:PORT or several with commas
+        rdzv_id: name of the job; nodes with the same name train together
+        workers: least and most workers of the job, MIN:MAX
+        node: name of this node in logs and status
+        max_restarts: how often the agent restarts a failed worker by itself
+        key_prefix: folder of the job's keys in etcd
+        user: etcd user, if etcd has authentication enabled
+        password_file: file whose first line is the user's password
+        ca_cert: PEM file of the authority that signed etcd's certificate
+        cert: PEM file of the client certificate for etcd
+        cert_key: PEM file of the client certificate's key
+        timeouts: further values of --rdzv-conf, such as join_timeout=3600,lease_ttl=10
+        cpu: cores
+        gpu: accelerators
+        memMB: memory
+        h: named resource, instead of cpu, gpu and memMB
+        image: container image or folder, where the scheduler needs one
+    """
     access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
     values = {"live": "1", "key_prefix": key_prefix, **access}
     for name, value in values.items():

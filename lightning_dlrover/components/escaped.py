@@ -3,6 +3,4 @@
 __all__ = ["ESCAPED"]
 
 ESCAPED = "--escaped"
-"""First argument of `dlrover run` if all others are percent-encoded. Otherwise TorchX or its scheduler would expand parts of
-them.
-"""
+"""First argument of `dlrover run` if all others are percent-encoded, which keeps schedulers from expanding parts of them."""

@@ -57,9 +57,7 @@ def notice_file(exit_file: Path) -> Path:
 
 
 def main() -> None:
-    """Become torchrun, with the same process id. Where the scheduler sends notices, run it as a child and wait for it
-    instead.
-    """
+    """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices."""
     agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
     exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
     if exit_file or leaves:

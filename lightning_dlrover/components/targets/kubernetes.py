@@ -50,9 +50,7 @@ _LAST_WORDS_S = 10.0
 """Maximum seconds to wait for an ended node's output before its end is reported."""
 
 _CANCEL_GRACE_S = 30
-"""Seconds from a node's cancellation to its pod's SIGKILL. A cancelled node has no state to hand over, or no peer to take
-it.
-"""
+"""Seconds from a node's cancellation to its pod's SIGKILL. A cancelled node has nothing, or no peer, to hand over."""
 
 _LOST_S = 60.0
 """Seconds beyond its grace period after which a terminating pod counts as lost: its host is unreachable."""

@@ -10,9 +10,7 @@ from pathlib import Path
 __all__ = ["LogFile", "log_files", "read_tail"]
 
 TAIL_BYTES = 256 * 1024
-"""Bytes at the end of a file to search for the reason of a node's end: room for all ranks' tracebacks, not for hours of
-progress bars.
-"""
+"""Bytes at a file's end to search for why a node ended: all ranks' tracebacks fit, hours of progress bars do not."""
 
 LONG_LINE_BYTES = 64 * 1024
 """Bytes of an unfinished line above which only its newest state is kept, as for a progress bar."""

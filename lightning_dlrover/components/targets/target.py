@@ -62,7 +62,7 @@ class NotTakenError(TargetError):
 
 @dataclass(frozen=True)
 class App:
-    """One node as its scheduler shows it."""
+    """One node as its scheduler lists it."""
 
     node: str
     handle: str
