@@ -50,7 +50,7 @@ SAME_FAILURE_S = 30.0
 
 @dataclass
 class NodeEntry:
-    """What we remember of one node."""
+    """State of one node."""
 
     handle: str | None  # None: refused, or not known yet whether the scheduler accepted it
     started_at: float

@@ -36,7 +36,7 @@ MAX_REFUSED = 8
 
 @dataclass
 class _Streak:
-    """Nodes that failed one after the other, without a new round between them."""
+    """Consecutive failures of nodes without a new round between them."""
 
     count: int = 0
     failed_at: float = 0.0
