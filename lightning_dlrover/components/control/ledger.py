@@ -280,9 +280,7 @@ class Ledger:
         return entry.mod_revision, decode(NodesRecord, entry.value, entry.key)
 
     def _checked_handle(self, name: str, record: NodeRecord) -> str | None:
-        """Return the handle in a node's record if it can belong to this node. Any client with write access to etcd could change
-        it.
-        """
+        """Return the handle in a node's record if it can belong to this node. Any writer to etcd could change it."""
         if not record.handle or self._target.owns(name, record.handle):
             return record.handle or None
         log.error(

@@ -31,7 +31,7 @@ class Output:
         self._run_id = run_id
         self._target = target
         self._show = show
-        self._files: dict[str, _Files] = {}  # by node
+        self._files: dict[str, _Files] = {}  # key: node
 
     def show(self, ledger: Ledger) -> None:
         """Show all lines since the last call."""

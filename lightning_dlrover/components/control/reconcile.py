@@ -50,7 +50,7 @@ OUT_OF_MEMORY_FACTOR = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """How many workers the job may have, and how large each one's node may be."""
+    """Bounds of the job's number of workers and of each node's size."""
 
     min_workers: int
     max_workers: int
@@ -150,14 +150,14 @@ class CancelNode:
 
 @dataclass(frozen=True)
 class WithdrawNode:
-    """A node still waits for more than is planned any more, such as than any host has. It goes before others are added."""
+    """End a node that still waits for more than the plan asks for, or any host has. This precedes additions."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ReplaceWorker:
-    """A worker leaves once another one can take its place."""
+    """Let a worker leave once another one can take its place."""
 
     worker: str
     reason: str
@@ -191,9 +191,7 @@ Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
-    """Return failures that call for larger nodes. Carry these out before `reconcile`, so that the next node has the new
-    size.
-    """
+    """Return failures that call for larger nodes. Apply them before `reconcile`: the next node has the new size then."""
     return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 

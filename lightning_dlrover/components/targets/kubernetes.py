@@ -123,19 +123,19 @@ class KubernetesTarget:
         # deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
-        self._seen: dict[str, _Seen] = {}  # by node
+        self._seen: dict[str, _Seen] = {}  # key: node
         self._trouble: TargetError | None = None
         self._num_failures = 0  # consecutive failed lists
         self._asked_at = -float("inf")  # request time of the newest list
         self._next_poll_at = -float("inf")
-        self._created_at: dict[str, float] = {}  # by node
-        self._known: dict[str, AppStatus] = {}  # by handle
+        self._created_at: dict[str, float] = {}  # key: node
+        self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # nodes
-        self._terminating_since: dict[str, float] = {}  # by pod name
-        self._ended_at: dict[str, float] = {}  # by node: start of the wait for its remaining output
-        self._told: dict[str, str] = {}  # by node: last logged reason for waiting
-        self._asked_why_at: dict[str, float] = {}  # by node
-        self._dismissed_at: dict[str, float] = {}  # by node: last request to delete a pod that has outlived its worker
+        self._terminating_since: dict[str, float] = {}  # key: pod name
+        self._ended_at: dict[str, float] = {}  # key: node; start of the wait for its remaining output
+        self._told: dict[str, str] = {}  # key: node; last logged reason for waiting
+        self._asked_why_at: dict[str, float] = {}  # key: node
+        self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._logs = (
             _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
         )
@@ -524,7 +524,7 @@ class _PodLogs:
         self._folder = folder
         self._pause_s = pause_s
         self._since = since
-        self._logs: dict[str, _PodLog] = {}  # by node
+        self._logs: dict[str, _PodLog] = {}  # key: node
         self._is_closed = threading.Event()
         self._has_news = threading.Event()
         self._thread: threading.Thread | None = None

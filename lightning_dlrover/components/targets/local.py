@@ -91,7 +91,7 @@ class LocalTarget:
         self._hurry = hurry or threading.Event()
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
-        self._nodes: dict[str, str] = {}  # by handle: names of nodes not seen to end yet
+        self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
         self._shares = MachineShares(gpus)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -134,17 +134,17 @@ class SlurmTarget:
         self._command_s = command_s
         self._name = re.compile("")  # matches our job names
         self._mark = ""
-        self._rows: dict[str, _Row] = {}  # by job id
+        self._rows: dict[str, _Row] = {}  # key: job id
         self._trouble: TargetError | None = None
         self._num_failures = 0  # consecutive failures of squeue
         self._asked_at = -float("inf")  # start time of the newest squeue call
         self._next_poll_at = -float("inf")
         self._submitted_at: dict[str, float] = {}
         self._looked_up_at: dict[str, float] = {}  # last scontrol call about a job that squeue does not list
-        self._known: dict[str, AppStatus] = {}  # by handle
+        self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
         self._starved: set[str] = set()  # handles of nodes whose output reports a lack of memory
-        self._looked_for_at: dict[str, float] = {}  # by handle: squeue call at which its files were last checked
+        self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
             raise TargetError(

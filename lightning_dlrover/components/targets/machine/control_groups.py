@@ -46,7 +46,7 @@ class MemoryGroups:
 
     def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._own, self._version = _own_group(proc, cgroups)
-        self._folders: dict[str, Path] = {}  # by node
+        self._folders: dict[str, Path] = {}  # key: node
         try:
             if self._version == 2:
                 enable(self._own, "memory")
