@@ -34,7 +34,7 @@ __all__ = [
 
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
-"""Process id of the parent whose end ends this node, too; unset where nodes run independently."""
+"""Process id of the parent. This node ends with it; unset where nodes run independently."""
 
 GROUP_VARIABLE = "DLROVER_MEMORY_GROUP"
 """Folder of the control group that limits this node's memory, if there is one."""
@@ -52,7 +52,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def notice_file(exit_file: Path) -> Path:
-    """Return the path of the file whose existence marks a received notice."""
+    """Return the path of the file that marks a received notice by its existence."""
     return exit_file.with_name("notice")
 
 

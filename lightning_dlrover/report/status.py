@@ -90,7 +90,7 @@ class JobNotFoundError(RuntimeError):
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a job's records are."""
+    """Location of a job's records."""
 
     run_id: str
     endpoint: str
@@ -178,7 +178,7 @@ class JobSummary:
     target: str = ""  # place where its nodes run
     num_workers: int | None = None  # workers in its round
     num_nodes: int | None = None  # started nodes that its controllers have not seen end
-    controller: str = ""  # controller of the job
+    controller: str = ""  # process and, if known, host of its controller
 
 
 def list_jobs(

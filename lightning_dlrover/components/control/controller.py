@@ -210,7 +210,7 @@ class Controller:
             self._office.give_up()
 
     def _awaited(self) -> list[str]:
-        """Return the nodes whose end is awaited. One of unknown fate that does not outlive us ends with its target."""
+        """Return the nodes that are expected to end. One of unknown fate that does not outlive us ends with its target."""
         outlives = self._target.outlives_controller
         entries = self._ledger.entries.items()
         return [name for name, entry in entries if not entry.has_ended and (entry.handle or outlives)]
@@ -284,7 +284,7 @@ class Controller:
         return end
 
     def _withdraw(self, names: Sequence[str]) -> bool:
-        """End nodes whose requests are too large, before others are added. Return whether others may be added."""
+        """End waiting nodes with too large requests, before others are added. Return whether others may be added."""
         if not names:
             return True
         if not self._office.still_acts():

@@ -226,7 +226,7 @@ def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
 
 
 def _too_large(view: JobView) -> list[Node]:
-    """Return nodes whose pending requests exceed the planned size; they are settled first."""
+    """Return waiting nodes that exceed the planned size. They are withdrawn before any other action."""
     return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
 
 
@@ -237,7 +237,7 @@ def _without_too_large(view: JobView) -> JobView:
 
 
 def _replacements(view: JobView) -> list[ReplaceWorker]:
-    """Return workers to leave once replaced: those whose nodes the scheduler wants back, and one that is too small."""
+    """Return workers to leave once replaced: those on nodes that the scheduler wants back, and one on a too small node."""
     wanted_back = [node for node in view.nodes if node.wanted_back and node.worker not in view.leaving]
     return [*(ReplaceWorker(n.worker, f"{view.target} wants {n.name} back") for n in wanted_back), *_too_small(view)]
 
@@ -403,7 +403,7 @@ def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) ->
     # Severed, or hung while no controller was there to notice.
     silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
-    # A node whose worker has left is about to end. No starting node must be cancelled in its place.
+    # A node that its worker has left is about to end. No starting node must be cancelled in its place.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
     excess = max(0, len(living) - len(leaving) - view.wanted)
     surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]

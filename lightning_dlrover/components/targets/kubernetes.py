@@ -277,9 +277,7 @@ class KubernetesTarget:
             self._dismiss_what_is_left(node, seen, now)
 
     def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
-        """Delete a pod whose worker has ended and whose output is complete. Another container, such as a mesh's proxy, keeps it
-        alive.
-        """
+        """Delete a pod after its worker has ended. Another container, such as a mesh's proxy, keeps it alive."""
         if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
             return
         is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")
@@ -463,9 +461,7 @@ def _pod_state(pod: Mapping[str, Any]) -> _State:
 
 
 def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the end state of our container, independent of others in its pod; None while it runs, or if the pod does not
-    report it.
-    """
+    """Return the end state of our container alone; None while it runs, or if the pod does not report it."""
     for container in pod.get("status", {}).get("containerStatuses") or ():
         if container.get("name", CONTAINER) == CONTAINER:
             ended = (container.get("state") or {}).get("terminated")

@@ -143,7 +143,7 @@ class SlurmTarget:
         self._looked_up_at: dict[str, float] = {}  # last scontrol call about a job that squeue does not list
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
-        self._starved: set[str] = set()  # handles of nodes whose output reports a lack of memory
+        self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
         self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
