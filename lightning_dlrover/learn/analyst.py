@@ -3,7 +3,7 @@
 Every worker's thread publishes its windows. Rank 0's thread also
 
 - keeps the job's memory of windows and decisions,
-- fits the models and asks the planner,
+- fits the models and runs the planner,
 - writes the plan and later its outcome,
 - updates the job history.
 
@@ -77,7 +77,7 @@ HISTORY_EVERY_S = 30.0
 PATIENCE_WITH_A_PLAN_S = 120.0
 """Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
 
-# limit between the last window of one rank 0 and the first of the next, unless the job was ended meanwhile
+# maximum seconds between the last window of one rank 0 and the first of the next, unless the job was ended meanwhile
 LONGEST_HANDOVER_S = 60.0
 
 DIGITS = 5  # significant digits in a decision's record
@@ -85,7 +85,7 @@ DIGITS = 5  # significant digits in a decision's record
 
 @dataclass(frozen=True)
 class Intentions:
-    """What the user asked of the planner."""
+    """Planning options set by the user."""
 
     plan_every_s: float
     objective: Objective
@@ -407,9 +407,7 @@ class Analyst:
         return f"local@{self._started_at:.0f}-{socket.gethostname()}-{os.getpid()}"
 
     def _recalled(self) -> _Memory:
-        """Return the state of earlier rank 0s from the job's events, and from the history because the oldest events are
-        deleted.
-        """
+        """Return the state of earlier rank 0s: from the job's events, and from the history for events already deleted."""
         if self._membership is None:
             return _Memory()
         past = self._keeper.past(self._job_key) if self._keeper is not None else _Past()

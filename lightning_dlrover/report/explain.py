@@ -1,4 +1,4 @@
-"""Explain a job's planner in words: its observations, its candidates, its choices and their outcomes."""
+"""Explain a job's planner as text: its observations, its candidates, its choices and their outcomes."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Controller:
         self.close()
 
     def step(self) -> Give | None:
-        """Observe, act, and show new output. Return how the job ended, or None while it goes on.
+        """Observe, act, and show new output. Return the job's end, or None while it goes on.
 
         Raises:
             ControllerBusyError: another controller has taken over.

@@ -256,7 +256,7 @@ def _too_small(view: JobView) -> list[ReplaceWorker]:
 
 
 def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
-    """Return the job's end if no node is left that etcd's return could help. Only etcd knows whether the job has finished."""
+    """Return the job's end if no node is left that etcd's return could help. Only etcd records whether the job has finished."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or any(node.is_living for node in view.nodes):
         return []

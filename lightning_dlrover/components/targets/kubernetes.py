@@ -64,7 +64,7 @@ _ASK_WHY_S = 30.0
 
 @dataclass(frozen=True)
 class _State:
-    """State of a node and its cause, in the cluster's words."""
+    """State of a node and its cause, as reported by the cluster."""
 
     status: AppStatus
     why: str = ""
@@ -277,7 +277,7 @@ class KubernetesTarget:
             self._dismiss_what_is_left(node, seen, now)
 
     def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
-        """Delete a pod after its worker has ended. Another container, such as a mesh's proxy, keeps it alive."""
+        """Delete a pod after its worker's end and last output. Another container, such as a mesh's proxy, keeps it alive."""
         if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
             return
         is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")

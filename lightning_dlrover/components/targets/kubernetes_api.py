@@ -42,7 +42,7 @@ class ApiError(TargetError):
     """A request has failed.
 
     Args:
-        words: the server's message, or the reason why no request reached it.
+        words: message of the server, or the reason why no request reached it.
         status: HTTP status; 0: there was no answer.
         reason: the server's machine-readable reason, such as AlreadyExists.
         uncertain: the request may have been carried out.

@@ -85,9 +85,7 @@ class KubernetesOptions:
 
 
 def job_name(run_id: str, node: str, mark: str) -> str:
-    """Return a Job's name: lower-case letters, digits and hyphens. It is short because Volcano derives pod names from it
-    (63).
-    """
+    """Return a Job's name: lower-case letters, digits and hyphens; short enough for Volcano's pod names (63)."""
     return f"{_slug(run_id)[:30].rstrip('-')}-{node}-{mark}"
 
 

@@ -422,9 +422,7 @@ class SlurmTarget:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without variables that filter squeue's list, make scancel prompt, or describe our own Slurm
-    job.
-    """
+    """Return our environment without variables that filter squeue, make scancel prompt, or describe our own job."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
     ours = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(ours)}

@@ -1,4 +1,4 @@
-"""Every call into TorchX, behind one small module because its Runner changes between releases."""
+"""All use of TorchX's Runner, behind one small module, because it changes between releases."""
 
 from __future__ import annotations
 
