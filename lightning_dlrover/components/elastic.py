@@ -4,8 +4,7 @@
 docs/torchx.md for Slurm and Kubernetes.
 """
 
-# No `from __future__ import annotations`: TorchX reads the parameter types from a component's signature and supports only
-# these.
+# No `from __future__ import annotations`: TorchX reads parameter types from the signature and supports only these.
 import re
 import shlex
 import sys

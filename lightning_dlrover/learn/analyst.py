@@ -7,8 +7,7 @@ Every worker's thread publishes its windows. Rank 0's thread also
 - writes the plan and later its outcome,
 - updates the job history.
 
-The controller that starts and ends nodes reads the plan from etcd. Without a controller, the number of workers is only a
-recommendation.
+The controller that starts and ends nodes reads the plan from etcd. Without one, its number of workers is a recommendation.
 """
 
 from __future__ import annotations

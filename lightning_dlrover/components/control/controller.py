@@ -284,7 +284,7 @@ class Controller:
         return end
 
     def _withdraw(self, names: Sequence[str]) -> bool:
-        """End waiting nodes with too large requests, before others are added. Return whether others may be added."""
+        """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
         if not self._office.still_acts():

@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Node:
-    """State of one one-node app."""
+    """State of one node and its app."""
 
     name: str
     status: AppStatus
@@ -60,8 +60,7 @@ class Node:
         return self.status in ("pending", "running")
 
 
-# Each replaces a part that varies between occurrences of one error. The order matters: paths may contain hex digits and
-# numbers.
+# Each replaces a varying part of an error's text. The order matters: paths may contain hex digits and numbers.
 _VARYING = (
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"), "TIME"),
     (re.compile(r"\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"), "TIME"),

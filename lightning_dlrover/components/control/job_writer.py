@@ -79,7 +79,7 @@ class JobWriter:
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
-        """Mark the job as failed, for nodes of other controllers and for later queries.
+        """Mark the job as failed, for nodes started by others and for later queries.
 
         Returns:
             False if another controller may act by now. That one decides whether the job has failed.

@@ -42,7 +42,7 @@ __all__ = ["SAME_FAILURE_S", "Ledger", "NodeEntry"]
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 64
-"""Ended nodes to remember, newest first. Recurring errors are counted among them."""
+"""Maximum number of ended nodes to remember; the oldest go first. Recurring errors are counted among them."""
 
 SAME_FAILURE_S = 30.0
 """Seconds within which nodes that fail share one cause: the first one's."""

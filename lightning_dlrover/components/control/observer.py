@@ -31,7 +31,7 @@ __all__ = ["MAX_REFUSED", "Observer"]
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 8
-"""Refused nodes to remember, newest first. A quota that stays full must not push out other failures."""
+"""Maximum number of refused nodes to remember; the oldest go first. A full quota must not push out other failures."""
 
 
 @dataclass
@@ -129,8 +129,7 @@ class Observer:
         workers = {names.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
         with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
         if self._had_member and not with_member:
-            # Failures beside training members reveal nothing about a start without them, which may have held resources a new
-            # node needs.
+            # Failures beside training members do not predict a start without them: they may have held the missing resources.
             self._streak.count = 0
         self._had_member = bool(with_member)
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":

@@ -138,8 +138,7 @@ class Office:
         key = self._keys.controller
         self._drop_claim()
         deadline = time.monotonic() + 2 * LEASE_TTL_S
-        # Only lease expiry proves that the holder is gone: another container of this host may share its host name, but not its
-        # processes.
+        # Only lease expiry proves that the holder is gone: another container may share its host name, but not its processes.
         while self._holder_seems_dead() and time.monotonic() < deadline:
             time.sleep(0.1)
         self._claim = lease = self._client.lease(LEASE_TTL_S)

@@ -237,7 +237,7 @@ def _without_too_large(view: JobView) -> JobView:
 
 
 def _replacements(view: JobView) -> list[ReplaceWorker]:
-    """Return workers to leave once replaced: those on nodes that the scheduler wants back, and one on a too small node."""
+    """Return workers to leave once replaced: those on nodes that the scheduler wants back, and one on an undersized node."""
     wanted_back = [node for node in view.nodes if node.wanted_back and node.worker not in view.leaving]
     return [*(ReplaceWorker(n.worker, f"{view.target} wants {n.name} back") for n in wanted_back), *_too_small(view)]
 

@@ -1,8 +1,7 @@
 """Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous.
 
 Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are plain
-batch/v1 Jobs. Pods take precedence as a source of states, because a Job may count its pod as failed while that still hands
-over.
+batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its hand-over.
 
 A failed API call never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
 """
@@ -119,8 +118,7 @@ class KubernetesTarget:
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
         self._api_version = api_version or _offered(self._api, options)
-        # With another namespace or the other kind of Job, a later controller would find none of the nodes and consider them
-        # deleted.
+        # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
         self._seen: dict[str, _Seen] = {}  # key: node
@@ -298,8 +296,7 @@ class KubernetesTarget:
         if _phase(pod) in ("Pending", "Running") and _end_of_worker(pod) is None:
             since = self._terminating_since.get(pod["metadata"]["name"])
             grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
-            # The host's kubelet would have ended it, and nothing else can. The pod remains until the host returns or is
-            # removed.
+            # The host's kubelet would have ended it, and nothing else can. The pod remains until its host returns or goes.
             if since is not None and time.monotonic() - since > grace_s + _LOST_S:
                 return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost")
         return _pod_state(pod)
@@ -435,8 +432,7 @@ def _job_state(job: Mapping[str, Any]) -> _State:
         return _State("succeeded")
     failed = conditions.get("Failed") or conditions.get("FailureTarget")
     if failed is not None:
-        # The condition only reports that no retry is allowed. The cause is the deletion of its pod, for example to free the
-        # host.
+        # The condition only reports that no retry is allowed. The cause is its pod's deletion, for example to free the host.
         return _State("failed", f"its pod is gone ({failed.get('message') or failed.get('reason') or 'no reason given'})")
     return _State("pending")
 

@@ -91,8 +91,7 @@ class SlurmOptions:
         given = [f"--{name}={value}" for name, value in asked.items() if value]
         # The signal goes to the batch script only (`components/node.py`), which forwards it to the worker and no other process.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
-        # A node requeued by Slurm would return under its old name, outside of any plan; the controller starts a new one
-        # instead.
+        # A node requeued by Slurm would return under its old name, outside of any plan. The controller starts a new one.
         # Where Slurm requeues it all the same, its earlier output is kept.
         fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", "--open-mode=append"]
         return [*fixed, *notice, *given, *self.extra]

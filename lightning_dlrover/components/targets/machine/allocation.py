@@ -24,8 +24,7 @@ class Share:
 class Allocation:
     """Cores and devices by owning node.
 
-    Cores are exclusive while enough are free. After that, nodes share the cores with the fewest users. Devices are never
-    shared.
+    Cores are exclusive while enough are free. After that, nodes share those with the fewest users. Devices are never shared.
     The same calls in the same order give the same shares.
 
     Args:

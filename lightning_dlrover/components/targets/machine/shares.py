@@ -73,8 +73,7 @@ class MachineShares:
         if shared := self._allocation.shared_cores(node):
             cores = ", ".join(map(str, shared))
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
-        # More threads than cores would slow each other down. Nodes without cores of their own compete for all, so each gets one
-        # thread.
+        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(share.cores) or 1))}
         if share.devices:
             variables[DEVICES_VARIABLE] = ",".join(share.devices)
