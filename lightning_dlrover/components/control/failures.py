@@ -95,7 +95,7 @@ def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
 
 
 def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress_s: float) -> list[Node]:
-    """Return nodes whose failures have stopped the whole job since its last progress, oldest first.
+    """Return the failed nodes that have stopped the whole job since its last progress, oldest first.
 
     A stopped job resumes from its newest checkpoint, so progress is a newer checkpoint. If none is known, the script may write
     its own. In that case `progress_s` seconds of training count as progress.
@@ -138,7 +138,7 @@ def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
 
 
 def of_their_own(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
-    """Return those of `failed` whose failure is not a consequence of another node's end.
+    """Return those of `failed` that did not fail as a consequence of another node's end.
 
     Args:
         together_s: seconds around a killed node's end within which other failures may be its consequences.

@@ -243,7 +243,7 @@ def _replacements(view: JobView) -> list[ReplaceWorker]:
 
 
 def _too_small(view: JobView) -> list[ReplaceWorker]:
-    """Return one member whose node is smaller than planned. The next one follows after its replacement."""
+    """Return one member on a node smaller than planned. The next one follows after its replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
     small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
     is_changing = view.leaving or not all(node.is_member for node in living)
