@@ -1,10 +1,10 @@
-"""TorchX components: a live job, as one app that starts and ends its nodes, and one node of such a job.
+"""TorchX components: a live job, as one app that starts and ends its nodes, and a single node of such a job.
 
-`torchx run -s local_cwd components/elastic.py:train --script train.py --workers 1:4 -- ARGS`, or by name: `dlrover.train`.
-docs/torchx.md has the same for Slurm and Kubernetes.
+`torchx run -s local_cwd components/elastic.py:train --script train.py --workers 1:4 -- ARGS`, or by name: `dlrover.train`. See
+docs/torchx.md for Slurm and Kubernetes.
 """
 
-# No `from __future__ import annotations`: TorchX reads the types of a component from its signature, and knows these ones only.
+# No `from __future__ import annotations`: TorchX reads parameter types from the signature and supports only these.
 import re
 import shlex
 import sys
@@ -18,12 +18,12 @@ from lightning_dlrover.components.escaped import ESCAPED
 
 __all__ = ["node", "train"]
 
-# What `dlrover run` and an embedded etcd need, with room for the records of thousands of rounds. It computes next to nothing.
-# On Kubernetes TorchX asks for 1 GiB less than it is given.
+# Resources of `dlrover run` and an embedded etcd, with room for the records of thousands of rounds. The controller computes
+# next to nothing. On Kubernetes TorchX requests 1 GiB less than this.
 CONTROLLER = specs.Resource(cpu=1, gpu=0, memMB=2048)
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-"""A capability that named resources of clouds have, and a label of Kubernetes' hosts."""
+"""Capability in the named resources of clouds, and a label of Kubernetes hosts."""
 
 
 def train(
@@ -55,42 +55,41 @@ def train(
     log_dir: str = "",
     options: str = "",
 ) -> specs.AppDef:
-    """A live elastic job: a controller, which starts its nodes on this machine, or on the Slurm or Kubernetes it runs in.
+    """A live elastic job: a controller that starts its nodes on this machine, or in the Slurm or Kubernetes it runs in.
 
-    The app is the controller alone, one replica: the least and most nodes of the job are its `workers`, and `min_replicas` is
-    left unset, since a scheduler could only apply it to replicas of one app. An option of another place than the one the
-    app runs in is ignored, and the controller says so.
+    The app is the controller alone, with one replica. The job's size comes from `workers`; `min_replicas` stays unset because a
+    scheduler could only apply it to replicas of one app. The controller ignores options of other places and logs them.
 
     Args:
         script_args: arguments of the script
         script: the training script; Kubernetes: as the image or a mount has it
         workers: least and most workers, MIN:MAX; each is a node of its own
-        rdzv_id: name of the job; by default the app's id, so that a controller that is started again goes on with its job
-        rdzv_endpoint: etcd, HOST:PORT or several with commas; by default one that runs beside the controller and ends with it
+        rdzv_id: name of the job; default: the app's id, so that a restarted controller resumes its job
+        rdzv_endpoint: etcd, HOST:PORT or several with commas; default: an embedded etcd that ends with the controller
         key_prefix: folder of the job's keys in etcd
-        user: of an etcd that asks who one is
+        user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password
-        ca_cert: PEM file of the authority that etcd's certificate is checked against
-        cert: PEM file of the certificate to show to etcd
-        cert_key: PEM file of its key
+        ca_cert: PEM file of the authority that signed etcd's certificate
+        cert: PEM file of the client certificate for etcd
+        cert_key: PEM file of the client certificate's key
         cpu: cores of each node
         gpu: accelerators of each node
         memMB: memory of each node
-        h: named resource that each node gets, instead of cpu, gpu and memMB
-        partition: Slurm: where nodes are queued
-        account: Slurm: whom they are charged to
-        time: Slurm: limit of each node, such as 12:00:00
+        h: named resource of each node, instead of cpu, gpu and memMB
+        partition: Slurm: partition of the nodes
+        account: Slurm: account charged for the nodes
+        time: Slurm: time limit of each node, such as 12:00:00
         image: container image of the controller and of all nodes
-        namespace: Kubernetes: of nodes; by default the controller's
-        service_account: Kubernetes: that nodes run as
-        node_selector: Kubernetes: labels that a node's host must have, LABEL=VALUE,...
+        namespace: Kubernetes: namespace of the nodes; default: the controller's
+        service_account: Kubernetes: service account of the nodes
+        node_selector: Kubernetes: required labels of a node's host, LABEL=VALUE,...
         mounts: Kubernetes: volume claims of the controller and all nodes, type=volume,src=CLAIM,dst=PATH[,readonly],...
-        env: variables of nodes, NAME=VALUE,...
-        run_dir: folder of run folders
+        env: environment variables of the nodes, NAME=VALUE,...
+        run_dir: parent folder of run folders
         log_dir: folder for the nodes' output
-        options: further options of `dlrover run`, as a shell would take them
+        options: further options of `dlrover run`, quoted as in a shell
     """
-    # Without all of them: what is not asked for stays as the cluster has it.
+    # Only the options that are set: unset ones keep the cluster's defaults.
     size = _size(h, cpu, gpu, memMB)
     labels = {name: str(value) for name, value in size.capabilities.items() if name == INSTANCE_TYPE}
     volumes = specs.parse_mounts(mounts or [])
@@ -131,7 +130,7 @@ def train(
     name = PurePath(script).stem if rdzv_id == specs.macros.app_id else rdzv_id
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
     return specs.AppDef(
-        # As Volcano's names have to be: it calls a service like the app, and its pod like that and some more.
+        # Must be valid for Volcano, which names a service like the app and derives longer pod names from it.
         name=(slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-"),
         roles=[
             specs.Role(
@@ -146,7 +145,7 @@ def train(
                     "--target=auto",
                     f"--workers={workers}",
                     f"--rdzv-id={rdzv_id}",
-                    # TorchX puts its macros in place of ${...}, Kubernetes its variables of $(...), and not all undo a $$.
+                    # TorchX expands ${...}, Kubernetes expands $(...), and not all of them restore $$.
                     *(quote(argument, safe="/:=,@+") for argument in arguments),
                 ],
                 num_replicas=1,
@@ -178,25 +177,25 @@ def node(
     h: str = "",
     image: str = "",
 ) -> specs.AppDef:
-    """One node that joins a live elastic job, and is nobody's but yours to end.
+    """One node that joins a live elastic job. No controller manages it: you start it and end it.
 
-    A job is as many of these apps as its plan says, all with the same rendezvous id. Each has one replica, so `min_replicas`
-    would say nothing: `workers` is what all nodes of the job agree on.
+    A job consists of as many of these apps as its plan requires, all with the same rendezvous id. Each has one replica, so
+    `min_replicas` would have no effect. Instead, all nodes of the job agree on `workers`.
 
     Args:
         script_args: arguments of the script
         script: the training script
         rdzv_endpoint: etcd, HOST:PORT or several with commas
-        rdzv_id: name of the job; nodes with the same one train together
+        rdzv_id: name of the job; nodes with the same name train together
         workers: least and most workers of the job, MIN:MAX
-        node: name of this node, shown in logs and status
-        max_restarts: how often the agent starts a failed worker again by itself
+        node: name of this node in logs and status
+        max_restarts: how often the agent restarts a failed worker by itself
         key_prefix: folder of the job's keys in etcd
-        user: of an etcd that asks who one is
+        user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password
-        ca_cert: PEM file of the authority that etcd's certificate is checked against
-        cert: PEM file of the certificate to show to etcd
-        cert_key: PEM file of its key
+        ca_cert: PEM file of the authority that signed etcd's certificate
+        cert: PEM file of the client certificate for etcd
+        cert_key: PEM file of the client certificate's key
         timeouts: further values of --rdzv-conf, such as join_timeout=3600,lease_ttl=10
         cpu: cores
         gpu: accelerators
@@ -241,10 +240,10 @@ def node(
 
 
 def _size(h: str, cpu: int, gpu: int, memMB: int) -> specs.Resource:
-    """By name or by number; `specs.resource` would put numbers of its own in place of 0."""
+    """Return a resource by name or by numbers. `specs.resource` would replace 0 with a default of its own."""
     return specs.resource(h=h) if h else specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB)
 
 
 def _python(image: str) -> str:
-    """That of the image, else the one that runs here."""
+    """Return the image's interpreter, or the current one without an image."""
     return "python" if image else sys.executable

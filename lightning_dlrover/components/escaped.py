@@ -1,6 +1,6 @@
-"""How arguments reach `dlrover run` unchanged through TorchX."""
+"""Escape arguments so that they reach `dlrover run` unchanged through TorchX."""
 
 __all__ = ["ESCAPED"]
 
 ESCAPED = "--escaped"
-"""What follows this first argument of `dlrover run` is percent-encoded: others would take a part of it for theirs."""
+"""First argument of `dlrover run` if all others are percent-encoded, which keeps schedulers from expanding parts of them."""

@@ -1,11 +1,12 @@
-"""Start one node's elastic agent, and stay beside it where a scheduler has something to say to its worker.
+"""Start one node's elastic agent, and supervise it where the scheduler sends notices to the worker.
 
-On this machine the agent must not outlive whoever started it: TorchX's local scheduler gives every app a session of its own;
-without this a controller that is killed would leave its nodes behind. If the node's memory is limited, it enters the control
-group for that before it is anything else. Under Slurm a notice (`sbatch --signal`: the time limit or a preemption is near)
-becomes a planned leave, and how the agent has ended is written down for a controller that comes when Slurm has forgotten the
-job. Under Kubernetes SIGTERM is all that a pod is told which is to end, so there it means a planned leave. Run as
-`python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+Run as `python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+
+- On this machine, the agent must not outlive its parent. TorchX's local scheduler gives every app its own session, so a killed
+  controller would leave its nodes behind. If the node's memory is limited, it enters its control group first.
+- Under Slurm, a notice (`sbatch --signal`) precedes the time limit or a preemption, and becomes a planned leave. The agent's
+  exit code is written to a file, for a controller that arrives after Slurm has forgotten the job.
+- Under Kubernetes, SIGTERM is the only notice an ending pod receives, so it means a planned leave.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ __all__ = [
 
 
 PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
-"""Process id of the parent that this node ends with; not set where nodes live on their own."""
+"""Process id of the parent. This node ends with it; unset where nodes run independently."""
 
 GROUP_VARIABLE = "DLROVER_MEMORY_GROUP"
 """Folder of the control group that limits this node's memory, if there is one."""
 
 EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
-"""File that the agent's exit code is written into. With it SIGUSR1 is a notice: the scheduler wants the node back."""
+"""File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""
 
 NOTICE_VARIABLE = "DLROVER_NOTICE_S"
-"""How long before its end a node is given notice, in seconds."""
+"""Seconds between the notice and a node's end."""
 
 LEAVE_VARIABLE = "DLROVER_LEAVE_ON_SIGTERM"
-"""Set where SIGTERM asks the worker to hand over and leave; whoever sends it ends what is left after a grace."""
+"""Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
 
 PR_SET_PDEATHSIG = 1
 
 
 def notice_file(exit_file: Path) -> Path:
-    """What exists once a node was given notice."""
+    """Return the path of the file that marks a received notice by its existence."""
     return exit_file.with_name("notice")
 
 
 def main() -> None:
-    """Become torchrun, with the same process id; or run it and wait for it where a scheduler speaks to us."""
+    """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices."""
     agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
     exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
     if exit_file or leaves:
-        # torchrun would leave one of its own behind with every node.
+        # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
             raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], exit_file, bool(leaves)))
     parent = os.environ.pop(PARENT_VARIABLE, "")
@@ -77,16 +78,16 @@ def main() -> None:
 
 
 def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) -> int:
-    """The agent's exit code, as a shell gives it."""
+    """Run the agent and return its exit code in a shell's form."""
     file = Path(exit_file) if exit_file else None
     wanted = {signal.SIGUSR1, signal.SIGTERM}
     notice_s = float(os.environ.pop(NOTICE_VARIABLE, "0"))
-    # Neither signal may come while there is no handler, or no agent to tell.
+    # Neither signal may arrive before its handler and the agent exist.
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     agent = psutil.Popen(command, preexec_fn=_unblock_signals)
 
     def take_notice(number: int, frame: FrameType | None) -> None:
-        # A controller that sees it starts another node first: half of the time is for that.
+        # The controller sees the file and starts another node first. Half of the notice period is reserved for that.
         with contextlib.suppress(OSError):
             if file is not None:
                 notice_file(file).touch()
@@ -94,7 +95,7 @@ def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) ->
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
-        # To the worker a SIGTERM means to hand over, to the agent that it shall end its worker at once.
+        # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         workers = []
         with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
             workers = agent.children()
@@ -114,14 +115,14 @@ def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) ->
     code = 128 - code if code < 0 else code
     if file is not None:
         unfinished = file.with_name(f".{file.name}")
-        with contextlib.suppress(OSError):  # a full disk: the scheduler says how we have ended, as long as it remembers
+        with contextlib.suppress(OSError):  # a full disk: the scheduler reports the exit code while it remembers the job
             unfinished.write_text(f"{code}\n")
             unfinished.replace(file)
     return code
 
 
 def _wait_for(process_id: int) -> int:
-    """The exit code of a child of ours. Orphans are children of a container's first process: they must not stay as zombies."""
+    """Return the exit code of a child. Reap orphans too: in a container they are children of its first process, this one."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == process_id:

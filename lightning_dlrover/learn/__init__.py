@@ -1,1 +1,1 @@
-"""Turns measurements into samples, plans and a history for later jobs."""
+"""Learn from measurements: samples, plans, and a history for later jobs."""

@@ -1,8 +1,13 @@
 """Learn from windows of steps and plan, in a background thread beside training.
 
-Every worker's thread publishes its windows; rank 0's keeps the job's memory of them, fits the models, asks the planner,
-writes the plan, says later what came of it, and brings the job history up to date. Whoever starts and ends nodes reads the
-plan from etcd; without such a controller the number of workers is a recommendation.
+Every worker's thread publishes its windows. Rank 0's thread also
+
+- keeps the job's memory of windows and decisions,
+- fits the models and runs the planner,
+- writes the plan and later its outcome,
+- updates the job history.
+
+The controller that starts and ends nodes reads the plan from etcd. Without one, its number of workers is a recommendation.
 """
 
 from __future__ import annotations
@@ -58,27 +63,28 @@ log = logging.getLogger(__name__)
 
 DEFAULT_RESIZE_COST_S = 0.5
 DEFAULT_RETUNE_COST_S = 0.2
-"""Assumed until the job has measured a change of its own."""
+"""Assumed seconds of a change of settings until the job has measured one."""
 
 MAX_WINDOWS_PER_SETTINGS = 30
-MAX_STAYS = 50  # decisions not to change anything, that are kept in memory; each is written down soon
+MAX_STAYS = 50  # decisions without a change to keep in memory; each is soon recorded elsewhere
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
-WINDOWS_OF_LOAD = 5  # over which the load of the machine by other programs is taken; the median
-STAY_EVERY_S = 60.0  # that nothing changes is recorded no more often
+WINDOWS_OF_LOAD = 5  # windows in the median of other programs' load on this machine
+STAY_EVERY_S = 60.0  # minimum seconds between records of decisions without a change
 HISTORY_EVERY_S = 30.0
 
 PATIENCE_WITH_A_PLAN_S = 120.0
-"""How long a plan may take to be carried out before another one is made: new nodes may queue, and have to start."""
+"""Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
 
-LONGEST_HANDOVER_S = 60.0  # from the last window of one rank 0 to the first of the next, in a job that was not ended meanwhile
+# maximum seconds between the last window of one rank 0 and the first of the next, unless the job was ended meanwhile
+LONGEST_HANDOVER_S = 60.0
 
-DIGITS = 5  # of the numbers in a decision's record
+DIGITS = 5  # significant digits in a decision's record
 
 
 @dataclass(frozen=True)
 class Intentions:
-    """What the user asked of the planner."""
+    """Planning options set by the user."""
 
     plan_every_s: float
     objective: Objective
@@ -87,21 +93,21 @@ class Intentions:
 
 @dataclass(frozen=True)
 class _News:
-    """One window, and what only the training thread knows."""
+    """One window, with facts that are available only to the training thread."""
 
     profile: StepProfile
     remaining_samples: float | None
     tunable: bool  # loader workers, threads and prefetching can be changed
-    untunable: Collection[str]  # but these, by their names in `Settings`
+    untunable: Collection[str]  # exceptions, by their names in `Settings`
 
 
 class Analyst:
-    """The background thread of one worker.
+    """Background thread of one worker.
 
     Args:
-        membership: of a job whose workers can change; None: one that runs alone.
+        membership: membership in a job with changing workers; None: the worker runs alone.
         node_cores: cores of one node.
-        load: of this worker's node; None: there are no other programs on it.
+        load: load on this worker's node; None: no other programs run there.
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class Analyst:
         self._intentions = intentions
         self._node_cores = node_cores
         self._memory = _Memory()
-        self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and since when this worker has known it
+        self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and when this worker first saw it
         self._published = PublishedProfile()
         self._windows = WindowLog()
         self._planned_at = 0.0
@@ -139,7 +145,7 @@ class Analyst:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was submitted has been dealt with."""
+        """Whether all submitted windows have been processed."""
         return self._num_digested == self._num_submitted
 
     def submit(
@@ -154,10 +160,10 @@ class Analyst:
         self._inbox.put(_News(profile, remaining_samples, tunable, untunable))
 
     def close(self, end: Literal["running", "finished", "failed"], timeout_s: float = 10.0) -> Decision | None:
-        """End the thread once it has dealt with what was submitted. Returns the last decision.
+        """End the thread after it has processed all submitted windows. Return the last decision.
 
         Args:
-            end: of the job, as this worker knows it; a worker that leaves says `running`.
+            end: the job's end as seen by this worker; `running` if only the worker leaves.
         """
         self._inbox.put(None)
         self._thread.join(timeout_s)
@@ -182,7 +188,7 @@ class Analyst:
                     log.warning("step profiles are not published until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on without plans; what went wrong is said once per window, with its traceback.
+                # Training must go on without plans. Each failing window logs one traceback.
                 log.exception("planning failed")
             self._num_digested += 1
 
@@ -196,12 +202,12 @@ class Analyst:
                 self._log(self._windows.flush())
             return
         if not was_rank_0:
-            # What earlier rank 0s have learned and decided; this worker may be the first one or the tenth.
+            # Restore the state of earlier rank 0s: this worker may be the first rank 0 or the tenth.
             self._memory = self._recalled()
         if membership is not None:
             self._log(self._windows.add(profile))
             if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
-                return  # nodes may be of two sizes now: what is measured is neither's
+                return  # nodes may have two sizes now, so a measurement fits neither
         self._memory.add(profile)
         if self._load is not None:
             workers_here = profile.fullest_node or math.ceil(profile.num_workers / profile.num_nodes)
@@ -231,13 +237,13 @@ class Analyst:
         return last is not None and last.chosen == settings_of(profile) and has_failed(last, profile.step_time_s)
 
     def _is_under_way(self, profile: StepProfile) -> bool:
-        """Whether the current plan is still being carried out; judging it now would take it back."""
+        """Whether the current plan is still being carried out. Judging it now would revert it."""
         wish = self._membership.view.plan if self._membership is not None else None
         if wish is None or not wish.created_at:
             return False
         if wish != self._wish_seen[0]:
             self._wish_seen = wish, time.monotonic()
-        # Not by the time in the plan: its writer's clock may differ by hours.
+        # Not measured by the plan's time, because its writer's clock may differ by hours.
         if time.monotonic() - self._wish_seen[1] >= PATIENCE_WITH_A_PLAN_S:
             return False
         return (wish.binding and wish.num_workers != profile.num_workers) or not _is_tuned(wish, settings_of(profile))
@@ -245,7 +251,7 @@ class Analyst:
     def _limits(
         self, news: _News, job: JobRecord | None, events: Sequence[EventRecord], nodes: NodesRecord | None, by_hand: bool
     ) -> Limits:
-        """Between which settings the plan may choose."""
+        """Return the bounds of the planner's choice of settings."""
         profile = news.profile
         limits = Limits(1, max(2, int(self._node_cores)))
         if job is not None:
@@ -255,7 +261,7 @@ class Analyst:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if news.tunable and not by_hand:
             axes = tunable_axes(self._node_cores, max(profile.cores, limits.max_cores)).items()
-            # The name of an axis is a setting's, or its plural.
+            # An axis has the name of a setting, or its plural.
             free = {axis: values for axis, values in axes if not {axis, axis[:-1]} & {*news.untunable}}
             limits = replace(limits, **free)  # type: ignore[arg-type]
         if self._foreign_cores:
@@ -308,7 +314,7 @@ class Analyst:
         if followed and not by_hand:
             self._publish(decide(limits, situation.past), wish, by_hand=False, followed=True)
             return
-        # Nobody carries out what is recommended, so that it was recommended before is no reason against it.
+        # Recommendations are not carried out automatically, so an earlier identical one is no reason to withhold it.
         advice = decide(limits, ())
         tuned = advice
         if membership is not None and not by_hand:
@@ -330,7 +336,7 @@ class Analyst:
         followed: bool,
         advice: Decision | None = None,
     ) -> None:
-        """Record the decision, and make it the job's plan where that is the planner's to do."""
+        """Record the decision, and make it the job's plan if the planner owns the plan."""
         self._last = advice or decision
         membership = self._membership
         is_news = decision.is_change or time.monotonic() - self._stayed_at >= STAY_EVERY_S
@@ -365,14 +371,14 @@ class Analyst:
         def planned(now: PlanRecord | None) -> PlanRecord | None:
             if now is not None and now.source == "user":
                 return None
-            # What others have found a node to need is not for a plan of settings to take back.
+            # Node memory raised after a failure must not be reverted by a plan of settings.
             found_mb = (now.node_memory_mb or 0) if now is not None else 0
             return replace(proposed, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
 
         membership.update_plan(planned)
 
     def _judge(self, settings: Settings) -> None:
-        """Say what came of the last change, once its settings have been measured."""
+        """Record the outcome of the last change, after its settings have been measured."""
         decision = next((d for d in reversed(self._memory.decisions) if d.is_change), None)
         judged = {o.decision_id for o in self._memory.outcomes}
         if decision is None or decision.chosen != settings or decision.decision_id in judged:
@@ -394,13 +400,13 @@ class Analyst:
 
     @property
     def _job_key(self) -> str:
-        """The same for every worker of the job."""
+        """Return the job's key in the history, the same for all its workers."""
         if self._membership is not None:
             return f"{self._membership.keys.run_id}@{self._began_at:.0f}"
         return f"local@{self._started_at:.0f}-{socket.gethostname()}-{os.getpid()}"
 
     def _recalled(self) -> _Memory:
-        """What earlier rank 0s have left: in the job's events, and in the history, as the oldest events go."""
+        """Return the state of earlier rank 0s: from the job's events, and from the history for events already deleted."""
         if self._membership is None:
             return _Memory()
         past = self._keeper.past(self._job_key) if self._keeper is not None else _Past()
@@ -433,7 +439,7 @@ class Analyst:
 
 @dataclass(frozen=True)
 class _Past:
-    """What the history holds of this job."""
+    """The history's records of this job."""
 
     windows: Sequence[StepProfile] = ()
     decisions: Sequence[Decision] = ()
@@ -441,7 +447,7 @@ class _Past:
 
 
 class _Memory:
-    """What rank 0 knows of the job."""
+    """Rank 0's records of the job."""
 
     def __init__(self) -> None:
         self.windows: list[StepProfile] = []  # oldest first, the newest few of each settings
@@ -489,7 +495,7 @@ class _Memory:
         own_s = window.num_steps * window.step_time_s
         passed_s = max(own_s, window.at - last.at) if last is not None and window.at else own_s
         if last is not None and last.worker_id != window.worker_id:
-            # A job that was ended and is gone on with days later has cost nothing meanwhile.
+            # A job that was ended and resumed days later has cost nothing in between.
             passed_s = min(passed_s, own_s + LONGEST_HANDOVER_S)
         if self._spans and place(self._spans[-1][0]) == place(window):
             self._spans[-1] = window, self._spans[-1][1] + passed_s
@@ -501,14 +507,14 @@ class _Memory:
             del self.windows[alike[0]]
 
     def decide(self, decision: Decision) -> None:
-        """Keep a decision: all changes, and the newest stays, of which there is one a minute."""
+        """Keep a decision: all changes, and the newest decisions without a change, which come once a minute."""
         self.decisions.append(decision)
         stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
         if len(stays) > MAX_STAYS:
             del self.decisions[stays[0]]
 
     def spent(self, objective: Objective, node_cores: float) -> float | None:
-        """Money until now; None: unknown."""
+        """Return the money spent so far; None: unknown."""
         total = 0.0
         for window, seconds in self._spans:
             used = resources_of(configuration_of(window, node_cores), max(window.peak_memory_bytes, window.memory_bytes))
@@ -520,7 +526,7 @@ class _Memory:
 
 
 class _Keeper:
-    """The job history as a running job uses it: what fails is said once, and training goes on."""
+    """Access to the job history for a running job. A failure is logged once, and training goes on."""
 
     def __init__(self, history: JobHistory) -> None:
         self._history = history
@@ -544,7 +550,7 @@ class _Keeper:
         return found
 
     def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:
-        """Asked once a job: its model does not change."""
+        """Return similar past jobs. The query runs once a job because its model does not change."""
         if key not in self._found:
             self._found[key] = ()
             with self._surviving("this job starts without what others have learned"):
@@ -562,27 +568,27 @@ class _Keeper:
 
 
 def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
-    """What a plan asks for."""
+    """Return the settings that a plan requests."""
     settings = plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
     return plan.num_workers, plan.binding, *settings, plan.node_cpus
 
 
 def _is_tuned(wish: PlanRecord, settings: Settings) -> bool:
-    """Whether `settings` are what the plan says on what every worker does by itself."""
+    """Whether `settings` match the plan's settings that each worker applies by itself."""
     asked = (wish.loader_workers, wish.intra_op_threads, wish.prefetch_factor if wish.loader_workers != 0 else None)
     has = (settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor)
     return all(a is None or a == h for a, h in zip(asked, has, strict=True))
 
 
 def _cost_s(events: Sequence[EventRecord], kind: str, default_s: float) -> float:
-    """Median seconds of the job's own changes."""
+    """Return the median seconds of the job's own changes."""
     found = [e.data.get("seconds") for e in events if e.kind == kind]
     measured = [s for s in found if isinstance(s, float) and 0 <= s < math.inf]
     return median(measured) if measured else default_s
 
 
 def _thinned(jobs: Sequence[PastJob]) -> list[StepProfile]:
-    """The newest few windows of each settings of each job."""
+    """Return the newest few windows of each settings of each job."""
     kept = []
     for job in jobs:
         counts: dict[Settings, int] = {}
@@ -595,7 +601,7 @@ def _thinned(jobs: Sequence[PastJob]) -> list[StepProfile]:
 
 
 def _rounded(decision: Decision) -> Decision:
-    """The decision with figures as short as they are sure: its record lies in etcd."""
+    """Return the decision with figures rounded to their precision, because its record is stored in etcd."""
 
     def short(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,7 +1,7 @@
-"""The history of jobs: what they were, what was measured in them, what was planned, and what came of it.
+"""History of jobs: their descriptors, measurements, plans and outcomes.
 
-A SQLite file unless another database is named. Several jobs may write it at once; each write brings one job up to date in
-one transaction. Jobs go on without it: whoever writes catches `HistoryError` and says so.
+A SQLite file unless another database is configured. Several jobs may write it concurrently. Each write updates one job in one
+transaction. Jobs continue without a history: callers catch `HistoryError` and log it.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ __all__ = ["HistoryError", "JobEntry", "JobHistory", "export_windows", "history_
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
-MAX_WINDOWS_PER_SETTINGS = 30  # more say nothing new, and the file is to stay small
+MAX_WINDOWS_PER_SETTINGS = 30  # further windows add no information, and the file should stay small
 MAX_JOBS_COMPARED = 2000  # newest first
 HISTORY_VARIABLE = "DLROVER_HISTORY"
-WRITES = "dlrover_writes"  # option of our transactions
+WRITES = "dlrover_writes"  # execution option of our transactions
 
 
 class HistoryError(Exception):
-    """The history cannot be read or written; the message says what to do."""
+    """The history cannot be read or written; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class JobEntry:
     """One job, without its windows."""
 
-    key: str  # of the job among all; two jobs may have had one name
+    key: str  # unique among all jobs; two jobs may have had one name
     run_id: str
     started_at: float  # seconds since the epoch
     updated_at: float
     outcome: Literal["running", "finished", "failed"]
     descriptor: Descriptor
-    num_settings: int = 0  # that were measured
+    num_settings: int = 0  # number of measured settings
 
 
 def history_url(given: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where the history is, as a SQLAlchemy URL; None if there is to be none.
+    """Return the history's location as a SQLAlchemy URL; None if the history is off.
 
     Args:
-        given: a path, a URL, or `off`; None: the variable DLROVER_HISTORY decides, else it is
+        given: a path, a URL, or `off`. None: the variable DLROVER_HISTORY applies. Without it, the location is
             `dlrover/history.sqlite` in XDG_DATA_HOME or ~/.local/share.
     """
     place = given if given is not None else environ.get(HISTORY_VARIABLE, "")
@@ -77,10 +77,10 @@ def history_url(given: str | None, environ: Mapping[str, str] = os.environ) -> s
 
 
 class JobHistory:
-    """A history, opened when it is first used.
+    """A history, opened on first use.
 
     Args:
-        url: as `history_url` returns it.
+        url: URL as returned by `history_url`.
     """
 
     def __init__(self, url: str) -> None:
@@ -108,7 +108,7 @@ class JobHistory:
         decisions: Sequence[Decision] = (),
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """Bring the history of one job up to date, all of it or nothing; what is known already may be given again.
+        """Update one job's history, all of it or nothing. Known records may be passed again.
 
         Raises:
             HistoryError: the database cannot be written.
@@ -156,7 +156,7 @@ class JobHistory:
             known = set(connection.execute(select(table.c.decision_id).where(table.c.job == key)).scalars())
             return [record for number, record in records.items() if number not in known]
 
-        # Neither changes once it is written, and a job of a week has thousands.
+        # Both are immutable once written, and a week-long job has thousands of them.
         rows = [
             {
                 "job": key,
@@ -179,7 +179,7 @@ class JobHistory:
     # --- reading -----------------------------------------------------------------------------------------------------------
 
     def jobs(self, run_id: str | None = None, limit: int = MAX_JOBS_COMPARED) -> list[JobEntry]:
-        """Jobs, the newest first; those that cannot be read are left out.
+        """Return jobs, the newest first. Unreadable ones are left out.
 
         Args:
             run_id: only jobs of this name.
@@ -194,7 +194,7 @@ class JobHistory:
         return [entry for row in rows if (entry := _entry_of(row)) is not None]
 
     def windows(self, key: str) -> tuple[StepProfile, ...]:
-        """Windows of a job, oldest first."""
+        """Return the windows of a job, oldest first."""
         found = _readable(StepProfile, self._data("windows", key, "at"))
         return tuple(window for window in found if impossible_figure(window) is None)
 
@@ -209,16 +209,16 @@ class JobHistory:
         return list(_readable(Outcome, self._data("outcomes", key, "decision_id")))
 
     def events(self, key: str) -> list[EventRecord]:
-        """What a job has recorded, as the events that tell its story, oldest first."""
+        """Return a job's history as the events from which a report is built, oldest first."""
         found = [EventRecord("profile", window.at, "", dataclasses.asdict(window)) for window in self.windows(key)]
         found += [EventRecord("decision", each.at, each.reason, each.to_data()) for each in self.decisions(key)]
         return sorted(found, key=lambda event: event.at)
 
     def similar(self, descriptor: Descriptor, *, but: str = "") -> list[PastJob]:
-        """The most similar past jobs that have tried more than one settings, with their windows, the most similar first.
+        """Return the most similar past jobs that tried more than one settings, with their windows, the most similar first.
 
         Args:
-            but: key of the job that asks.
+            but: key of the current job, which is left out.
         """
         tried = [job for job in self.jobs() if job.key != but and job.num_settings > 1]
         near = nearest(descriptor, [PastJob(job.key, job.updated_at, job.descriptor, ()) for job in tried])
@@ -271,12 +271,12 @@ class JobHistory:
         try:
             url = make_url(self.url)
         except ArgumentError:
-            return "the named place"  # it may hold a password
+            return "the named place"  # the URL may contain a password
         return url.database or "" if url.drivername == "sqlite" else url.render_as_string(hide_password=True)
 
 
 def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
-    """Write the windows of `jobs` as `perf evaluate` reads them. Returns how many."""
+    """Write the windows of `jobs` in the format of `perf evaluate`. Return their number."""
     names = [f.name for f in dataclasses.fields(StepProfile)]
     table = csv.DictWriter(output, names, lineterminator="\n")
     if form == "csv":
@@ -299,22 +299,22 @@ def _connect(url: str) -> Engine:
 
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
-    if is_sqlite and parsed.database and not parsed.database.startswith("file:"):  # a URI names a file that there is
+    if is_sqlite and parsed.database and not parsed.database.startswith("file:"):  # a URI names an existing file
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if is_sqlite else {}
-    # A connection that is kept open would be shared by a worker and the loader workers forked from it.
+    # A pooled connection would be shared by a worker and the loader workers forked from it.
     engine = create_engine(parsed, poolclass=NullPool, **options)
     if is_sqlite:
 
         @event.listens_for(engine, "connect")
         def prepare(connection: sqlite3.Connection, _: object) -> None:
-            connection.isolation_level = None  # or the driver begins, later than we do
+            connection.isolation_level = None  # otherwise the driver begins a transaction of its own, later than ours
             connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
             connection.execute("PRAGMA synchronous=NORMAL")
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
-            # A transaction that reads first and then finds another writer ahead fails at once, whatever the timeout.
+            # A transaction that reads first and then meets another writer fails at once, whatever the timeout.
             writes = connection.get_execution_options().get(WRITES, True)
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -336,10 +336,10 @@ class _Tables:
 
     @classmethod
     def prepare(cls, engine: Engine) -> _Tables:
-        """The tables, made where they are missing.
+        """Return the tables, creating missing ones.
 
         Raises:
-            HistoryError: a newer release has made them.
+            HistoryError: a newer release created them.
         """
         from sqlalchemy import Boolean, Column, Float, Integer, MetaData, String, Text
 
@@ -393,7 +393,7 @@ class _Tables:
 
 
 def _make_missing(engine: Engine, metadata: MetaData, version: Table) -> None:
-    """Make all tables in a database that has none; raise `HistoryError` where a newer release has made them."""
+    """Create all tables in an empty database. Raise `HistoryError` if a newer release created them."""
     from sqlalchemy import inspect, select
 
     found: Sequence[int] = ()
@@ -412,7 +412,7 @@ def _make_missing(engine: Engine, metadata: MetaData, version: Table) -> None:
 
 
 def _upsert(connection: Connection, table: Table, key: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-    """Insert a row or bring it up to date; every database can do this, none of them alike."""
+    """Insert or update a row. Every database supports upserts, but each with its own syntax."""
     from sqlalchemy import and_, insert, select, update
 
     here = and_(*(table.c[name] == value for name, value in key.items()))

@@ -1,6 +1,6 @@
-"""Choose which measured windows are written to etcd: every change, and otherwise few.
+"""Choose the measured windows to write to etcd: every change, and few otherwise.
 
-A job makes a window every two seconds on each worker, for weeks. Written as they come they would fill an etcd that many jobs
+Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
 share. Pure: no clock, no connection.
 """
 
@@ -16,16 +16,16 @@ from lightning_dlrover.planner.space import settings_of
 __all__ = ["PublishedProfile", "WindowLog"]
 
 PUBLISH_EVERY_S = 10.0
-"""A worker's newest window is published at least so often, though nothing has changed."""
+"""Maximum seconds between publications of a worker's newest window, even without a change."""
 
 CHANGE = 0.25
-"""Share by which a figure has to differ for its window to be published or logged at once."""
+"""Relative change of a figure above which its window is published or logged at once."""
 
 NUM_LOGGED_SINGLY = 10
-"""Windows of one round and setting that are logged one by one, as the planner's first judgement needs them."""
+"""Number of windows of one round and setting that are logged individually, as input for the planner's first judgement."""
 
 LOG_EVERY_S = 60.0
-"""Later windows are merged into one of this length."""
+"""Seconds of later windows that are merged into one."""
 
 _MEANS = (
     "step_time_s",
@@ -42,17 +42,17 @@ _HIGHEST = ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes")
 
 
 class PublishedProfile:
-    """What others see of one worker's windows."""
+    """The published state of one worker's windows."""
 
     def __init__(self) -> None:
         self._last: StepProfile | None = None
         self._published_at = 0.0
 
     def is_news(self, window: StepProfile, now: float) -> bool:
-        """Whether a window tells others something; it is then taken for published.
+        """Whether a window adds information for others. If so, it counts as published.
 
         Args:
-            now: seconds of a clock that does not jump; the time in the window is a wall clock's.
+            now: seconds of a monotonic clock; the window's own time is wall-clock time.
         """
         last = self._last
         if last is not None and _place(last) == _place(window) and now - self._published_at < PUBLISH_EVERY_S:
@@ -64,7 +64,7 @@ class PublishedProfile:
 
 
 class WindowLog:
-    """The windows of rank 0 that become events of the job's history: contiguous, but merged where nothing changes."""
+    """Windows of rank 0 that become events of the job's history: contiguous, and merged while nothing changes."""
 
     def __init__(self) -> None:
         self._pending: list[StepProfile] = []
@@ -72,7 +72,7 @@ class WindowLog:
         self._place: object = None
 
     def add(self, window: StepProfile) -> list[StepProfile]:
-        """The windows to be logged now."""
+        """Return the windows to be logged now."""
         due: list[StepProfile] = []
         place = _place(window)
         if place != self._place:
@@ -89,13 +89,13 @@ class WindowLog:
         return due
 
     def flush(self) -> list[StepProfile]:
-        """What has not been logged yet."""
+        """Return the windows not logged yet."""
         pending, self._pending = self._pending, []
         return [merged(pending)] if pending else []
 
 
 def merged(windows: Sequence[StepProfile]) -> StepProfile:
-    """One window with the steps of several that follow each other: means by step, and the highest use of memory."""
+    """Merge consecutive windows into one: means weighted by steps, and the highest memory use."""
     num_steps = sum(window.num_steps for window in windows)
     weights = [window.num_steps / num_steps if num_steps else 1 / len(windows) for window in windows]
     figures: dict[str, Any] = {

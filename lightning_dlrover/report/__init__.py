@@ -1,1 +1,1 @@
-"""Shows what happened in a job."""
+"""Reports on what happened in a job."""

@@ -1,4 +1,4 @@
-"""Say in words what a job's planner saw, considered, chose and got."""
+"""Explain a job's planner as text: its observations, its candidates, its choices and their outcomes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from lightning_dlrover.report.story import (
 __all__ = ["cost_text", "explain_text"]
 
 MAX_COLUMNS = 110
-MAX_STAYS = 3  # decisions not to change anything, in a row
+MAX_STAYS = 3  # consecutive decisions without a change
 
 
 def explain_text(story: JobStory, plan: int | None = None) -> str:
-    """Every plan with what came of it; the candidates of the changes.
+    """Describe every plan with its outcome, and the candidates of the changes.
 
     Args:
-        plan: only this one, with all its candidates.
+        plan: describe only this plan, with all its candidates.
+
     Raises:
         ValueError: the job has made no such plan.
     """
@@ -47,13 +48,13 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
         before, after = decisions[max(0, number - MAX_STAYS) : number], decisions[number + 1 : number + 2]
         in_a_row = plan is None and not decision.is_change and len(before) == MAX_STAYS
         if in_a_row and after and not any(d.is_change for d in (*before, *after)):
-            continue  # of a long row of stays, the first few and the last are shown
+            continue  # a long row of decisions without a change is shown by its first few and its last
         lines += ["", *_told(story, decision, in_full=plan is not None)]
     return "\n".join(lines)
 
 
 def cost_text(story: JobStory) -> str:
-    """Cost so far, and to the end with what runs and with each alternative of the last decision."""
+    """Show the cost so far, and to the end: with the current settings and with each alternative of the last decision."""
     if not story.decisions:
         return "cost: unknown, as the planner recorded no decision"
     last = story.decisions[-1]
@@ -91,7 +92,7 @@ def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
 
 
 def _telling(decision: Decision) -> list[Candidate]:
-    """What ran, what was chosen, and the Pareto front."""
+    """Return the current candidate, the chosen one, and the Pareto front."""
     return [c for c in decision.candidates if c.on_front or c.settings in (decision.current, decision.chosen)]
 
 

@@ -1,7 +1,7 @@
-"""Write what happened in a job: one HTML file with pictures, and a text that fits one screen.
+"""Write a job's report: one HTML file with pictures, and a text that fits one screen.
 
-What an event means is decided in `report/story.py`, how it is drawn in `report/pictures.py`; this module lays both
-out. All that comes from the job is escaped, and only what was recorded is shown: what is missing is said.
+`report/story.py` interprets the events and `report/pictures.py` draws them; this module arranges both. All text from the job is
+escaped. Only recorded data is shown, and missing data is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TABLE_ROWS = 200
 
 
 def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None:
-    """Write the report of one job to `path`, whole or not at all; the folder is made if it is missing.
+    """Write the report of one job to `path`, whole or not at all. Create the folder if it is missing.
 
     Raises:
         OSError: `path` cannot be written.
@@ -46,7 +46,7 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
 
 
 def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
-    """What happened, in at most 24 lines of 80 columns."""
+    """Summarize a job in at most 24 lines of 80 columns."""
     story = tell(run_id, events)
     lines = [_clip(f"job {_one_line(run_id)}")]
     for fact in _facts(story):
@@ -62,7 +62,7 @@ def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
     notes = notes[:6]
     room = MAX_LINES - len(lines) - len(notes) - 1
     if len(rounds) > room:
-        # The newest rounds are what one looks for at the end of a job.
+        # At the end of a job, its newest rounds matter most.
         left_out = len(rounds) - room
         rounds = [rounds[0], f"  ... {left_out + 1} earlier rounds", *rounds[left_out + 2 :]]
     if story.rounds:
@@ -156,8 +156,8 @@ pre { overflow: auto; max-height: 420px; padding: 12px; font-size: 12.5px; }
 
 
 def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | None]:
-    """Pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
-    # Imported here: matplotlib takes a second, and the text needs none of it.
+    """Return pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
+    # Imported here: matplotlib takes a second to import, and the text does not need it.
     from lightning_dlrover.report.pictures import (
         plans_picture,
         prediction_picture,
@@ -219,7 +219,7 @@ def _page(story: JobStory) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # The page needs nothing from outside and runs nothing, whatever its text says.
+        # The page loads no external resource and runs no script, whatever its text contains.
         "<meta http-equiv='Content-Security-Policy' "
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n" + "\n".join(sections) + "\n</main></body></html>\n"
@@ -288,7 +288,7 @@ def _decisions_table(story: JobStory) -> str:
 
 
 def _table(headers: Iterable[str], rows: list[str], otherwise: str) -> str:
-    """A table; a header that begins with ! is of numbers."""
+    """Return a table. A header that begins with ! marks a numeric column."""
     if not rows:
         return f'<div class="empty">{otherwise}</div>'
     head = "".join(f'<th class="n">{h[1:]}</th>' if h.startswith("!") else f"<th>{h}</th>" for h in headers)
@@ -329,7 +329,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` without line breaks and control characters, which could rewrite the user's terminal."""
+    """Return `text` without line breaks and control characters, which could rewrite the user's terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

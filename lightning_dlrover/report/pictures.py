@@ -1,8 +1,7 @@
-"""Draw a job's story with matplotlib, as SVG text that can stand inside an HTML page.
+"""Draw a job's story with matplotlib, as SVG text for embedding in an HTML page.
 
-Axes and letters are drawn in a placeholder colour that becomes `currentColor`, so a picture follows the
-page's light or dark colours; the data's colours (Okabe and Ito, 2008) are legible on both and to
-colour-blind readers.
+Axes and text use a placeholder colour that becomes `currentColor`, so a picture follows the page's light or dark theme. The
+data's colours (Okabe and Ito, 2008) are legible on both and to colour-blind readers.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ PART_COLOURS = {
 MEASURED = "#3d8fd1"
 PREDICTED = "#d55e00"
 WRONG = "#c2185b"
-MAX_SETTINGS = 12  # side by side
+MAX_SETTINGS = 12  # drawn side by side
 MAX_PLANS = 40
-INK = "#123457"  # stands for the page's own text colour
+INK = "#123457"  # placeholder for the page's text colour
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -79,7 +78,7 @@ MAX_POINTS = 600
 
 
 def _styled(draw: Callable[[JobStory], Figure]) -> Callable[[JobStory], Figure]:
-    """`draw` under our style; matplotlib reads most of it when an artist is made, not when it is drawn."""
+    """Wrap `draw` in our style. matplotlib reads most of a style when it creates an artist, not when it draws one."""
 
     @functools.wraps(draw)
     def drawn(story: JobStory) -> Figure:
@@ -93,7 +92,7 @@ def _styled(draw: Callable[[JobStory], Figure]) -> Callable[[JobStory], Figure]:
 
 @_styled
 def throughput_picture(story: JobStory) -> Figure:
-    """Samples per second over time with every round marked, above the number of workers."""
+    """Plot samples per second over time with every round marked, above the number of workers."""
     from matplotlib.ticker import MaxNLocator
 
     figure, (rate, workers) = _figure(4.0, rows=2, sharex=True, height_ratios=[3.2, 1])
@@ -129,7 +128,7 @@ def throughput_picture(story: JobStory) -> Figure:
         if round_.stall_s:
             rate.axvspan(x, x + round_.stall_s / unit[0], color=colour, alpha=0.18, linewidth=0)
         if len(story.rounds) <= 40:
-            # Rounds close together: their numbers alternate in height instead of overprinting.
+            # Numbers of adjacent rounds alternate in height to avoid overprinting.
             height = 0.995 if number % 2 == 0 else 0.93
             rate.annotate(
                 str(round_.number),
@@ -156,12 +155,12 @@ def throughput_picture(story: JobStory) -> Figure:
 
 @_styled
 def step_parts_picture(story: JobStory) -> Figure:
-    """Milliseconds of a step by part: over time, and the mean for each number of workers."""
+    """Plot milliseconds of a step by part: over time, and the mean for each number of workers."""
     figure, (over_time, by_size) = _figure(3.4, columns=2, width_ratios=[2.4, 1], sharey=True)
     _scale_time(story, over_time)
     profiles = _thin(story.profiles)
     for first, run in _runs(story, profiles):
-        # Bars from window to window, as edges: one path a part, however many windows there are.
+        # Bars from window to window, as edges: one path for each part, regardless of the number of windows.
         begin = max(story.started_at, run[0].at - run[0].num_steps * run[0].step_time_s)
         edges = [_x(story, at) for at in (begin, *(p.at for p in run))]
         below = [0.0] * len(run)
@@ -207,7 +206,7 @@ def step_parts_picture(story: JobStory) -> Figure:
 
 @_styled
 def prediction_picture(story: JobStory) -> Figure:
-    """Measured step times against what the planner predicted: over time, and for each settings of the last decision."""
+    """Plot measured step times against the planner's predictions: over time, and for each settings of the last decision."""
     figure, (over_time, by_settings) = _figure(3.6, columns=2, width_ratios=[1.5, 1], sharey=True)
     _scale_time(story, over_time)
     profiles = _thin(story.profiles)
@@ -222,7 +221,7 @@ def prediction_picture(story: JobStory) -> Figure:
     labelled = False
     for decision, until in zip(story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False):
         predicted = {c.settings: c for c in decision.candidates}
-        # A decision holds until the next one; within it the settings follow when they are carried out.
+        # A decision holds until the next one. Within it, the settings change when the decision is carried out.
         for begin, end, settings in _stretches(story, decision, until):
             if (candidate := predicted.get(settings)) is None:
                 continue
@@ -264,7 +263,7 @@ def prediction_picture(story: JobStory) -> Figure:
 
 @_styled
 def plans_picture(story: JobStory) -> Figure:
-    """Every plan's prediction beside what was measured after it, and what the last one chose from."""
+    """Plot every plan's prediction beside the measurement after it, and the candidates of the last plan."""
     figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
     decisions = [d for d in story.decisions if d.is_change or outcome_of(story, d) is not None][-MAX_PLANS:]
     _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")
@@ -296,7 +295,7 @@ def plans_picture(story: JobStory) -> Figure:
 
 
 def _draw_choice(axes: Axes, decision: Decision) -> None:
-    """What a decision chose from: throughput against cost, with the Pareto front."""
+    """Plot a decision's candidates: throughput against cost, with the Pareto front."""
     able = [c for c in decision.candidates if c.feasible]
     priced = bool(able) and all(c.cost_per_hour is not None for c in able)
 
@@ -345,7 +344,7 @@ def _draw_predictions(axes: Axes, placed: Sequence[tuple[float, Candidate]], col
 
 
 def _shown_candidates(decision: Decision) -> list[Candidate]:
-    """What ran, what was chosen and the fastest of the others."""
+    """Return the current candidate, the chosen one and the fastest of the others."""
     ordered = sorted(
         decision.candidates,
         key=lambda c: (c.settings not in (decision.current, decision.chosen), not c.feasible, c.step_time_s),
@@ -354,7 +353,7 @@ def _shown_candidates(decision: Decision) -> list[Candidate]:
 
 
 def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[float, float, Settings]]:
-    """From when to when which settings ran under a decision, as its windows say."""
+    """Return begin, end and settings of each stretch under a decision, from its windows."""
     found: list[tuple[float, float, Settings]] = []
     begin, settings = decision.at, decision.current
     for profile in story.profiles:
@@ -371,7 +370,7 @@ def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element whose ids begin with `name`, as a page may hold several."""
+    """Return the figure as an `<svg>` element. All its ids begin with `name`, because a page may hold several figures."""
     import matplotlib
 
     text = io.StringIO()
@@ -383,15 +382,15 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # its rules would hold for the whole page
-    # The page's width decides; the viewBox keeps the shape.
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # its rules would apply to the whole page
+    # The page sets the width; the viewBox keeps the aspect ratio.
     return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
 
 
 def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, Sequence[Axes]]:
     from matplotlib.figure import Figure as NewFigure
 
-    # A Figure without pyplot uses the Agg canvas and leaves the user's backend alone.
+    # A Figure without pyplot uses the Agg canvas and leaves the user's backend unchanged.
     figure = NewFigure(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.subplots(rows, columns, **grid)
     for one in axes:
@@ -418,12 +417,12 @@ def _x(story: JobStory, at: float) -> float:
 
 
 def _thin(profiles: Sequence[Profile]) -> Sequence[Profile]:
-    """Every n-th window: a picture of 10 inches shows no more."""
+    """Return every n-th window: a picture of 10 inches cannot show more."""
     return profiles[:: 1 + len(profiles) // MAX_POINTS]
 
 
 def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list[Profile]]]:
-    """Windows of one round each, with whether it is the first run."""
+    """Group windows by round. The flag marks the first round."""
     rounds: dict[int, list[Profile]] = {}
     for profile in sorted(profiles, key=lambda p: p.at):
         rounds.setdefault(profile.round_number, []).append(profile)
@@ -431,7 +430,7 @@ def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list
 
 
 def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
-    """One slow window (the first step of a round) must not flatten all the others."""
+    """Limit the axis so that one slow window (the first step of a round) does not flatten all the others."""
     if not values:
         axes.set_ylim(0, 1)
         return

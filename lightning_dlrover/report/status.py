@@ -1,4 +1,4 @@
-"""Read a job as the command line shows it: from etcd while it lives, from its run folder afterwards."""
+"""Read a job for the command line: from etcd while it is alive, from its run folder afterwards."""
 
 from __future__ import annotations
 
@@ -85,17 +85,18 @@ EVENTS_FILE = "events.jsonl"
 
 
 class JobNotFoundError(RuntimeError):
-    """No job of this name is known where it was looked for."""
+    """No job of this name was found in the given place."""
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a job's records are."""
+    """Location of a job's records."""
 
     run_id: str
     endpoint: str
     prefix: str = DEFAULT_PREFIX
-    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files, as of `EtcdConfig.access`
+    # etcd user and paths of credential files, as in `EtcdConfig.access`
+    access: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> Keys:
@@ -105,8 +106,8 @@ class JobPlace:
         """Write `job.json` into the job's run folder, whole or not at all.
 
         Args:
-            target: where the nodes run.
-            mark: what is in their names there.
+            target: place where the nodes run.
+            mark: part of the nodes' names there.
         """
         content = {**dataclasses.asdict(self), "pid": os.getpid(), "target": target, "mark": mark}
         unfinished = folder / f".{JOB_FILE}.{os.getpid()}"
@@ -116,10 +117,10 @@ class JobPlace:
 
 @dataclass(frozen=True)
 class JobFile:
-    """What `job.json` says."""
+    """Content of `job.json`."""
 
     place: JobPlace
-    pid: int  # of the `dlrover run` that wrote it
+    pid: int  # process id of the `dlrover run` that wrote it
     target: str = "local"
     mark: str = ""
 
@@ -127,7 +128,7 @@ class JobFile:
 def read_job_file(file: Path) -> JobFile:
     """
     Raises:
-        JobNotFoundError: there is none, or it cannot be read.
+        JobNotFoundError: the file is missing or unreadable.
     """
     try:
         content = json.loads(file.read_text())
@@ -144,17 +145,17 @@ def read_job_file(file: Path) -> JobFile:
 
 
 def access_from(environ: Mapping[str, str]) -> dict[str, str]:
-    """User and files for etcd that the environment names, as an agent exports them to its worker."""
+    """Return the etcd user and credential files from the environment, as an agent exports them to its worker."""
     return {name: environ[variable] for name, variable in ACCESS_VARIABLES.items() if environ.get(variable)}
 
 
 def find_job(
     run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
 ) -> JobPlace:
-    """The place of a job: as given, else from its run folder, else from the environment.
+    """Locate a job: from the arguments, else from its run folder, else from the environment.
 
     Raises:
-        JobNotFoundError: none of these knows it.
+        JobNotFoundError: none of these names it.
     """
     file = run_dir / run_id / JOB_FILE
     endpoint = endpoint or (os.environ.get("DLROVER_ENDPOINT") if not file.exists() else None)
@@ -170,20 +171,20 @@ def find_job(
 
 @dataclass(frozen=True)
 class JobSummary:
-    """A job in a list; what is not known is left empty."""
+    """One job in a list. Unknown fields are empty."""
 
     run_id: str
     state: str
-    target: str = ""  # where its nodes run
-    num_workers: int | None = None  # in its round
-    num_nodes: int | None = None  # that its controllers have started and not seen to end
-    controller: str = ""  # who looks after it
+    target: str = ""  # place where its nodes run
+    num_workers: int | None = None  # workers in its round
+    num_nodes: int | None = None  # started nodes that its controllers have not seen end
+    controller: str = ""  # process and, if known, host of its controller
 
 
 def list_jobs(
     endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
 ) -> list[JobSummary]:
-    """Every job in an etcd or, without an endpoint, in a folder of run folders."""
+    """List every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
         folder = prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)
         return _jobs_of_etcd(JobPlace("list", endpoint, folder, access or access_from(os.environ)))
@@ -198,7 +199,7 @@ def list_jobs(
             continue
         who = f"process {job.pid}" if is_locked(file.parent) else ""
         if not who and job.target == "local":
-            jobs.append(JobSummary(name, "ended", "local"))  # and its nodes with it
+            jobs.append(JobSummary(name, "ended", "local"))  # its nodes ended with it
             continue
         key = (job.place.endpoint, job.place.prefix)
         if key not in etcds:
@@ -216,7 +217,7 @@ def list_jobs(
 def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     """
     Raises:
-        EtcdError: it does not answer.
+        EtcdError: etcd does not answer.
     """
     folder = place.prefix.rstrip("/") + "/"
     with connect(dataclasses.replace(place, prefix=folder), timeout_s) as client:
@@ -228,10 +229,10 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
 
 
 def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSummary:
-    """A job by its own records; those of its workers are not read."""
+    """Summarize a job by its own records, without those of its workers."""
     try:
         keys = Keys(run_id, prefix)
-    except ValueError:  # somebody else's key under our prefix
+    except ValueError:  # a foreign key under our prefix
         return JobSummary(run_id, "unreadable")
     problems: list[RecordError] = []
 
@@ -261,7 +262,7 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a `dlrover run` works in this run folder."""
+    """Whether a `dlrover run` uses this run folder."""
     if not (folder / ".lock").exists():
         return False
     with (folder / ".lock").open("a") as lock:
@@ -273,10 +274,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
-    """A client that has reached the job's etcd.
+    """Return a client that has reached the job's etcd.
 
     Raises:
-        EtcdError: nobody answers there.
+        EtcdError: etcd does not answer.
     """
     client = EtcdClient(EtcdConfig(place.endpoint, timeout_s=timeout_s, **place.access))
     client.share_lifetime(place.keys.root, HISTORY_TTL_S)
@@ -289,10 +290,10 @@ def connect(place: JobPlace, timeout_s: float = 5.0) -> EtcdClient:
 
 
 def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
-    """A client for a job that is expected to run.
+    """Return a client for a job that should be running.
 
     Raises:
-        EtcdError: nobody answers there.
+        EtcdError: etcd does not answer.
     """
     try:
         return connect(place)
@@ -307,17 +308,17 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
 
 @dataclass(frozen=True)
 class FoundJob:
-    """A job as etcd shows it."""
+    """Records of a job in etcd."""
 
     view: View
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
-    problems: list[str]  # records that cannot be read; a running job ignores them, people should know
+    problems: list[str]  # unreadable records; a running job ignores them, but users should see them
 
 
 def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
-    """The job's records.
+    """Read the job's records.
 
     Raises:
         JobNotFoundError: etcd holds nothing of the job.
@@ -331,7 +332,7 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         problems.append(str(error))
 
     view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
-    agent_round, notice, controller, nodes = None, None, None, None  # of no interest to workers
+    agent_round, notice, controller, nodes = None, None, None, None  # not used by workers
     since = {entry.key: entry.create_revision for entry in entries}
     for entry in entries:
         try:
@@ -355,18 +356,18 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
-    """Events in the order of their keys; what cannot be read is left out."""
+    """Return events in the order of their keys. Unreadable ones are left out."""
     events = []
     for entry in sorted(entries, key=lambda e: e.key):
         try:
             events.append(decode(EventRecord, entry.value, entry.key))
         except RecordError:
-            continue  # somebody else's value under our prefix must not hide the rest of the history
+            continue  # a foreign value under our prefix must not hide the rest of the history
     return events
 
 
 def read_event_file(file: Path) -> list[EventRecord]:
-    """Events of a run folder.
+    """Read the events of a run folder.
 
     Raises:
         JobNotFoundError: there is no such file.
@@ -378,12 +379,12 @@ def read_event_file(file: Path) -> list[EventRecord]:
         try:
             events.append(decode(EventRecord, line, str(file)))
         except RecordError:
-            continue  # the last line of a job that was killed may be half written
+            continue  # the last line of a killed job may be incomplete
     return events
 
 
 def first_traceback(file: Path) -> str | None:
-    """What the first worker of those that failed last has told the job about its error."""
+    """Return the traceback of the first worker in the newest group of failures, as recorded in the events."""
     events = read_event_file(file) if file.exists() else []
     rounds = [event.at for event in events if event.kind == "round"]
     errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
@@ -393,9 +394,9 @@ def first_traceback(file: Path) -> str | None:
 
 @dataclass
 class EventLog:
-    """Copies a job's events from etcd into its run folder, each once; what the file held before is written anew.
+    """Copy a job's events from etcd into its run folder, each once. The file's former content is replaced.
 
-    Events that an earlier process has copied there are no news.
+    Events already copied there by an earlier process are not reported as new.
     """
 
     mirror: Mirror
@@ -407,10 +408,9 @@ class EventLog:
     _failed: bool = False
 
     def new(self) -> list[EventRecord]:
-        """Events since the last call, or since an earlier process wrote the file.
+        """Return events since the last call, or since an earlier process wrote the file.
 
-        They are in the file when this returns, unless that cannot be written. What was not written is written by a later call:
-        a full disk ends no job.
+        They are in the file on return unless it cannot be written. A later call repeats failed writes: a full disk ends no job.
         """
         if self.mirror.revision == self._revision:
             self._write()
@@ -421,7 +421,7 @@ class EventLog:
         events = read_events(fresh)
         former: set[bytes] = set()
         if not self._began:
-            with contextlib.suppress(OSError):  # there is none, or it cannot be read: all events are new
+            with contextlib.suppress(OSError):  # missing or unreadable: all events are new
                 former = set(self.file.read_bytes().splitlines())
         self._unwritten += b"".join(encode(event) + b"\n" for event in events)
         self._write()
@@ -431,7 +431,7 @@ class EventLog:
         if self._began and not self._unwritten:
             return
         try:
-            # Unbuffered: what a full disk has taken on is known to the byte.
+            # Unbuffered, so that the number of bytes a full disk has accepted is exact.
             with self.file.open("ab" if self._began else "wb", buffering=0) as stream:
                 self._began = True
                 while self._unwritten:
@@ -446,9 +446,9 @@ class EventLog:
         self._failed = True
 
     def complete(self, client: EtcdClient) -> None:
-        """Bring the file up to what etcd holds now: the watch may be a moment behind the last words of a job.
+        """Complete the file from etcd. The watch may lag behind a job's last events.
 
-        Workers write their events on their own, so some arrive late; here they are put in the order in which they happened.
+        Workers write their events independently, so some arrive late. Here they are sorted by time.
         """
         try:
             last = [entry for entry in client.get_prefix(self.mirror.prefix)[1] if entry.key not in self._seen]
@@ -465,7 +465,7 @@ class EventLog:
             events = sorted(read_event_file(self.file), key=lambda event: event.at)
             unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
             unfinished.replace(self.file)
-        except JobNotFoundError as error:  # somebody has removed it: the job's end must not hinge on that
+        except JobNotFoundError as error:  # deleted meanwhile: the job's end must not depend on the file
             log.warning("the events of the job are not kept: %s", error)
         except OSError as error:
             self._complain(error)
@@ -481,12 +481,11 @@ def show_status(
     now: float | None = None,
     nodes: Mapping[str, NodeRecord] | None = None,
 ) -> dict[str, Any]:
-    """What `dlrover status` prints, as plain data.
+    """Return the output of `dlrover status` as plain data.
 
     Args:
-        nodes: those that controllers have asked for, by name, as far as they are known.
-
-        now: seconds since the epoch. How long something lasts follows from the clocks of several hosts: for people only.
+        nodes: nodes that controllers have requested, by name, as far as known.
+        now: seconds since the epoch. Durations depend on the clocks of several hosts, so they are for display only.
     """
     now = time.time() if now is None else now
     worker_waits, agent_waits = rounds.waits(found.view), agent_rounds.waits(found.agents)
@@ -494,7 +493,7 @@ def show_status(
     job, round_, plan = view.job, view.round, view.plan
     phase: str = job.phase if job else "not started"
     if phase in ("starting", "training") and not view.workers and not view.agents:
-        phase = "stopped"  # ended from outside: nobody was left to write it down
+        phase = "stopped"  # ended from outside, with no process left to record it
     members = round_.members if round_ else []
     rates = [profile.samples_per_s for worker, profile in profiles.items() if worker in members]
     return {
@@ -529,7 +528,7 @@ def show_status(
                 "waits": agent_waits[agent],
                 "for_s": _elapsed(seen.record.since, now),
                 "gives_up_in_s": seen.record.join_timeout_s - _elapsed(seen.record.since, now)
-                # It waits for as long as there is a controller, and `join_timeout` longer.
+                # It waits while there is a controller, and `join_timeout` longer.
                 if seen.record.state == "waiting" and seen.record.join_timeout_s and found.controller is None
                 else None,
             }
@@ -546,7 +545,7 @@ def show_status(
 
 
 def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) -> list[dict[str, Any]]:
-    """Nodes whose worker does not train yet, and the stage of each: requested, starting, importing, building or ready."""
+    """List nodes that do not train yet, with their stage: requested, starting, importing, building or ready."""
     view = found.view
     apps = found.controller.apps if found.controller is not None else {}
     labels = {agent: record.labels.get("node", "") for agent, record in view.agents.items()}
@@ -568,7 +567,7 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
 
 
 def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
-    """Nodes that controllers have asked for, by name; what cannot be read is left out."""
+    """Return nodes that controllers have requested, by name. Unreadable records are left out."""
     nodes = {}
     for entry in client.get_prefix(keys.each_node)[1]:
         with contextlib.suppress(RecordError):

@@ -1,8 +1,7 @@
-"""Turn a job's events into what happened: rounds, stalls, losses, decisions and profiles, in order of time.
+"""Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
 
-Events come from etcd or from a file that may have been cut short, so nothing in their `data` is taken on
-trust: an event that lacks a field it needs is counted in `JobStory.num_skipped` and left out, and what was
-never recorded is named in `missing`.
+Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a required
+field is counted in `JobStory.num_skipped` and left out. Data that was never recorded is listed in `missing`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ __all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
 Told = TypeVar("Told")
 
 KINDS = ("round", "stall", "profile", "decision", "outcome", "loss", "scale", "finished", "error")
-LATEST = 253_402_300_800.0  # the year 10000; no calendar and no axis goes beyond
-LARGEST = 1e15  # of any quantity a job can have; more is a broken record
+LATEST = 253_402_300_800.0  # the year 10000, the upper limit of calendars and axes
+LARGEST = 1e15  # upper limit of any quantity; larger ones come from broken records
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class Round:
     kind: str
     num_workers: int
     reason: str
-    stall_s: float | None  # longest of the survivors' measured stalls
+    stall_s: float | None  # longest measured stall of the survivors
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The fields of a `StepProfile` that the report draws."""
+    """Fields of a `StepProfile` that the report draws."""
 
     at: float
     round_number: int
@@ -56,7 +55,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Note:
-    """An event of which only the sentence is shown."""
+    """An event shown by its sentence only."""
 
     at: float
     text: str
@@ -71,9 +70,9 @@ class JobStory:
     profiles: tuple[Profile, ...]
     decisions: tuple[Decision, ...]
     losses: tuple[Note, ...]
-    notes: tuple[Note, ...]  # requests for a size, checkpoints and whatever else is neither drawn nor counted
+    notes: tuple[Note, ...]  # requested sizes, checkpoints and all other events that are neither drawn nor counted
     errors: tuple[Note, ...]
-    finished_step: int | None  # None: the job has not said that it finished
+    finished_step: int | None  # None: the job has not reported its end
     num_events: int
     num_skipped: int
 
@@ -93,12 +92,12 @@ class JobStory:
 
     @property
     def num_resizes(self) -> int:
-        """Rounds after the first."""
+        """Number of rounds after the first."""
         return sum(r.kind not in ("start", "stop") for r in self.rounds)
 
     @property
     def num_losses(self) -> int:
-        """Workers lost; at least the rounds formed because of a loss, whose own event may be missing."""
+        """Number of lost workers, and at least that of rounds after a loss, because the loss's own event may be missing."""
         return max(len(self.losses), sum(r.kind == "loss" for r in self.rounds))
 
     @property
@@ -107,7 +106,7 @@ class JobStory:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What a complete job would have recorded and this one has not, as sentences."""
+        """Describe, in sentences, the data that a complete job would have recorded and this one has not."""
         said = []
         if not self.num_events:
             return ("No events were recorded: the job has not formed a round yet, or its log is elsewhere.",)
@@ -128,7 +127,7 @@ class JobStory:
 
 
 def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
-    """The story of one job; events may be in any order, incomplete or broken."""
+    """Build the story of one job. Events may be in any order, incomplete or broken."""
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
     reader = _Reader(timed, num_skipped=len(events) - len(timed))
     stalls: dict[int, float] = {}
@@ -142,9 +141,9 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
     finished = list(reader.each("finished", lambda event: _whole(event.data["global_step"])))
     losses: dict[str, Note] = {}
     for worker_id, note in reader.each("loss", _loss):
-        losses.setdefault(worker_id, note)  # every survivor that notices may report it
+        losses.setdefault(worker_id, note)  # every survivor that detects it may report it
     others = [Note(e.at, e.text or e.kind) for e in timed if e.kind not in KINDS]
-    # A window's event is written at its end, and the first step of the job lies before it.
+    # A window's event is written at its end, and the first step of the job precedes it.
     started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0)
     return JobStory(
         run_id=run_id,
@@ -163,7 +162,7 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
 
 
 def outcome_of(story: JobStory, decision: Decision) -> Outcome | None:
-    """What came of a decision: all windows in the settings it chose, until the next one; None if there were none."""
+    """Return the outcome of a decision: all windows with its settings until the next decision. None if there were none."""
     later = [d.at for d in story.decisions if d.at > decision.at]
     until = min(later, default=math.inf)
     chosen = [p for p in story.profiles if decision.at < p.at <= until and p.settings == decision.chosen]

@@ -1,4 +1,4 @@
-"""Have a scheduler end nodes, and repeat the request while they live."""
+"""Have a scheduler end nodes, and repeat the request while they are alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Cancellations:
-    """Ends nodes of the ledger, and those that run in its name though no record says so."""
+    """End nodes of the ledger, and strays: nodes of this job without a record."""
 
     def __init__(self, run_id: str, office: Office, target: Target, ledger: Ledger, patience: Patience) -> None:
         self._run_id = run_id
@@ -25,20 +25,20 @@ class Cancellations:
         self._target = target
         self._ledger = ledger
         self._patience = patience
-        self._strays: dict[str, float] = {}  # handles of nodes that nobody has asked for, and when they were last cancelled
+        self._strays: dict[str, float] = {}  # handles of nodes without a record, and when they were last cancelled
 
     def cancel(self, names: Sequence[str]) -> None:
-        """End nodes, all at once. Of those whose fate is unknown, what the scheduler shows later is ended then."""
+        """End nodes, all at once. Those of unknown fate are ended once the scheduler lists them."""
         for name in names:
             entry = self._ledger.entries[name]
             entry.cancelled = True
             entry.ended_at = entry.ended_at or time.monotonic()
         if names and self._target.outlives_controller:
-            self._ledger.save()  # the others end with us: that must not wait for an etcd that is away
+            self._ledger.save()  # local nodes end with this process: their end must not wait for an unreachable etcd
         self.repeat()
 
     def repeat(self) -> None:
-        """Have the scheduler end what was cancelled and has not ended; what it refuses is asked for ever more rarely."""
+        """Have the scheduler end cancelled nodes that have not ended. Refused requests are repeated with a growing pause."""
         now = time.monotonic()
         due = {
             entry.handle: entry
@@ -67,13 +67,13 @@ class Cancellations:
                 entry.status = "cancelled"
 
     def end_strays(self, listed: Sequence[App]) -> None:
-        """End what runs in our name though no record says so: a request that was given up has been carried out after all."""
+        """End nodes that carry the job's mark without a record: an abandoned request was carried out after all."""
         now = time.monotonic()
         entries = self._ledger.entries.values()
         known = {entry.handle for entry in entries if not entry.has_ended or entry.cancelled}
         strays = [a for a in listed if a.is_living and a.handle not in known]
         due = [a for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._patience.cancel_s]
-        # A node whose end we know may be listed as living for a moment.
+        # A node that has ended may still be listed as alive for a moment.
         ended_at = {entry.handle: entry.ended_at or now for entry in entries}
         due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._patience.settle_s]
         if not due or not self._office.still_acts():

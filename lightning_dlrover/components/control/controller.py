@@ -1,9 +1,9 @@
-"""Keep the nodes of one job as its plan says.
+"""Keep a job's nodes in line with its plan.
 
-`Controller` holds the job's `controller` key (`office.py`), looks at etcd and at the scheduler (`observer.py`), lets
-`reconcile.py` decide and carries that out. Whatever it must not forget is in etcd before it acts (`ledger.py`), so it may be
-killed at any moment and started again: a node's name is written down before the scheduler is asked for it, its cancellation
-before it is cancelled.
+`Controller` holds the job's `controller` key (`office.py`) and observes etcd and the scheduler (`observer.py`). It lets
+`reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
+(`ledger.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
+controller may be killed and restarted at any moment.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Carries out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
+    """Carry out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
 
-    A process that is killed leaves nodes behind where they outlive it; the next controller of the job goes on with them.
+    A killed process leaves its nodes behind where they outlive it. The job's next controller takes them over.
 
     Args:
-        client: connected.
-        keys: the job.
-        target: where nodes run.
-        limits: the plan is kept within these; the lower one is the first plan.
-        show: called with every line of the nodes' output, the node's name in front.
-        hurry: when set, the end of cancelled nodes is not waited for.
+        client: connected client.
+        keys: keys of the job.
+        target: place where nodes run.
+        limits: bounds of the plan; the lower one is the first plan.
+        show: called with every line of the nodes' output, prefixed with the node's name.
+        hurry: when set, do not wait for the end of cancelled nodes.
 
     Raises:
         ControllerBusyError: another controller acts for the job.
@@ -95,8 +95,8 @@ class Controller:
         self._target = target
         self._patience = patience or Patience()
         self._hurry = hurry or threading.Event()
-        self._held_up = ""  # why nodes that the plan wants are not added
-        self._trouble = ""  # of these reasons, the kind that the job's history has been told
+        self._held_up = ""  # why planned nodes are not added
+        self._trouble = ""  # kind of the newest such reason in the job's history
         self._is_closed = False
         self._etcd_away_since: float | None = None
         client.share_lifetime(keys.root, HISTORY_TTL_S)
@@ -123,7 +123,7 @@ class Controller:
         self.close()
 
     def step(self) -> Give | None:
-        """Look, act, and show new output. Returns what ended the job, or None while it goes on.
+        """Observe, act, and show new output. Return the job's end, or None while it goes on.
 
         Raises:
             ControllerBusyError: another controller has taken over.
@@ -148,23 +148,23 @@ class Controller:
         return end
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something in etcd has changed since the last step looked there, or after `timeout_s`."""
+        """Return when etcd has changed since the last step's observation, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             self._mirror.wait_for(lambda _: True if self._mirror.revision != self._seen_revision else None, timeout_s)
 
     def failure_text(self) -> str:
-        """The traceback that the first of the nodes that failed last has printed, else why it was ended; empty: nobody says."""
+        """Return the traceback of the first node in the newest group of failures, else why it was ended; empty if unknown."""
         return self._ledger.failure_text()
 
     @property
     def mark(self) -> str:
-        """What is in the name of each of the job's nodes at its scheduler."""
+        """Part of the name of each of the job's nodes at its scheduler."""
         return self._ledger.nodes.mark if self._ledger.nodes else ""
 
     def end_nodes(self) -> None:
-        """End all nodes that are still running, and wait until they have ended, at most for `Patience.cancel_s`.
+        """End all running nodes and wait for their end, for at most `Patience.cancel_s`.
 
-        Those that outlive us are left to another controller that has taken over meanwhile.
+        If another controller has taken over, nodes that outlive us are left to it.
         """
         self._ledger.is_ending = True
         if self._target.outlives_controller and self._awaited() and self._office.still_acts() is False:
@@ -192,13 +192,13 @@ class Controller:
         self._output.show(self._ledger)
 
     def tell_scheduler_to_end_nodes(self) -> None:
-        """Have all nodes cancelled, without a word in etcd and without waiting for their end."""
+        """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
         entries = self._ledger.entries.values()
         with contextlib.suppress(TargetError):
             self._target.cancel([entry.handle for entry in entries if entry.handle and not entry.has_ended])
 
     def close(self) -> None:
-        """End all nodes that are still running, and give the job's controller key back."""
+        """End all running nodes and release the job's controller key."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -210,13 +210,13 @@ class Controller:
             self._office.give_up()
 
     def _awaited(self) -> list[str]:
-        """Nodes whose end is waited for. One of unknown fate that does not outlive us ends with its target."""
+        """Return the nodes that are expected to end. One of unknown fate that does not outlive us ends with its target."""
         outlives = self._target.outlives_controller
         entries = self._ledger.entries.items()
         return [name for name, entry in entries if not entry.has_ended and (entry.handle or outlives)]
 
     def _may_act(self) -> bool:
-        """Whether etcd answers and we are the one who acts. Comes back by itself after both have been lost."""
+        """Whether etcd answers and this controller may act. It recovers by itself after losing both."""
         try:
             if self._office.take_back():
                 self._ledger.adopt(self._observer.view)
@@ -230,7 +230,7 @@ class Controller:
         return healthy
 
     def _compare(self, may_act: bool) -> None:
-        """Settle what the scheduler and we know differently: nodes of unknown fate, and those that nobody has asked for."""
+        """Reconcile the scheduler's list with the ledger: nodes of unknown fate, and strays."""
         listed = self._observer.compare()
         if listed is not None and may_act:
             self._cancellations.repeat()
@@ -241,7 +241,7 @@ class Controller:
         return dataclasses.replace(self._observer.job_view(view), may_act=may_act, etcd_away_s=away_s)
 
     def _enlarge_nodes(self) -> bool:
-        """Plan larger nodes once one was killed for want of memory. Returns whether the plan may have changed."""
+        """Plan larger nodes after one was killed for lack of memory. Return whether the plan may have changed."""
         requests: list[EnlargeNodes] = enlargements(self._observer.nodes(time.monotonic()))
         for request in requests:
             try:
@@ -271,20 +271,20 @@ class Controller:
                 case Give():
                     end = action
         if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
-            cancelled = []  # they are another controller's now
+            cancelled = []  # another controller owns them now
         self._cancellations.cancel(cancelled)
-        # No round is formed in a job that has failed, so its workers could not hand over and leave.
+        # A failed job forms no round, so its workers could not hand over and leave.
         leaving = [entry for entry in self._ledger.entries.values() if entry.cancelled]
         if end is not None and any(not entry.has_ended for entry in leaving):
             waited_s = time.monotonic() - max(entry.ended_at or 0.0 for entry in leaving)
             if waited_s < self._patience.cancel_s:
                 return None
         if end is not None and end.exit_code and not self._job.declare_failed(end.reason):
-            return None  # the next step finds out who acts now
+            return None  # the next step detects which controller may act
         return end
 
     def _withdraw(self, names: Sequence[str]) -> bool:
-        """End nodes that wait for too much, before others are added. Returns whether others may be added."""
+        """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
         if not self._office.still_acts():
@@ -294,11 +294,11 @@ class Controller:
         return True
 
     def _add(self, size: NodeSize) -> bool:
-        """Start one more node; False if this is not the time to start any."""
+        """Start one more node; False if no node should be started now."""
         try:
             name, entry = self._ledger.ask(size)
         except (EtcdError, RecordError) as error:
-            # What is not written down must not exist.
+            # A node without a record must not exist.
             log.warning("run %s: no node is started for now: %s", self._run_id, error)
             return False
         now = time.monotonic()
@@ -309,7 +309,7 @@ class Controller:
                 log.warning("run %s: whether %s was started is not known yet: %s", self._run_id, name, error)
                 return False
             self._observer.note_refusal(name, str(error), now)
-        except Exception as error:  # schedulers raise what they like
+        except Exception as error:  # schedulers may raise any type
             self._observer.note_refusal(name, f"{type(error).__name__}: {error}", now)
         else:
             log.info("run %s: started %s", self._run_id, name)
@@ -317,13 +317,13 @@ class Controller:
         return not entry.has_ended
 
     def _publish(self) -> None:
-        """Bring the controller's record up to date, and the job's history where adding nodes has met another obstacle."""
+        """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._ledger.entries.items() if entry.is_living}
         if not self._office.publish(apps, self._held_up):
             return
-        kind = likeness(self._held_up)  # the same with other counts and pauses is no news
+        kind = likeness(self._held_up)  # a changed count or pause alone is no new obstacle
         if kind and kind != self._trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
-            with contextlib.suppress(EtcdError):  # status has it all the same
+            with contextlib.suppress(EtcdError):  # the status shows it in any case
                 self._office.add_event("nodes", self._held_up)
         self._trouble = kind

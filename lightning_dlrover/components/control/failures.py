@@ -1,7 +1,7 @@
-"""Judge the failures of a job's nodes: which of them are one and the same, and whether the job gets anywhere between them.
+"""Judge the failures of a job's nodes: group repeated errors, and detect progress between them.
 
-Pure functions of what is known of the nodes. `reconcile.py` decides by them when to give the job up, when to stop adding nodes,
-and how long to wait before the next one.
+Pure functions of the nodes' state. By them `reconcile.py` decides when to give the job up, when to stop adding nodes, and how
+long to pause before the next one.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Node:
-    """One one-node app."""
+    """State of one node and its app."""
 
     name: str
     status: AppStatus
-    agent_seen: bool = False  # its agent is registered, or was
+    agent_seen: bool = False  # its agent is or was registered
     has_worker: bool = False  # its training process is registered
-    is_member: bool = False  # that worker is a member of the current round
-    workerless_s: float = 0.0  # since it last had a registered worker; 0 if it never had one
-    idle_s: float = 0.0  # since it last was a member, or since it was started
-    age_s: float = 0.0  # since it was started; 0 while it waits in a scheduler's queue
-    asked_s: float = 0.0  # since the scheduler was asked for it
-    ended_s: float = 0.0  # since it ended
-    trained_s: float = 0.0  # as a member of rounds, all together
-    error: str = ""  # failed: by an error of the script; empty when it was killed
-    refused: bool = False  # failed: the scheduler has not taken it on, `error` holds its words
-    refusals_in_a_row: int = 1  # refused: how many there were up to this one, those that are no longer in the list included
-    after_training: bool = False  # failed in the script's code that follows `fit`
-    stopped_job: bool = False  # failed, and with it the last member of the round was gone
-    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
-    forgiven: bool = False  # failed: before the plan was last changed by hand, or under another controller
+    is_member: bool = False  # its worker is a member of the current round
+    workerless_s: float = 0.0  # time since it last had a registered worker; 0 if it never had one
+    idle_s: float = 0.0  # time since it last was a member, or since it was started
+    age_s: float = 0.0  # time since it was started; 0 while it waits in a scheduler's queue
+    asked_s: float = 0.0  # time since its request to the scheduler
+    ended_s: float = 0.0  # time since it ended
+    trained_s: float = 0.0  # total time as a member of rounds
+    error: str = ""  # failed: the script's error; empty if it was killed
+    refused: bool = False  # failed: the scheduler refused it, `error` holds the refusal
+    refusals_in_a_row: int = 1  # refused: refusals in a row up to this one, forgotten nodes included
+    after_training: bool = False  # failed in the script's code after `fit`
+    stopped_job: bool = False  # failed, and the round lost its last member with it
+    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: none
+    forgiven: bool = False  # failed: before the user last changed the plan, or under another controller
     warned: bool = False
     size: NodeSize = ANY_SIZE
-    is_taken_on: bool = False  # by its scheduler, which has given it a handle
-    worker: str = ""  # id of its registered worker, the newest one
-    wanted_back: bool = False  # its scheduler is going to end it soon, though its worker is a member
-    lacks_memory: bool = False  # failed: killed for want of memory, and the plan does not say so yet
+    is_taken_on: bool = False  # the scheduler has accepted it and returned a handle
+    worker: str = ""  # id of its newest registered worker
+    wanted_back: bool = False  # the scheduler will end it soon, and its worker is a member
+    lacks_memory: bool = False  # failed: killed for lack of memory, and the plan does not account for it yet
 
     @property
     def is_living(self) -> bool:
         return self.status in ("pending", "running")
 
 
-# Each replaces what differs between two occurrences of one error. The order matters: a path may hold hex digits and numbers.
+# Each replaces a varying part of an error's text. The order matters: paths may contain hex digits and numbers.
 _VARYING = (
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"), "TIME"),
     (re.compile(r"\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"), "TIME"),
@@ -75,9 +75,9 @@ _VARYING = (
 
 
 def likeness(error: str) -> str:
-    """What is left of an error's text without process ids, addresses, times, paths and other numbers.
+    """Return an error's text without process ids, addresses, times, paths and other numbers.
 
-    Two errors with the same rest are taken for the same error: a data loader's death names another process each time.
+    Two errors with the same rest count as the same error: a data loader's death names another process each time.
     """
     for pattern, name in _VARYING:
         error = pattern.sub(name, error)
@@ -85,7 +85,7 @@ def likeness(error: str) -> str:
 
 
 def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
-    """Occurrences of the most frequent error, and its newest text; killed and refused nodes have none."""
+    """Return the count of the most frequent error, and its newest text. Killed and refused nodes have no error."""
     failed = [node for node in nodes if node.error and not node.refused]
     counts = Counter(likeness(node.error) for node in failed)
     if not counts:
@@ -95,10 +95,10 @@ def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
 
 
 def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress_s: float) -> list[Node]:
-    """Nodes whose failures have stopped the whole job since it last got somewhere, oldest first.
+    """Return the failed nodes that have stopped the whole job since its last progress, oldest first.
 
-    A job that nobody trains any more goes on from its newest checkpoint, so progress is a newer one. Where none is known of,
-    the script may write its own: having trained for `progress_s` counts then.
+    A stopped job resumes from its newest checkpoint, so progress is a newer checkpoint. If none is known, the script may write
+    its own. In that case `progress_s` seconds of training count as progress.
     """
     if not checkpoint_step and any(n.is_living and n.trained_s >= progress_s for n in nodes):
         return []
@@ -113,35 +113,35 @@ def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress
 
 
 def early_failures(nodes: Sequence[Node], useful_s: float) -> list[Node]:
-    """Nodes that failed before they were of use, while others trained on, and since the last one that was."""
+    """Return nodes that failed before they were useful, while others trained on, and after the last useful one."""
     useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
     failed = [n for n in nodes if n.status == "failed" and not (n.refused or n.stopped_job or n.forgiven)]
     return [n for n in failed if n.trained_s < useful_s and n.ended_s < useful_since_s]
 
 
 def refusals(nodes: Sequence[Node]) -> list[Node]:
-    """Nodes that the scheduler has refused since it last took one on, oldest first."""
+    """Return nodes that the scheduler has refused since it last accepted one, oldest first."""
     taken_s = min((node.asked_s for node in nodes if not node.refused), default=float("inf"))
     refused = [node for node in nodes if node.refused and not node.forgiven and node.asked_s < taken_s]
     return sorted(refused, key=lambda n: -n.ended_s)
 
 
 def num_refusals(refused: Sequence[Node]) -> int:
-    """Refusals in a row up to now; more than `refused` has nodes once the oldest of them were forgotten."""
+    """Return the number of refusals in a row. It exceeds `refused` once the oldest nodes are forgotten."""
     return max(len(refused), refused[-1].refusals_in_a_row) if refused else 0
 
 
 def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
-    """The first node that failed by an error of its own."""
+    """Return the first node that failed by an error of its own."""
     own = of_their_own(nodes, nodes, together_s)
     return max(own, key=lambda n: n.ended_s, default=None)
 
 
 def of_their_own(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
-    """Those of `failed` that did not fail of another node's end.
+    """Return those of `failed` that did not fail as a consequence of another node's end.
 
     Args:
-        together_s: nodes that fail within so many seconds of one that was killed may have failed of that.
+        together_s: seconds around a killed node's end within which other failures may be its consequences.
     """
     killed = [node.ended_s for node in nodes if node.status == "failed" and not node.error]
     own = [node for node in failed if node.status == "failed" and node.error and not node.refused]

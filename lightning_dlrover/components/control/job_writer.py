@@ -1,4 +1,4 @@
-"""Write what a controller decides about the job as a whole: its first plan, requests to workers, larger nodes, its failure."""
+"""Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = ["JobWriter"]
 log = logging.getLogger(__name__)
 
 MIRROR_S = 5.0
-"""How long what was written may take to be seen; it is seen later otherwise."""
+"""Seconds to wait for our own write to show up in the mirror before continuing without it."""
 
 
 class JobWriter:
-    """Writes the records of a job that its controller shares with workers and with people."""
+    """Write the job's records that its controller shares with workers and users."""
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
         self._client = client
@@ -58,17 +58,17 @@ class JobWriter:
         self._client.txn([absent(self._keys.plan)], [Put(self._keys.plan, encode(plan))])
 
     def ask_for_replacement(self, worker: str, reason: str) -> None:
-        """Let a worker leave once another one can take its place, unless it has gone or was asked to leave already."""
+        """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
-        with contextlib.suppress(EtcdError):  # the next step tries it again
+        with contextlib.suppress(EtcdError):  # the next step repeats it
             ask_for_replacement(self._client, self._keys, worker, reason, self._office.is_ours)
 
     def enlarge_nodes(self, request: EnlargeNodes) -> None:
-        """Plan larger nodes; as the plan says that, whoever comes next knows.
+        """Plan larger nodes. The plan keeps the new size for later controllers.
 
         Raises:
-            EtcdError: it was not written, or nobody can tell.
-            RecordError: the plan cannot be read.
+            EtcdError: the plan was not written, or its fate is unknown.
+            RecordError: the plan is unreadable.
         """
         had = request.size
         given = self._plan_memory(request.memory_mb)
@@ -79,10 +79,10 @@ class JobWriter:
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
-        """Tell nodes that others have started, and whoever asks later.
+        """Mark the job as failed, for nodes started by others and for later queries.
 
         Returns:
-            False if another controller may act by now: it is for that one to say whether the job has failed.
+            False if another controller may act by now. That one decides whether the job has failed.
         """
         key = self._keys.job
         try:
@@ -96,7 +96,7 @@ class JobWriter:
                 if self._client.txn([self._office.is_ours, unchanged], [Put(key, failed)]).succeeded:
                     break
                 acts = self._office.still_acts() is not False
-            if acts:  # a worker that leaves a job that has ended does the same; the last one may have left before
+            if acts:  # workers do the same when they leave an ended job; the last one may have left before
                 self._client.txn([self._office.is_ours], [Delete(self._keys.plan)])
                 self._client.delete_prefix(self._keys.drains)
             return acts
@@ -105,7 +105,7 @@ class JobWriter:
             return True
 
     def _plan_memory(self, memory_mb: int) -> int:
-        """Ask for nodes with so much memory, as far as the limits allow. Returns what they have then, in MiB."""
+        """Plan nodes with this much memory, within the limits. Return the resulting size in MiB."""
         key = self._keys.plan
         while (entry := self._client.get(key)) is not None:
             plan = decode(PlanRecord, entry.value, key)
@@ -116,7 +116,7 @@ class JobWriter:
             wanted = dataclasses.replace(wanted, created_at=time.time())
             unchanged = modified(key) == entry.mod_revision
             if self._client.txn([self._office.is_ours, unchanged], [Put(key, encode(wanted))]).succeeded:
-                # The next node is started by what the mirror shows.
+                # The next node's size comes from the mirror.
                 with contextlib.suppress(TimeoutError):
                     self._mirror.wait_for(functools.partial(_newer, key, entry.mod_revision), MIRROR_S)
                 return larger
@@ -132,5 +132,5 @@ def _why_no_more_memory(size: NodeSize) -> str:
 
 
 def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
-    """The key as it was written after `revision`."""
+    """Return the key if it was written after `revision`."""
     return seen[key] if key in seen and seen[key].mod_revision > revision else None

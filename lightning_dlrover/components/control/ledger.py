@@ -1,6 +1,6 @@
-"""Remember the nodes of one job, in memory and in etcd, so that the next controller can go on with them.
+"""Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
 
-A node's name is written down before the scheduler is asked for it, and its cancellation before it is cancelled.
+A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 """
 
 from __future__ import annotations
@@ -42,54 +42,54 @@ __all__ = ["SAME_FAILURE_S", "Ledger", "NodeEntry"]
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 64
-"""Nodes that have ended and are remembered, the newest: errors that come again and again are counted among them."""
+"""Maximum number of ended nodes to remember; the oldest go first. Recurring errors are counted among them."""
 
 SAME_FAILURE_S = 30.0
-"""Nodes that fail within so many seconds of each other fail for one reason: the first one's."""
+"""Seconds within which nodes that fail share one cause: the first one's."""
 
 
 @dataclass
 class NodeEntry:
-    """What we remember of one node."""
+    """State of one node."""
 
-    handle: str | None  # None: refused, or not known yet whether the scheduler has taken it on
+    handle: str | None  # None: refused, or not known yet whether the scheduler accepted it
     started_at: float
     asked_at: float  # seconds since the epoch
     size: NodeSize
     status: AppStatus = "pending"
     agent_seen: bool = False
-    worker: str = ""  # id of its registered worker, the newest one
+    worker: str = ""  # id of its newest registered worker
     is_member: bool = False
     running_since: float | None = None
     worker_seen_at: float | None = None
     member_seen_at: float | None = None
-    trained_s: float = 0.0  # as a member
-    checkpoint_step: int = 0  # of the job's newest checkpoint, when it ended
+    trained_s: float = 0.0  # seconds as a member
+    checkpoint_step: int = 0  # step of the job's newest checkpoint at the node's end
     ended_at: float | None = None
-    missing_since: float | None = None  # that the scheduler does not show what it was asked for
-    cancel_at: float = 0.0  # time of the next request to cancel it
+    missing_since: float | None = None  # start of its absence from the scheduler's list
+    cancel_at: float = 0.0  # time of the next cancellation request
     post_mortem: PostMortem | None = None
     stopped_job: bool = False
     after_training: bool = False
     warned: bool = False
     cancelled: bool = False
-    cancel_failures: int = 0  # requests to cancel it that the scheduler has refused in a row
-    refusals_in_a_row: int = 1  # of a refused one: how many there were up to it
+    cancel_failures: int = 0  # consecutive cancellation requests that the scheduler has refused
+    refusals_in_a_row: int = 1  # refused nodes: refusals in a row, this one included
     all_shown: bool = False
-    wanted_back: bool = False  # the scheduler is going to end it soon
-    lacks_memory: bool = False  # it was killed for that, and the plan does not say so yet
-    is_enlarged: bool = False  # it was killed for that, and the plan says so
-    was_adopted: bool = False  # from a controller before us, which has shown its output until then
-    saved: NodeRecord | None = None  # what etcd holds
+    wanted_back: bool = False  # the scheduler will end it soon
+    lacks_memory: bool = False  # killed for lack of memory; the plan does not account for it yet
+    is_enlarged: bool = False  # killed for lack of memory; the plan accounts for it
+    was_adopted: bool = False  # taken over from an earlier controller, which has already shown its output
+    saved: NodeRecord | None = None  # record in etcd
 
     @property
     def is_refused(self) -> bool:
-        """Whether the scheduler has certainly not taken it on."""
+        """Whether the scheduler has certainly not accepted it."""
         return self.handle is None and self.status == "failed" and self.post_mortem is not None and bool(self.post_mortem.error)
 
     @property
     def is_living(self) -> bool:
-        """Whether it counts: one that was cancelled has to end, and nothing else is expected of it."""
+        """Whether it counts towards the plan. A cancelled node is only expected to end."""
         return self.status in ("pending", "running") and not self.cancelled
 
     @property
@@ -124,7 +124,7 @@ class NodeEntry:
         )
 
     def node(self, name: str, now: float, forgiven_at: float) -> Node:
-        """Return the facts that decisions rest on. Failures up to `forgiven_at` are forgiven."""
+        """Return the facts for decisions. Failures up to `forgiven_at` are forgiven."""
         return Node(
             name=name,
             status="cancelled" if self.cancelled else self.status,
@@ -154,7 +154,7 @@ class NodeEntry:
 
 
 class Ledger:
-    """The nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
+    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
         self._client = client
@@ -165,14 +165,14 @@ class Ledger:
         self.entries: dict[str, NodeEntry] = {}
         self.nodes: NodesRecord | None = None
         self.is_ending = False
-        self._num_taken = 0  # highest number that a node's record has in its name
-        self._has_given_up_etcd = False  # while ending: each request to one that is away takes seconds
+        self._num_taken = 0  # highest number in the name of a recorded node
+        self._has_given_up_etcd = False  # while ending: each request to an unreachable etcd takes seconds
 
     def adopt(self, view: Callable[[], View]) -> None:
-        """Take note of what controllers before us have done.
+        """Take over the records of earlier controllers.
 
         Raises:
-            ValueError: their nodes run on another kind of target, and may live.
+            ValueError: their nodes run on another kind of target, and may still be alive.
         """
         revision, nodes = self._read_nodes()
         _, entries = self._client.get_prefix(self._keys.each_node)
@@ -182,7 +182,7 @@ class Ledger:
         living = [name for name, record in found.items() if record.state != "ended"]
         outlived = nodes is not None and nodes.target != "local"
         if nodes is None or (nodes.target != self._target.name and not (living and outlived)):
-            # A node that has registered without a record is older than such records, and its name is taken.
+            # A node registered without a record predates such records. Its name is taken.
             names = nodes_of_agents(view()).values()
             newest = max(self._num_taken, _highest_number(names), nodes.num_started if nodes else 0)
             mark = self.nodes.mark if self.nodes else uuid.uuid4().hex[:10]
@@ -206,14 +206,14 @@ class Ledger:
                 self._office.delete(self._keys.each_node + name)
 
     def ask(self, size: NodeSize) -> tuple[str, NodeEntry]:
-        """Write down a new node, under a name that no other one has had.
+        """Record a new node, under a name that no other node has had.
 
         Raises:
-            EtcdError: it was not written, or nobody can tell.
-            RecordError: what is written of the nodes cannot be read.
+            EtcdError: the record was not written, or its fate is unknown.
+            RecordError: the existing record of the nodes is unreadable.
         """
         revision, nodes = self._read_nodes()
-        if nodes is None:  # somebody has deleted the job's keys
+        if nodes is None:  # the job's keys were deleted
             assert self.nodes is not None
             nodes = self.nodes
         number = max(nodes.num_started, self._num_taken) + 1
@@ -229,7 +229,7 @@ class Ledger:
         return name, self.entries[name]
 
     def save(self) -> None:
-        """Bring etcd up to what we know; what cannot be written now is written with the next step."""
+        """Bring etcd up to date. The next step repeats failed writes."""
         if self._has_given_up_etcd:
             return
         now = time.monotonic()
@@ -253,7 +253,7 @@ class Ledger:
         del self.entries[name]
 
     def failure_text(self) -> str:
-        """The traceback that the first of the nodes that failed last has printed, else why it was ended; empty: nobody says."""
+        """Return the traceback of the first node in the newest group of failures, else why it was ended; empty if unknown."""
         faults = [(entry.ended_at or 0.0, entry.post_mortem) for entry in self.entries.values()]
         known = [(ended_at, found) for ended_at, found in faults if found is not None and (found.error or found.cause)]
         if not known:
@@ -263,7 +263,7 @@ class Ledger:
         return first.traceback or first.error or first.cause
 
     def _with_limits(self, nodes: NodesRecord) -> NodesRecord:
-        """Write down how large nodes may be, unless the record has it already. Returns the record."""
+        """Record the limits of node sizes unless the record has them already. Return the record."""
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
@@ -273,14 +273,14 @@ class Ledger:
         return nodes
 
     def _read_nodes(self) -> tuple[int, NodesRecord | None]:
-        """What we know of the nodes as a whole, and the revision that it was written at; 0: it was not."""
+        """Return the record of the nodes as a whole and its revision; 0 if there is none."""
         entry = self._client.get(self._keys.nodes)
         if entry is None:
             return 0, None
         return entry.mod_revision, decode(NodesRecord, entry.value, entry.key)
 
     def _checked_handle(self, name: str, record: NodeRecord) -> str | None:
-        """The handle in a node's record if it can be that of this node: whoever may write to etcd may write any other."""
+        """Return the handle in a node's record if it can belong to this node. Any writer to etcd could change it."""
         if not record.handle or self._target.owns(name, record.handle):
             return record.handle or None
         log.error(
@@ -303,7 +303,7 @@ class Ledger:
 
 
 def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
-    """A node of an earlier controller. How long it has done nothing is counted anew."""
+    """Return the entry of an earlier controller's node. Its idle time starts anew."""
     size = NodeSize(record.cpus, record.memory_mb)
     entry = NodeEntry(handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     entry.ended_at = now if record.cancelled else None
@@ -323,5 +323,5 @@ def _highest_number(names: Iterable[str]) -> int:
 
 
 def _kind_of_jobs(then: str, now: str) -> str:
-    """The option for a cluster of Kubernetes that has got Volcano since."""
+    """Return the option for a Kubernetes cluster that has since gained Volcano."""
     return " --plain-jobs" if now == f"{then}/volcano" else ""

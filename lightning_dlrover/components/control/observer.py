@@ -31,16 +31,16 @@ __all__ = ["MAX_REFUSED", "Observer"]
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 8
-"""Refused nodes that are remembered, the newest: a quota that stays full must not push out what has failed otherwise."""
+"""Maximum number of refused nodes to remember; the oldest go first. A full quota must not push out other failures."""
 
 
 @dataclass
 class _Streak:
-    """Nodes that failed one after the other, without a new round between them."""
+    """Consecutive failures of nodes without a new round between them."""
 
     count: int = 0
     failed_at: float = 0.0
-    round_number: int = 0  # of the last one that had started
+    round_number: int = 0  # newest round that had started
 
     def add(self, now: float) -> None:
         self.count, self.failed_at = self.count + 1, now
@@ -59,10 +59,10 @@ class Observer:
         self._cache: dict[str, Any] = {}
         self._streak = _Streak()
         self._had_member = False
-        self._finished_at: float | None = None  # when the job's training was first seen to be done
+        self._finished_at: float | None = None  # time at which the end of training was first observed
         self._looked_at = time.monotonic()
-        self._plan_by_hand = 0  # revision of the last plan that somebody has made by hand
-        self._forgiven_at = time.monotonic()  # nodes that failed before do not keep others from being added
+        self._plan_by_hand = 0  # revision of the newest plan set by a user
+        self._forgiven_at = time.monotonic()  # earlier failures do not prevent new nodes
         self._scheduler_away_since: float | None = None
 
     def view(self) -> View:
@@ -122,14 +122,14 @@ class Observer:
         return listed
 
     def look(self, view: View) -> None:
-        """Bring what we remember of the nodes up to date."""
+        """Update the ledger from the job's state."""
         now = time.monotonic()
         names = nodes_of_agents(view)
         with_agent = set(names.values())
         workers = {names.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
         with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
         if self._had_member and not with_member:
-            # While others trained, failures said nothing about a start without them: they may have held what a new node needs.
+            # Failures beside training members do not predict a start without them: they may have held the missing resources.
             self._streak.count = 0
         self._had_member = bool(with_member)
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":
@@ -153,7 +153,7 @@ class Observer:
                     self._note_end(name, entry, entry.handle, view, now, is_last=not with_member - {name})
 
     def look_for_wishes(self) -> None:
-        """Ask the scheduler which nodes it wants back, and which were killed for want of memory.
+        """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
 
         Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
         """
@@ -166,10 +166,10 @@ class Observer:
             entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
 
     def note_refusal(self, name: str, problem: str, now: float) -> None:
-        """Take note of a node that the scheduler has refused. The oldest ones of many are forgotten."""
+        """Record that the scheduler refused a node. Only the newest refusals are kept."""
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
         entries = self._ledger.entries
-        # Counted on, as the oldest are forgotten: the pause before the next attempt grows with their number.
+        # Carried over because the oldest are forgotten: the pause before the next attempt grows with the total.
         earlier = refusals([node for node in self.nodes(now) if node.name != name])
         entry = entries[name]
         entry.refusals_in_a_row = 1 + num_refusals(earlier)
@@ -180,7 +180,7 @@ class Observer:
             self._ledger.forget(other)
 
     def note_plan_by_hand(self, view: View) -> None:
-        """Forgive what kept nodes from being added once somebody asks for another plan: its cause may have been mended."""
+        """Forgive failures that prevent new nodes once a user requests another plan, because their cause may be fixed."""
         entry = self._mirror.get(self._keys.plan)
         is_by_hand = view.plan is not None and view.plan.source == "user"
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
@@ -193,35 +193,35 @@ class Observer:
             return
         entry.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(handle)))
         if self._target.ran_out_of_memory(handle):
-            # Not the script's fault as long as the next node may have more.
+            # Not the script's fault while the next node may have more memory.
             can_grow = entry.size.memory_mb < self._limits.max_size.memory_mb
             entry.post_mortem = replace(entry.post_mortem, error="" if can_grow else "out of memory")
-        # Without an error of the script, the node may have been killed in its last step, which others finished without it.
+        # Without an error, the node may have been killed in its last step, which the others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
         is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._patience.settle_s)
         trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
         entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
-        # A round formed since the last failure is progress: the two have nothing to do with each other.
-        # Nor has that of the last member, of which the scheduler may know before etcd does, with starts that failed beside it.
+        # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
+        # related to starts that failed beside it either; the scheduler may report it before etcd does.
         is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
         self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
 
     def _checkpoint_step(self) -> int:
-        """Step of the job's newest checkpoint; 0: none is known of."""
+        """Return the step of the job's newest checkpoint; 0: none is known."""
         entry = self._mirror.get(self._keys.checkpoint)
         try:
             return max(0, decode(CheckpointRecord, entry.value, entry.key).global_step) if entry else 0
         except RecordError:
-            return 0  # workers that want to go on from it report it
+            return 0  # reported by workers that resume from it
 
     def _stop_reason(self) -> str:
         entry = self._mirror.get(self._keys.nodes)
         try:
             return decode(NodesRecord, entry.value, entry.key).stop if entry else ""
         except RecordError:
-            return ""  # said when it is read to be written
+            return ""  # reported when it is read for the next write
 
 
 def _read(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Hold the right to act for one job: its `controller` key, and the fence of all writes that only its holder may make."""
+"""Hold the right to act for one job: its `controller` key, which fences every write reserved for its holder."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class ControllerBusyError(RuntimeError):
 class Office:
     """The right to act for one job, held by a lease on the job's `controller` key.
 
-    The key's create revision fences every write, so that a controller whose lease has ended changes nothing any more.
+    The key's create revision fences every write, so a controller with an expired lease cannot change anything.
 
     Raises:
         ControllerBusyError: another controller holds the key.
-        EtcdError: it is not known which one does.
+        EtcdError: the holder is unknown.
     """
 
     def __init__(self, client: EtcdClient, keys: Keys, record: ControllerRecord) -> None:
         self._client = client
         self._keys = keys
         self._record = record
-        self._claim: Lease | None = None  # whether it holds the controller key is not known
+        self._claim: Lease | None = None  # lease that may or may not hold the controller key
         self.lease, self._fence = self._take_over()
 
     def take_back(self) -> bool:
-        """Take the key again if it was lost. Returns whether it was: another controller may have acted in between."""
+        """Take the key again after its loss. Return whether it was lost: another controller may have acted in between."""
         if not self.lease.lost.is_set():
             return False
         self.lease.close()
@@ -70,7 +70,7 @@ class Office:
         return True
 
     def give_up(self) -> None:
-        """Give the key back; without etcd, it goes by itself."""
+        """Release the key; without etcd, its lease expires."""
         try:
             self.lease.revoke()
         except EtcdError as error:
@@ -78,13 +78,13 @@ class Office:
 
     @property
     def is_ours(self) -> Compare:
-        """The controller key: what each of our writes is fenced with."""
+        """Return the comparison of the controller key that fences each of our writes."""
         return created(self._keys.controller) == self._fence
 
     def still_acts(self) -> bool | None:
-        """Whether nobody has taken over; None: etcd does not tell. Asked before what none of etcd's fences can stop.
+        """Whether no other controller has taken over; None: etcd does not answer. Call before actions that etcd cannot fence.
 
-        A process that was stopped for a while does not know yet that its lease has ended.
+        A process that was stopped for a while does not notice by itself that its lease has expired.
         """
         if self.lease.lost.is_set():
             return False
@@ -95,28 +95,28 @@ class Office:
         return entry is not None and entry.create_revision == self._fence
 
     def write(self, key: str, record: NodesRecord | NodeRecord, revision: int | None = None) -> None:
-        """Write a record if we still are the one who acts and, if `revision` is given, nobody has written it since.
+        """Write a record if this controller still acts and, with `revision`, if the record has not changed since.
 
         Raises:
-            EtcdError: it was not written, or nobody can tell.
+            EtcdError: the record was not written, or its fate is unknown.
         """
         unchanged = [modified(key) == revision] if revision is not None else []
         if not self._client.txn([self.is_ours, *unchanged], [Put(key, encode(record))]).succeeded:
             raise EtcdError(f"run {self._keys.run_id}: {key!r} was not written: another controller acts, or has written it")
 
     def delete(self, key: str) -> None:
-        """Delete a key if we still are the one who acts and etcd answers."""
-        with contextlib.suppress(EtcdError):  # it is tried again by whoever comes next
+        """Delete a key if this controller still acts and etcd answers."""
+        with contextlib.suppress(EtcdError):  # the next controller repeats it
             self._client.txn([self.is_ours], [Delete(key)])
 
     def add_event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> bool:
-        """Add to the job's history, if we still are the one who acts."""
+        """Append to the job's history if this controller still acts."""
         event = EventRecord(kind, time.time(), text[:2000], data or {})
         key = f"{self._keys.events}{time.time_ns():020d}-controller"
         return self._client.txn([self.is_ours], [Put(key, encode(event))]).succeeded
 
     def publish(self, apps: Mapping[str, str], held_up: str) -> bool:
-        """Bring the controller's record up to date. Returns whether it has changed."""
+        """Update the controller's record. Return whether it has changed."""
         record = dataclasses.replace(self._record, apps=dict(apps), held_up=held_up[:2000])
         if record == self._record:
             return False
@@ -129,25 +129,25 @@ class Office:
         return True
 
     def _take_over(self) -> tuple[Lease, int]:
-        """A lease that holds the controller key, and that key's create revision: the fence of all that we write.
+        """Acquire the controller key. Return its lease and its create revision, which fences all our writes.
 
         Raises:
-            ControllerBusyError: another one holds it.
-            EtcdError: nobody knows who does.
+            ControllerBusyError: another controller holds it.
+            EtcdError: the holder is unknown.
         """
         key = self._keys.controller
         self._drop_claim()
         deadline = time.monotonic() + 2 * LEASE_TTL_S
-        # Only its lease says for certain that it is gone: another container of this host may have its name and other processes.
+        # Only lease expiry proves that the holder is gone: another container may share its host name, but not its processes.
         while self._holder_seems_dead() and time.monotonic() < deadline:
             time.sleep(0.1)
         self._claim = lease = self._client.lease(LEASE_TTL_S)
         self._record = dataclasses.replace(self._record, apps={}, held_up="")
         try:
             self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)])
-            entry = self._client.get(key)  # who holds it now, whatever became of the transaction's first answer
+            entry = self._client.get(key)  # the current holder, even if the transaction's first answer was lost
         except EtcdError:
-            with contextlib.suppress(EtcdError):  # before the next attempt: it would find the key taken, by us
+            with contextlib.suppress(EtcdError):  # otherwise the next attempt would find the key taken, by us
                 self._drop_claim()
             raise
         if entry is not None and entry.lease_id == lease.id:
@@ -162,7 +162,7 @@ class Office:
             self._claim = None
 
     def _holder_seems_dead(self) -> bool:
-        """Whether the key is held by a process of this host that does not exist."""
+        """Whether the key's holder is a process of this host that no longer exists."""
         entry = self._client.get(self._keys.controller)
         if entry is None:
             return False

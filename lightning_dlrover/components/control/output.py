@@ -1,4 +1,4 @@
-"""Show the output of a job's nodes as it comes, line by line."""
+"""Show the output of a job's nodes as it arrives, line by line."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Files:
-    """The files of one node's output, as far as they were read."""
+    """Files with one node's output and their read positions."""
 
     logs: dict[Path, LogFile] = field(default_factory=dict)
-    unreadable: set[Path] = field(default_factory=set)  # a warning was logged about each
+    unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
 
 
 class Output:
-    """Passes new lines of every node's output on, with the node's name in front."""
+    """Forward new lines of every node's output, prefixed with the node's name."""
 
     def __init__(self, run_id: str, target: Target, show: Callable[[str], None]) -> None:
         self._run_id = run_id
         self._target = target
         self._show = show
-        self._files: dict[str, _Files] = {}  # by node
+        self._files: dict[str, _Files] = {}  # key: node
 
     def show(self, ledger: Ledger) -> None:
-        """Show all lines that have come since the last call."""
+        """Show all lines since the last call."""
         for name, entry in ledger.entries.items():
             if not entry.all_shown and entry.handle is not None:
                 self._show_node(name, entry, entry.handle)
@@ -43,12 +43,12 @@ class Output:
 
     def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
         files = self._files.setdefault(name, _Files())
-        # Only what a node that still lives writes may end in the middle of a line.
+        # Only a node that still runs may leave an unfinished line.
         entry.all_shown = entry.has_ended
         was_adopted, entry.was_adopted = entry.was_adopted, False
         for file in self._target.logs(handle):
             if entry.cancelled and file.name.startswith("stderr"):
-                continue  # the agent's traceback for a signal that came from us
+                continue  # the agent's traceback for our own signal
             try:
                 if file not in files.logs:
                     log_file = LogFile(file)
@@ -57,7 +57,7 @@ class Output:
                     files.logs[file] = log_file
                 lines = list(files.logs[file].new_lines(whole=entry.has_ended))
             except OSError as error:
-                # A shared file system has its moments; what is not read now is read with the next step.
+                # A shared file system may fail for a moment. The next step reads the rest.
                 entry.all_shown, entry.was_adopted = False, was_adopted
                 if file not in files.unreadable:
                     files.unreadable.add(file)

@@ -1,4 +1,4 @@
-"""Say why a node failed, from what it and its worker printed."""
+"""Determine why a node failed, from the output of the node and its worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 _FATAL = "Fatal Python error:"
 _FATAL_LINES = 40
 
-# SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them: somebody ended the process, it did not end itself.
+# SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them. Another process ended this one.
 _ENDED_BY_OTHERS = {sign for number in (1, 2, 9, 15) for sign in (-number, 128 + number)}
 
 # SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: faults of the process itself. A shell reports them as 128 more.
@@ -33,18 +33,18 @@ _FAULTS = {4, 5, 6, 7, 8, 11}
 
 @dataclass(frozen=True)
 class PostMortem:
-    """Why a node failed."""
+    """Cause of a node's failure."""
 
-    error: str  # one line; empty when somebody else ended it
+    error: str  # one line; empty if another process ended it
     traceback: str  # empty if there is none
-    cause: str = ""  # why its place has ended it, if that has said so below the node's output
+    cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
 
 
 def examine(output: str) -> PostMortem:
-    """Why the node with this output failed.
+    """Determine why the node with this output failed.
 
-    A killed node and one whose script raised an error look alike to a scheduler, but only the first is worth
-    starting again without further thought.
+    To a scheduler, a killed node and one whose script raised an error look alike. Only the killed one is worth restarting
+    without further analysis.
     """
     lines = [_RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
     cause = said[1] if lines and (said := _CAUSE.search(lines[-1])) else ""
@@ -53,7 +53,7 @@ def examine(output: str) -> PostMortem:
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
     if faults and (name := _signal(faults[0])):
-        # A warning above is of something else. A traceback may be, or the process met the signal while it ended after that.
+        # A warning above is unrelated. A traceback may be, too, or the process received the signal while exiting after it.
         after = f", after {_message(own)}" if own else ""
         return PostMortem(f"the script was ended by {name}{after}", "\n".join([*(own or []), *_fatal_error(lines)]), cause)
     if faults:
@@ -61,7 +61,7 @@ def examine(output: str) -> PostMortem:
         return PostMortem(error, "\n".join(own or []), cause)
     if codes:
         return PostMortem("", "", cause)
-    # No worker has failed, so the agent itself has: it was killed, was told to end, or could not even start one.
+    # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
     agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
     if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
         fault = agents[0] if agents else own or []
@@ -70,7 +70,7 @@ def examine(output: str) -> PostMortem:
 
 
 def _signal(code: int) -> str:
-    """Name of the signal that an exit code of Python's or of a shell stands for; empty if it stands for none."""
+    """Return the name of the signal behind an exit code of Python or a shell; empty if it stands for none."""
     number = -code if code < 0 else code - 128
     if code >= 0 and number not in _FAULTS:
         return ""
@@ -81,20 +81,20 @@ def _signal(code: int) -> str:
 
 
 def _fatal_error(lines: list[str]) -> list[str]:
-    """What Python's faulthandler has written about the last fatal signal."""
+    """Return the report of Python's faulthandler on the last fatal signal."""
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_FATAL)), len(lines))
     return list(itertools.takewhile(lambda line: not _AGENT_LINE.match(line), lines[start : start + _FATAL_LINES]))
 
 
 def _last_words(lines: list[str]) -> str:
-    """What the script printed last, before its agent said that it has failed."""
+    """Return the script's last line of output before its agent reported the failure."""
     end = next((i for i, line in enumerate(lines) if _AGENT_LINE.match(line) and "failed (exitcode" in line), 0)
     said = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
     return f": {said}" if said else ""
 
 
 def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
-    """Tracebacks with everything that Python chains to them, in the order in which they were printed."""
+    """Yield tracebacks with their chained exceptions, in the order of output."""
     start = 0
     while start < len(lines):
         if not lines[start].startswith(_START):
@@ -107,7 +107,7 @@ def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
                 break
             if line == "":
                 if end + 1 < len(lines) and lines[end + 1] in _CHAINED:
-                    end += 4  # the sentence, an empty line, and the next traceback's first line
+                    end += 4  # skips the chaining sentence, an empty line, and the next traceback's first line
                     continue
                 break
             end += 1
@@ -116,6 +116,6 @@ def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _message(traceback: list[str]) -> str:
-    """The last exception's own line."""
+    """Return the line of the last exception."""
     last_start = max((i for i, line in enumerate(traceback) if line.startswith(_START)), default=0)
     return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")

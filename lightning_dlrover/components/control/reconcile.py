@@ -1,7 +1,8 @@
-"""Decide which nodes to add and to end, so that the job has as many workers as its plan says.
+"""Decide which nodes to add and to end, so that the job has as many workers as planned.
 
-A pure function of what etcd and the scheduler say; `controller.py` carries the decision out. Which worker leaves when there are
-too many is not decided here: the workers' convener drops one from the middle, which hands over and exits, and its app ends.
+A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
+workers, the one to leave is not chosen here. The workers' convener drops one from the middle, which hands over and exits, and
+its app ends.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = [
 ]
 
 OUT_OF_MEMORY_FACTOR = 2
-"""How much more memory nodes have once one was killed for want of it: how much it would have needed nobody knows."""
+"""Factor on the memory of nodes after one was killed for lack of memory. The amount it would have needed is unknown."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many workers the job may have, and how large each one's node may be."""
+    """Bounds of the job's number of workers and of each node's size."""
 
     min_workers: int
     max_workers: int
@@ -57,67 +58,67 @@ class Limits:
     max_size: NodeSize = ANY_SIZE
 
     def size(self, plan: PlanRecord | None) -> NodeSize:
-        """Of nodes as `plan` wants them, as far as it may."""
+        """Return the size of nodes in `plan`, kept within the limits."""
         asked = (plan.node_cpus or 0, plan.node_memory_mb or 0) if plan is not None else (0, 0)
         low, high = self.min_size, self.max_size
         return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
     def num_workers(self, plan: PlanRecord | None) -> int:
-        """Number of workers in `plan`, kept within the limits; the fewest if the plan is only a recommendation."""
+        """Return the number of workers in `plan`, kept within the limits; the minimum if the plan is only a recommendation."""
         asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
         return min(self.max_workers, max(self.min_workers, asked))
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and for how long things may go wrong; times in seconds."""
+    """Tolerance for failures and delays; times in seconds."""
 
-    max_failures: int = 8  # nodes in a row that failed without a new round between them
-    max_same_error: int = 3  # times that one error of the script may stop the job without progress, or end nodes that join it
-    max_stops: int = 20  # times that the job may be stopped without progress, whatever the cause
-    progress_s: float = 900.0  # of training count as progress where no checkpoint is known of
-    useful_s: float = 300.0  # of training that make a node worth having been added
-    same_error_s: float = 900.0  # for which an error makes the job wait before it starts the next node
-    together_s: float = 30.0  # nodes that fail within so many seconds of each other may fail for one reason
-    first_backoff_s: float = 0.5  # before a failed node is replaced; doubles with every failure in a row
+    max_failures: int = 8  # failed nodes in a row without a new round between them
+    max_same_error: int = 3  # stops without progress by one error of the script, or ends of joining nodes by it
+    max_stops: int = 20  # stops of the job without progress, whatever the cause
+    progress_s: float = 900.0  # training time that counts as progress if no checkpoint is known
+    useful_s: float = 300.0  # training time after which a node was worth adding
+    same_error_s: float = 900.0  # period in which a recurring error delays the next node
+    together_s: float = 30.0  # failures this close to each other may share one cause
+    first_backoff_s: float = 0.5  # pause before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0
-    max_long_backoff_s: float = 300.0  # while others train, after more than `max_failures`, or if nodes are refused
-    submit_s: float = 20.0  # a scheduler that may have taken a node on shows it
-    first_cancel_s: float = 2.0  # from a refused cancellation to the next attempt; doubles with every refusal, up to `cancel_s`
-    cancel_s: float = 60.0  # from a node's cancellation to the next attempt
-    exit_s: float = 30.0  # from a worker's last sign to the end of its node
-    surplus_s: float = 60.0  # a node that the plan has no room for
-    register_s: float = 60.0  # a started node has registered in etcd
-    come_s: float = 900.0  # a started node that has not registered by then is replaced
-    settle_s: float = 2.0  # what etcd and the scheduler say may be so far apart
-    etcd_s: float = 120.0  # etcd does not answer, and no node is left
+    max_long_backoff_s: float = 300.0  # limit while others train: after more than `max_failures`, or for refused nodes
+    submit_s: float = 20.0  # time for a scheduler to list an accepted node
+    first_cancel_s: float = 2.0  # pause after a refused cancellation; doubles with every refusal, up to `cancel_s`
+    cancel_s: float = 60.0  # pause between a node's cancellation and the next attempt
+    exit_s: float = 30.0  # time between a worker's last sign and the end of its node
+    surplus_s: float = 60.0  # tolerated time of a node beyond the plan
+    register_s: float = 60.0  # time for a started node to register in etcd, before a warning
+    come_s: float = 900.0  # time for a started node to register in etcd, before its replacement
+    settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
+    etcd_s: float = 120.0  # tolerated absence of etcd once no node is left
 
 
 @dataclass(frozen=True)
 class JobView:
-    """What is decided on."""
+    """Facts about the job that decisions rest on."""
 
     phase: Literal["none", "starting", "training", "finished", "failed"]
     wanted: int
     nodes: Sequence[Node]
-    target: str = "its scheduler"  # where nodes run
-    may_act: bool = True  # we hold the job's controller key, and etcd answers
-    etcd_away_s: float = 0.0  # since etcd last answered; 0 while it does
-    failures_in_a_row: int = 0  # without a new round between them
-    since_failure_s: float = 0.0  # refused nodes left out
-    fewest: int = 1  # workers that the job needs to train
-    checkpoint_step: int = 0  # of its newest checkpoint; 0: none is known of
-    stop: str = ""  # why somebody wants the whole job to end
-    unfinished_fit: int = 0  # number of the `fit` after the first that was begun and not ended; 0: none
+    target: str = "its scheduler"  # place where nodes run
+    may_act: bool = True  # this controller holds the job's key, and etcd answers
+    etcd_away_s: float = 0.0  # time since etcd last answered; 0 while it does
+    failures_in_a_row: int = 0  # failures without a new round between them
+    since_failure_s: float = 0.0  # time since the newest failure, refused nodes excluded
+    fewest: int = 1  # minimum number of workers to train
+    checkpoint_step: int = 0  # step of the newest checkpoint; 0: none is known
+    stop: str = ""  # reason of a request to end the whole job
+    unfinished_fit: int = 0  # number of the `fit` after the first that has begun and not ended; 0: none
     size: NodeSize = ANY_SIZE  # planned size of a node
     members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
-    leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once another can take their place
+    leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
 
     @classmethod
     def of(cls, view: View, limits: Limits, nodes: Sequence[Node]) -> JobView:
-        """Take the facts from etcd, and keep the plan within the limits."""
+        """Derive the view from etcd's records, with the plan kept within the limits."""
         names = nodes_of_agents(view)
-        # Those to be replaced train on until others have started.
+        # Workers to be replaced train on until their replacements have started.
         replacements = len(view.replacements & set(view.survivors))
         return cls(
             phase=view.job.phase if view.job is not None else "none",
@@ -132,7 +133,7 @@ class JobView:
 
 
 def nodes_of_agents(view: View) -> dict[str, str]:
-    """The name of each agent's node, by agent; empty for one that no controller has started."""
+    """Return each agent's node name, by agent; empty for one that no controller has started."""
     return {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
 
 
@@ -149,14 +150,14 @@ class CancelNode:
 
 @dataclass(frozen=True)
 class WithdrawNode:
-    """A node still waits for more than is planned any more, such as than any host has. It goes before others are added."""
+    """End a node that still waits for more than the plan asks for, or any host has. This precedes additions."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ReplaceWorker:
-    """A worker leaves once another one can take its place."""
+    """Let a worker leave once another one can take its place."""
 
     worker: str
     reason: str
@@ -164,7 +165,7 @@ class ReplaceWorker:
 
 @dataclass(frozen=True)
 class EnlargeNodes:
-    """Later nodes get `memory_mb`, as far as the limits allow: one was killed for want of memory."""
+    """Give later nodes `memory_mb` within the limits, because one was killed for lack of memory."""
 
     name: str
     size: NodeSize  # size of the killed node
@@ -179,23 +180,23 @@ class Warn:
 
 @dataclass(frozen=True)
 class Give:
-    """Nothing is left to do: the job is over."""
+    """End the job: no work is left."""
 
     exit_code: int
     reason: str
-    is_trained: bool = False  # the training was done, whatever the script did afterwards
+    is_trained: bool = False  # training was complete, regardless of the script's code after it
 
 
 Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
-    """Failures that ask for larger nodes. Carry them out before `reconcile`: the next node has the new size then."""
+    """Return failures that call for larger nodes. Apply them before `reconcile`: the next node has the new size then."""
     return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 
 def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
-    """What to do now; nothing when all is as the plan says, or when it is not ours to act."""
+    """Return the actions to take now; none if the job matches its plan, or if this controller may not act."""
     if not view.may_act:
         return _end_without_etcd(view, patience)
     withdrawals = [WithdrawNode(node.name) for node in _too_large(view)]
@@ -203,7 +204,7 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
 
 
 def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
-    """Decide on everything but the sizes of nodes."""
+    """Decide everything except the sizes of nodes."""
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
@@ -213,7 +214,7 @@ def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
             return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
         if not living:
             return [_end_after_training(view)]
-        # A worker may go on with the script's code after `fit` for as long as it likes; a node without one may not.
+        # A worker may run the script's code after `fit` for any time; a node without a worker may not.
         done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > patience.exit_s]
         return [CancelNode(n.name, "the job has finished") for n in done]
     give_up = _give_up(view, living, patience)
@@ -225,24 +226,24 @@ def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
 
 
 def _too_large(view: JobView) -> list[Node]:
-    """Nodes that wait for more than is planned any more: nothing comes before them."""
+    """Return waiting nodes that exceed the planned size. They are withdrawn before any other action."""
     return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
 
 
 def _without_too_large(view: JobView) -> JobView:
-    """The job after the withdrawal of nodes that are too large."""
+    """Return the job after the withdrawal of nodes that are too large."""
     names = {node.name for node in _too_large(view)}
     return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
 
 
 def _replacements(view: JobView) -> list[ReplaceWorker]:
-    """Workers that leave once another one is ready: those that the scheduler wants back, and one that is too small."""
+    """Return workers to leave once replaced: those on nodes that the scheduler wants back, and one on an undersized node."""
     wanted_back = [node for node in view.nodes if node.wanted_back and node.worker not in view.leaving]
     return [*(ReplaceWorker(n.worker, f"{view.target} wants {n.name} back") for n in wanted_back), *_too_small(view)]
 
 
 def _too_small(view: JobView) -> list[ReplaceWorker]:
-    """One member whose node is smaller than planned; the next one's turn is when that is done."""
+    """Return one member on a node smaller than planned. The next one follows after its replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
     small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
     is_changing = view.leaving or not all(node.is_member for node in living)
@@ -255,7 +256,7 @@ def _too_small(view: JobView) -> list[ReplaceWorker]:
 
 
 def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
-    """The end when nobody is left whom etcd's return could help; whether the job has finished is known to etcd alone."""
+    """Return the job's end if no node is left that etcd's return could help. Only etcd records whether the job has finished."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or any(node.is_living for node in view.nodes):
         return []
@@ -271,13 +272,13 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
 
 
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
-    """Why starting nodes again would not help, or None."""
+    """Return why restarting nodes would not help, or None."""
     if view.phase == "failed":
         return "the job has failed"
     if view.phase in ("none", "starting") and (reason := _failed_before_training(view, patience)):
         return reason
     stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
-    # Whoever was killed may have taken others along: their errors are consequences.
+    # A killed node may have caused others to fail: their errors are consequences.
     count, error = most_frequent(of_their_own(stops, view.nodes, patience.together_s))
     if count >= patience.max_same_error:
         return f"the same error stopped the job {count} times without progress in between: {error}"
@@ -287,18 +288,18 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
     last_s = min((node.ended_s for node in view.nodes if not node.refused), default=float("inf"))
-    refused = [node for node in refusals(view.nodes) if node.ended_s < last_s]  # while others trained they did no harm
+    refused = [node for node in refusals(view.nodes) if node.ended_s < last_s]  # refusals while others trained did no harm
     if len(refused) >= patience.max_failures and not living:
         return f"no node is left, and {len(refused)} in a row were refused; {refused[-1].name}: {refused[-1].error}"
     return None
 
 
 def _failed_before_training(view: JobView, patience: Patience) -> str:
-    """Why the next attempt would go the same way: nothing was trained yet."""
+    """Return why the next attempt would fail alike, before any training."""
     refused = refusals(view.nodes)
     if refused and len(refused) == len(view.nodes):
         return f"{refused[0].name} failed before training began: {refused[0].error}"
-    # News of the first step may arrive after that of the worker's end.
+    # The record of the first step may arrive after that of the worker's end.
     first = culprit(view.nodes, patience.together_s)
     if first is None or first.ended_s <= patience.settle_s:
         return ""
@@ -306,7 +307,7 @@ def _failed_before_training(view: JobView, patience: Patience) -> str:
 
 
 def _end_after_training(view: JobView) -> Give:
-    """The end of a job whose training is done: the exit code is that of the script, as it may have saved its model last."""
+    """Return the end of a trained job. Its exit code is the script's, which may have saved its model last."""
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
         return Give(0, "the job has finished", is_trained=True)
@@ -315,7 +316,7 @@ def _end_after_training(view: JobView) -> Give:
 
 
 def _end_without_job(view: JobView, patience: Patience) -> Give | None:
-    """The job's end when all nodes have ended but no worker said that the job has."""
+    """Return the job's end if all nodes have ended without a worker reporting it."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or last.ended_s <= patience.settle_s:
         return None
@@ -333,10 +334,10 @@ def _end_without_job(view: JobView, patience: Patience) -> Give | None:
 
 def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
-        return []  # the script ends without training; another node would only run it once more
+        return []  # the script ends without training; another node would only repeat it
     newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
     if not living and newest_s <= patience.settle_s:
-        return []  # the news that the job has finished may be on its way
+        return []  # the record that the job has finished may be on its way
     if view.phase in ("none", "starting") and culprit(view.nodes, patience.together_s) is not None:
         return []  # the script fails
     if _why_growth_is_given_up(view, living, patience):
@@ -348,8 +349,8 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
 
 
 def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[int, float, float]:
-    """Failures or refusals that make the next node wait, for how long, and for how long it has waited."""
-    # A node that joins and then always fails makes a new round each time, but no progress.
+    """Return the failures or refusals that delay the next node, the length of the pause, and the time already waited."""
+    # A node that joins and always fails creates a new round each time, but no progress.
     recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= patience.same_error_s]
     stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
     early = [n for n in early_failures(view.nodes, patience.useful_s) if n.ended_s <= patience.same_error_s]
@@ -368,7 +369,7 @@ def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[i
 
 
 def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Patience) -> str:
-    """Why no more nodes join those that train: all would fail alike. Empty while there are fewer than the job needs."""
+    """Return why no more nodes join the training ones: all would fail alike. Empty below the job's minimum."""
     if sum(node.is_member for node in living) < view.fewest:
         return ""
     count, error = most_frequent(early_failures(view.nodes, patience.useful_s))
@@ -381,7 +382,7 @@ def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Pat
 
 
 def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
-    """Why the job has fewer nodes than planned, for people; empty if it has not, or if that is about to pass."""
+    """Return why the job has fewer nodes than planned, as text for users; empty if it has not, or only briefly."""
     view = _without_too_large(view)
     living = [node for node in view.nodes if node.is_living]
     if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
@@ -399,10 +400,10 @@ def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
 
 def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
     hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
-    # Cut off, or hung in the absence of any controller that could have seen it.
+    # Severed, or hung while no controller was there to notice.
     silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
-    # A node whose worker has left is about to end: none that is on its way must go for it.
+    # A node that its worker has left is about to end. No starting node must be cancelled in its place.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
     excess = max(0, len(living) - len(leaving) - view.wanted)
     surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]

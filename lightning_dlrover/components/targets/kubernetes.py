@@ -1,8 +1,9 @@
-"""Nodes on Kubernetes: an independent Job of one pod each, which all join one rendezvous.
+"""Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous.
 
-Volcano's Jobs where the cluster has Volcano, so that nodes wait in its queues as anybody's, else plain ones of batch/v1.
-States come from the pods first: a Job may count its pod as failed while that still hands over. Nothing is taken for ended
-because the API failed: it is asked again, more and more rarely, and what was known last holds.
+Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are plain
+batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its hand-over.
+
+A failed API call never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ log = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 60.0
 _LAST_WORDS_S = 10.0
-"""How long an ended node's output is waited for before its end is told."""
+"""Maximum seconds to wait for an ended node's output before its end is reported."""
 
 _CANCEL_GRACE_S = 30
-"""From the cancellation of a node to its pod's SIGKILL: whoever is cancelled has nothing, or nobody, to hand over to."""
+"""Seconds from a node's cancellation to its pod's SIGKILL. A cancelled node has nothing, or no peer, to hand over."""
 
 _LOST_S = 60.0
-"""A pod that is still there so long after its grace is on a host that nobody reaches."""
+"""Seconds beyond its grace period after which a terminating pod counts as lost: its host is unreachable."""
 
 _DISMISS_S = 30.0
 """Seconds between two requests to delete a pod that has outlived its worker."""
 
 _ASK_WHY_S = 30.0
-"""How often the events of a node that waits are looked at."""
+"""Seconds between two reads of a waiting node's events."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """What became of a node, and why, in the cluster's words."""
+    """State of a node and its cause, as reported by the cluster."""
 
     status: AppStatus
     why: str = ""
@@ -70,7 +71,7 @@ class _State:
 
 @dataclass
 class _Seen:
-    """A node in the newest lists."""
+    """One node's objects in the newest lists."""
 
     job: Mapping[str, Any] | None = None
     pods: list[Mapping[str, Any]] = field(default_factory=list)
@@ -81,19 +82,20 @@ class _Seen:
 
 
 class KubernetesTarget:
-    """Creates, watches and deletes one-node Jobs.
+    """Create, watch and delete one-node Jobs.
 
     Args:
-        spec: what the nodes run.
-        options: what they ask for.
-        log_dir: of this machine; each node's output is copied into a folder of its own there. None: nobody wants to read it.
-        poll_s: how often the cluster is asked at most, by two requests for all nodes.
-        api: default: of the cluster that kubectl would ask.
-        api_version: of the nodes' Jobs; default: Volcano's where the cluster has it, and the options do not want plain ones.
-        output_since: RFC 3339; what pods have printed before is left alone.
+        spec: command of the nodes.
+        options: Kubernetes settings of the nodes.
+        log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
+        poll_s: minimum interval between queries; two requests cover all nodes.
+        api: default: the cluster that kubectl would use.
+        api_version: API version of the nodes' Jobs; default: Volcano's if the cluster has it, unless the options require plain
+            Jobs.
+        output_since: RFC 3339; earlier output of the pods is skipped.
 
     Raises:
-        TargetError: no cluster is configured, it does not answer, the package is missing, or what is asked for makes no sense.
+        TargetError: the cluster is not configured or does not answer, the package is missing, or the options are invalid.
     """
 
     outlives_controller = True
@@ -108,7 +110,7 @@ class KubernetesTarget:
         api_version: str = "",
         output_since: str = "",
     ) -> None:
-        job_manifest(spec, options, ANY_SIZE, "node0", "")  # what cannot be asked for is said now, and not by every node
+        job_manifest(spec, options, ANY_SIZE, "node0", "")  # fail on invalid options now, once, instead of for every node
         self._spec = spec
         self._options = options
         self._log_dir = log_dir
@@ -116,23 +118,22 @@ class KubernetesTarget:
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
         self._api_version = api_version or _offered(self._api, options)
-        # A controller that looked into another namespace, or for Jobs of the other kind, would find none of the nodes, and
-        # take them for deleted.
+        # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
-        self._seen: dict[str, _Seen] = {}  # by node
+        self._seen: dict[str, _Seen] = {}  # key: node
         self._trouble: TargetError | None = None
-        self._num_failures = 0  # of lists, in a row
-        self._asked_at = -float("inf")  # when the newest list was asked for
+        self._num_failures = 0  # consecutive failed lists
+        self._asked_at = -float("inf")  # request time of the newest list
         self._next_poll_at = -float("inf")
-        self._created_at: dict[str, float] = {}  # by node
-        self._known: dict[str, AppStatus] = {}  # by handle
+        self._created_at: dict[str, float] = {}  # key: node
+        self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # nodes
-        self._terminating_since: dict[str, float] = {}  # by a pod's name
-        self._ended_at: dict[str, float] = {}  # by node: since when its last words are waited for
-        self._told: dict[str, str] = {}  # by node: why it waits
-        self._asked_why_at: dict[str, float] = {}  # by node
-        self._dismissed_at: dict[str, float] = {}  # by node: last request to delete what has outlived its worker
+        self._terminating_since: dict[str, float] = {}  # key: pod name
+        self._ended_at: dict[str, float] = {}  # key: node; start of the wait for its remaining output
+        self._told: dict[str, str] = {}  # key: node; last logged reason for waiting
+        self._asked_why_at: dict[str, float] = {}  # key: node
+        self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._logs = (
             _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
         )
@@ -170,7 +171,7 @@ class KubernetesTarget:
     def status(self, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
         if known not in ("pending", "running"):
-            return known  # the end is the end
+            return known  # final
         self._refresh()
         node = handle.split("/")[1]
         seen = self._seen.get(node)
@@ -179,10 +180,10 @@ class KubernetesTarget:
         elif self._trouble is not None or self._asked_at <= self._created_at.get(node, -float("inf")):
             return known
         else:
-            # Who was deleted has left no word; what has ended in order is shown for an hour.
+            # A deleted Job leaves no reason. One that ended by itself stays visible for an hour.
             state = _State("failed", "" if node in self._cancelled else "somebody has deleted it")
         if state.status == "pending" and known == "running":
-            return known  # its pod has just been deleted, and the Job does not know yet
+            return known  # its pod has just been deleted, and the Job's status does not reflect it yet
         if state.status not in ("pending", "running") and not self._has_last_words(node, state):
             return known
         self._known[handle] = state.status
@@ -195,14 +196,14 @@ class KubernetesTarget:
             self._cancelled.add(node)
             seen = self._seen.get(node)
             try:
-                # The Job first, or it would find that its pod has failed.
+                # The Job first: otherwise it would see its pod fail.
                 self._api.delete_job(self._namespace, self._api_version, name)
                 for pod in seen.pods if seen else ():
                     self._api.delete_pod(self._namespace, pod["metadata"]["name"], _CANCEL_GRACE_S)
             except ApiError as error:
                 problem = error
                 if not error.status:
-                    break  # nobody answers; each of the others would be waited for as long
+                    break  # the API server is unreachable, and every further request would wait as long
         self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
@@ -213,7 +214,7 @@ class KubernetesTarget:
         return pod is not None and "OOMKilled" in _why_it_failed(pod.get("status", {}))
 
     def wants_back(self, handle: str) -> bool:
-        return False  # a pod that is to end is told so itself, and leaves
+        return False  # SIGTERM notifies the pod directly, and the node leaves by itself
 
     def logs(self, handle: str) -> list[Path]:
         if self._log_dir is None:
@@ -222,10 +223,10 @@ class KubernetesTarget:
         return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
 
     def copy_output(self, timeout_s: float) -> None:
-        """Copy what all pods have printed so far; with no time, have it copied as it comes.
+        """Copy all output printed so far. A timeout of 0 leaves the copying to the background thread.
 
         Raises:
-            TargetError: not all of it came.
+            TargetError: output is still missing after the timeout.
         """
         nodes = {app.node for app in self.apps()}
         deadline = time.monotonic() + timeout_s
@@ -242,10 +243,10 @@ class KubernetesTarget:
     def _handle(self, node: str) -> str:
         return f"{job_name(self._spec.run_id, node, self._mark)}/{node}"
 
-    # --- asking the cluster --------------------------------------------------------------------------------------------
+    # --- queries to the cluster ----------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Ask for lists, if it is time to."""
+        """List the nodes' objects if a poll is due."""
         now = time.monotonic()
         if now < self._next_poll_at:
             return
@@ -274,7 +275,7 @@ class KubernetesTarget:
             self._dismiss_what_is_left(node, seen, now)
 
     def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
-        """Delete a pod whose worker has ended and has no more to say: another container, such as a mesh's proxy, keeps it."""
+        """Delete a pod after its worker's end and last output. Another container, such as a mesh's proxy, keeps it alive."""
         if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
             return
         is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")
@@ -295,7 +296,7 @@ class KubernetesTarget:
         if _phase(pod) in ("Pending", "Running") and _end_of_worker(pod) is None:
             since = self._terminating_since.get(pod["metadata"]["name"])
             grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
-            # Its host's kubelet would have ended it. Nobody else can: the pod stays there until the host is back, or removed.
+            # The host's kubelet would have ended it, and nothing else can. The pod remains until its host returns or goes.
             if since is not None and time.monotonic() - since > grace_s + _LOST_S:
                 return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost")
         return _pod_state(pod)
@@ -303,8 +304,8 @@ class KubernetesTarget:
     def _check_that_it_is_ours(self, name: str, node: str) -> None:
         """
         Raises:
-            NotTakenError: a Job of that name is somebody else's.
-            TargetError: nobody can tell.
+            NotTakenError: a Job of that name exists and is not ours.
+                TargetError: the owner cannot be determined.
         """
         try:
             labels = self._api.read_job(self._namespace, self._api_version, name)["metadata"].get("labels") or {}
@@ -329,17 +330,17 @@ class KubernetesTarget:
             log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
 
     def _what_events_say(self, node: str, seen: _Seen) -> str:
-        """Why a node waits, in the words of whoever holds it up; empty if nobody has said anything.
+        """Return why a node waits, as reported by its events; empty if there is no event.
 
         Raises:
-            ApiError: it cannot be asked.
+            ApiError: the events cannot be read.
         """
         if seen.pod is None and self._api_version == VOLCANO_JOBS:
             queue = f"queue {(seen.job or {}).get('spec', {}).get('queue', 'default')}"
             groups = self._api.pod_groups(self._namespace, f"{MARK_LABEL}={self._mark},{NODE_LABEL}={node}")
             if not groups:
                 return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {queue}"
-            # That the queue is full is said by an event that warns nobody.
+            # Volcano reports a full queue in an event of type Normal, not Warning.
             events = self._api.events(self._namespace, "PodGroup", str(groups[0]["metadata"]["name"]))
             said = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
             phase = groups[0].get("status", {}).get("phase") or "new"
@@ -349,7 +350,7 @@ class KubernetesTarget:
         return "".join(_messages(self._api.events(self._namespace, kind, str(found["metadata"]["name"])), "Warning"))
 
     def _has_last_words(self, node: str, state: _State) -> bool:
-        """Whether all that an ended node has printed is here; how it ended is written below it."""
+        """Whether an ended node's output is complete here; the cause of its end is appended below it."""
         if self._logs is None or self._log_dir is None:
             return True
         began = self._ended_at.setdefault(node, time.monotonic())
@@ -367,7 +368,7 @@ class KubernetesTarget:
 def known_target(
     spec: NodeSpec, name: str, log_dir: Path | None, poll_s: float = 2.0, output_since: str = ""
 ) -> KubernetesTarget:
-    """The target of a job that runs already, by its `name`: for whoever does not start nodes, and knows no options."""
+    """Return the target of a running job by its recorded `name`, for processes that start no nodes and have no options."""
     _, namespace, *volcano = name.split("/")
     api_version = VOLCANO_JOBS if volcano else PLAIN_JOBS
     return KubernetesTarget(
@@ -376,10 +377,10 @@ def known_target(
 
 
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
-    """The `apiVersion` of Jobs that a cluster has for what was asked for.
+    """Return the `apiVersion` of Jobs in a cluster that fits the options.
 
     Raises:
-        TargetError: it has not, or does not say.
+        TargetError: the cluster lacks it or does not answer.
     """
     if options.plain_jobs:
         return PLAIN_JOBS
@@ -398,7 +399,7 @@ def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
 
 
 def _messages(events: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
-    """The newest message of this type, if there is one."""
+    """Return the newest message of this event type, if any."""
     of_kind = [event for event in events if event.get("type") == kind]
     newest = max(of_kind, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default={})
     return [str(newest["message"])] if newest.get("message") else []
@@ -418,8 +419,8 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 
 def _job_state(job: Mapping[str, Any]) -> _State:
-    """Of a Job that has no pod: not yet, or not any more."""
-    state = job.get("status", {}).get("state") or {}  # of Volcano
+    """State of a Job without a pod, either not created yet or already deleted."""
+    state = job.get("status", {}).get("state") or {}  # Volcano only
     match state.get("phase"):
         case "Completed":
             return _State("succeeded")
@@ -431,7 +432,7 @@ def _job_state(job: Mapping[str, Any]) -> _State:
         return _State("succeeded")
     failed = conditions.get("Failed") or conditions.get("FailureTarget")
     if failed is not None:
-        # That it may not be tried again says nothing; its pod was deleted, by whoever wants its host.
+        # The condition only reports that no retry is allowed. The cause is its pod's deletion, for example to free the host.
         return _State("failed", f"its pod is gone ({failed.get('message') or failed.get('reason') or 'no reason given'})")
     return _State("pending")
 
@@ -439,7 +440,7 @@ def _job_state(job: Mapping[str, Any]) -> _State:
 def _pod_state(pod: Mapping[str, Any]) -> _State:
     status = pod.get("status", {})
     if (ended := _end_of_worker(pod)) is not None and "exitCode" in ended:
-        # The pod's phase waits for all its containers, and may tell of another one's failure.
+        # The pod's phase depends on all its containers, and may reflect another one's failure.
         return _State("succeeded") if ended["exitCode"] == 0 else _State("failed", _why_it_failed(status))
     match _phase(pod):
         case "Succeeded":
@@ -451,12 +452,12 @@ def _pod_state(pod: Mapping[str, Any]) -> _State:
         case "Pending":
             return _State("pending")
         case other:
-            # The host has not been heard of for long.
+            # The host has been silent for long.
             return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost (its phase is {other})")
 
 
 def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """How our container has ended, whatever others in its pod do; None as long as it has not, or the pod does not tell."""
+    """Return the end state of our container alone; None while it runs, or if the pod does not report it."""
     for container in pod.get("status", {}).get("containerStatuses") or ():
         if container.get("name", CONTAINER) == CONTAINER:
             ended = (container.get("state") or {}).get("terminated")
@@ -465,7 +466,7 @@ def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _why_it_failed(status: Mapping[str, Any]) -> str:
-    """Evicted, out of memory, preempted; empty if the container has just ended with an error of its own."""
+    """Return why the pod failed: evicted, out of memory, preempted. Empty if the container ended with an error of its own."""
     parts = [f"{status['reason']}: {status.get('message', '')}".rstrip(": ")] if status.get("reason") else []
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
@@ -477,7 +478,7 @@ def _why_it_failed(status: Mapping[str, Any]) -> str:
 
 
 def _waits_for(pod: Mapping[str, Any] | None) -> str:
-    """Why a pod does not run yet, if it says so; nothing for what is on its way."""
+    """Return the pod's reason for not running yet; empty if its start is in progress."""
     status = (pod or {}).get("status", {})
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting") or {}
@@ -491,7 +492,7 @@ def _waits_for(pod: Mapping[str, Any] | None) -> str:
 
 @dataclass
 class _PodLog:
-    """One pod's output, and how far it was read: the newest line's time, and how many lines have that time."""
+    """One pod's output and the read position: timestamp of the newest line, and the number of lines with it."""
 
     pod: str
     folder: Path
@@ -499,14 +500,14 @@ class _PodLog:
     num_newest: int = 0
     has_ended: bool = False
     is_complete: bool = False
-    num_failures: int = 0  # to read it, in a row
+    num_failures: int = 0  # consecutive failed reads
     next_at: float = 0.0
 
 
 class _PodLogs:
-    """Copies the output of pods into files, in a thread of its own: a host that does not answer holds nobody up.
+    """Copy the output of pods into files, in a background thread: an unresponsive host blocks no caller.
 
-    How far it has come is in a file, too: the next controller goes on from there.
+    The read position is saved in a file, so the next controller continues from there.
     """
 
     def __init__(self, api: KubernetesApi, namespace: str, folder: Path, pause_s: float, since: str = "") -> None:
@@ -515,7 +516,7 @@ class _PodLogs:
         self._folder = folder
         self._pause_s = pause_s
         self._since = since
-        self._logs: dict[str, _PodLog] = {}  # by node
+        self._logs: dict[str, _PodLog] = {}  # key: node
         self._is_closed = threading.Event()
         self._has_news = threading.Event()
         self._thread: threading.Thread | None = None
@@ -535,7 +536,7 @@ class _PodLogs:
             self._thread.start()
 
     def finish(self, node: str) -> bool:
-        """Say that a node has ended; whether all of its output is there."""
+        """Mark a node as ended. Return whether all of its output has been copied."""
         entry = self._logs.get(node)
         if entry is None:
             return True  # it has never run
@@ -562,9 +563,9 @@ class _PodLogs:
                 try:
                     self._read(entry, whole=had_ended)
                 except ApiError as error:
-                    # 400: its container has not started. 404: the pod is gone, and its output with it.
+                    # 400: its container has not started. 404: the pod and its output are gone.
                     entry.is_complete = had_ended and error.status in (400, 404)
-                    # A host that does not answer takes its time with every request, and the others' output waits.
+                    # An unresponsive host delays every request, and the other pods' output with it.
                     entry.num_failures += 1
                     entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
                     log.debug("%s: its output cannot be read now: %s", entry.pod, error)
@@ -578,7 +579,7 @@ class _PodLogs:
         text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, entry.newest or self._since)
         if not whole:
             text = text[: text.rfind("\n") + 1]
-        # Only to the second: what was read already comes again.
+        # `sinceTime` has a resolution of one second, so lines already read come again.
         new, num_again = [], 0
         newest, num_newest = entry.newest, entry.num_newest
         for line in text.removesuffix("\n").split("\n") if text else []:

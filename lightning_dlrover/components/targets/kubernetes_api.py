@@ -1,7 +1,7 @@
-"""All that we ask of a Kubernetes API server: each request with a deadline, repeated a bounded number of times.
+"""Every request to a Kubernetes API server. Each has a deadline and a bounded number of attempts.
 
-An answer is plain JSON: what a newer server adds to it is no error. Waits between attempts follow the server's `Retry-After`
-as far as that is reasonable; urllib3's own repetitions would follow it for hours.
+Answers are plain JSON, so fields added by newer servers cause no error. Pauses between attempts follow the server's
+`Retry-After` up to a limit. urllib3's own retries would follow it for hours.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MAX_PAUSE_S = 15.0
 
 
 def is_in_pod() -> bool:
-    """Whether this process runs in a cluster, and may ask its API: with a service account, or a kubeconfig of its own."""
+    """Whether this process runs in a cluster with access to its API: with a service account or a kubeconfig of its own."""
     return "KUBERNETES_SERVICE_HOST" in os.environ and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
 
 
 def _config_file() -> str:
-    """One or several, as `kubectl` takes them."""
+    """Return the path of the kubeconfig, or several separated by colons, as `kubectl` accepts them."""
     return os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
 
 
@@ -39,14 +39,14 @@ def _has_config(file: str) -> bool:
 
 
 class ApiError(TargetError):
-    """A request that has failed.
+    """A request has failed.
 
     Args:
-        words: what the server has said, or why it could not be asked.
-        status: of HTTP; 0: there was no answer.
-        reason: the server's own name for it, such as AlreadyExists.
-        uncertain: what was asked for may have been done.
-        retry_after_s: the server does not want to be asked before.
+        words: message of the server, or the reason why no request reached it.
+        status: HTTP status; 0: there was no answer.
+        reason: the server's machine-readable reason, such as AlreadyExists.
+        uncertain: the request may have been carried out.
+        retry_after_s: seconds to wait before the next request.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class ApiError(TargetError):
     @property
     def may_pass(self) -> bool:
         """Whether the same request may succeed a moment later."""
-        # A quota that is counted by two at once is a conflict of theirs, and says nothing about the object.
+        # Two concurrent updates of a quota conflict with each other. Such a conflict does not concern the requested object.
         return self.status in (0, 429) or self.status >= 500 or (self.status == 409 and self.reason == "Conflict")
 
 
 class KubernetesApi:
-    """The API server that `kubectl` would ask: of KUBECONFIG or ~/.kube/config, else of the cluster that we run in.
+    """Client of the API server that `kubectl` would use: from KUBECONFIG or ~/.kube/config, else of this pod's cluster.
 
     Args:
-        request_s: for the answer to one attempt.
-        num_attempts: of a request that is repeated at all.
-        pause_s: before the second attempt; doubles.
+        request_s: timeout of one attempt.
+        num_attempts: maximum number of attempts of a repeatable request.
+        pause_s: pause before the second attempt; doubles with each further one.
 
     Raises:
         TargetError: the package is missing, or no cluster is configured.
@@ -111,10 +111,10 @@ class KubernetesApi:
         """Close all connections."""
         self._client.rest_client.pool_manager.clear()
 
-    # --- what is asked; examples/kubernetes/rbac.yaml allows just this ---------------------------------------------------
+    # --- requests; examples/kubernetes/rbac.yaml allows exactly these ---------------------------------------------------
 
     def has(self, api_version: str, kind: str) -> bool:
-        """Whether the cluster knows this kind of object: anybody may ask."""
+        """Whether the cluster has this kind of object. The request needs no permission."""
         try:
             found = self._object("GET", f"/apis/{api_version}", is_repeated=True)
         except ApiError as error:
@@ -124,7 +124,7 @@ class KubernetesApi:
         return any(isinstance(each, dict) and each.get("name") == kind for each in found.get("resources") or ())
 
     def create_job(self, namespace: str, manifest: Mapping[str, Any]) -> None:
-        """Repeated: a name is taken once only. A field that the server does not know is an error, and is not left out."""
+        """Create a Job. Repeatable, because each name is taken only once. An unknown field is an error and is never dropped."""
         path = _path(namespace, "jobs", group=manifest["apiVersion"])
         self._object("POST", path, {"fieldValidation": "Strict"}, manifest, is_repeated=True)
 
@@ -132,7 +132,7 @@ class KubernetesApi:
         return self._object("GET", _path(namespace, "jobs", name, group), is_repeated=True)
 
     def jobs(self, namespace: str, group: str, selector: str) -> list[dict[str, Any]]:
-        """Not repeated: whoever lists does so again and again."""
+        """List Jobs. Not repeated within one call, because callers poll anyway."""
         return _items(self._object("GET", _path(namespace, "jobs", group=group), {"labelSelector": selector}))
 
     def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
@@ -147,20 +147,20 @@ class KubernetesApi:
         return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "100"}))
 
     def delete_job(self, namespace: str, group: str, name: str) -> None:
-        """What it has started ends in the background; fine if there is none."""
+        """Delete a Job; its pods end in the background. A missing Job is no error."""
         self._delete(_path(namespace, "jobs", name, group), {"propagationPolicy": "Background"})
 
     def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
         self._delete(_path(namespace, "pods", name), {"gracePeriodSeconds": grace_s})
 
     def pod_log(self, namespace: str, pod: str, container: str, since: str) -> str:
-        """Each line with the time at which it was written in front; `since`: such a time."""
+        """Return the log, with a timestamp before each line. `since` is such a timestamp."""
         query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
         return self._request("GET", f"{_path(namespace, 'pods', pod)}/log", query, None, is_repeated=False).decode(
             errors="replace"
         )
 
-    # --- how ----------------------------------------------------------------------------------------------------------
+    # --- transport ----------------------------------------------------------------------------------------------------
 
     def _delete(self, path: str, options: Mapping[str, Any]) -> None:
         try:
@@ -197,7 +197,7 @@ class KubernetesApi:
             try:
                 return self._attempt(method, path, query, body)
             except ApiError as error:
-                # One of the former attempts may have been carried out, whatever is said to this one.
+                # A former attempt may have been carried out, whatever the answer to this one is.
                 uncertain = error.uncertain = uncertain or error.uncertain
                 attempts_left -= 1
                 if not attempts_left or not error.may_pass:
@@ -208,7 +208,7 @@ class KubernetesApi:
     def _attempt(self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None) -> bytes:
         """
         Raises:
-            ApiError: with what the server has said.
+            ApiError: the server refused or did not answer; holds its message.
         """
         changes = method != "GET"
         headers = {"Accept": "application/json, */*", "User-Agent": "lightning-dlrover"}
@@ -249,14 +249,14 @@ def _path(namespace: str, kind: str, name: str = "", group: str = "") -> str:
 def _items(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     items = answer.get("items")
     if items is None and str(answer.get("kind", "")).endswith("List"):
-        return []  # that is how an empty list may be written
+        return []  # some servers write an empty list like this
     if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("metadata") for item in items):
         raise ApiError(f"the answer is no list of objects: {str(answer)[:200]}")
     return items
 
 
 def _said(body: bytes, status: int) -> tuple[str, str]:
-    """What the server says in words, and its own name for it."""
+    """Return the server's message and its machine-readable reason."""
     try:
         found = json.loads(body)
         return f"{found['message']} ({status})", str(found.get("reason", ""))

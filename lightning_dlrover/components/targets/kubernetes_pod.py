@@ -1,4 +1,4 @@
-"""A node as Kubernetes sees it: the manifest of its Job, plain or Volcano's, a pure function of what was asked for."""
+"""Build the manifest of one node's Job, plain or Volcano's: a pure function of the options and the node's size."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
-"""Who makes a node's pod, by the `apiVersion` of its Job."""
+"""API versions of a node's Job; its controller creates the pod."""
 
 CONTAINER = "worker"
 JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("job", "node", "mark"))
 
 SECRET_FOLDER = "/etc/dlrover/etcd"
 SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
-"""What a Secret calls the files that an etcd may want; the last three as in one of type kubernetes.io/tls."""
+"""Keys in a Secret that hold etcd's credentials. The last three match a Secret of type kubernetes.io/tls."""
 
 REMEMBERED_S = 3600
-"""How long the cluster keeps a Job that has ended: a controller that comes by then learns how it did."""
+"""Seconds that the cluster keeps an ended Job, so that a later controller can still read its outcome."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ class Mount:
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What each node's pod asks Kubernetes for; empty: as the cluster, or the image, has it."""
+    """Settings of each node's pod. An empty one keeps the default of the cluster or the image."""
 
     image: str = ""
-    namespace: str = ""  # default: as kubectl has it, or the one that we run in
+    namespace: str = ""  # default: kubectl's, or the namespace of this process
     service_account: str = ""
-    gpus: str = ""  # of each node, [RESOURCE:]NUMBER
+    gpus: str = ""  # GPUs of each node, [RESOURCE:]NUMBER
     node_selector: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
-    secret: str = ""  # holds the files that etcd wants
-    endpoint: str = ""  # of etcd, as pods reach it; default: as we do
+    secret: str = ""  # name of the Secret with etcd's credentials
+    endpoint: str = ""  # address of etcd inside pods; default: the same as for this process
     image_pull_secret: str = ""
     work_dir: str = ""
-    python: str = "python"  # of the image
-    grace_s: int = 120  # for the hand-over, when a pod is to end
-    template: Mapping[str, Any] = field(default_factory=dict)  # a pod template that ours is laid over
-    queue: str = ""  # of Volcano
-    plain_jobs: bool = False  # though the cluster has Volcano
+    python: str = "python"  # interpreter in the image
+    grace_s: int = 120  # seconds that an ending pod has for its hand-over
+    template: Mapping[str, Any] = field(default_factory=dict)  # base pod template; our fields override it
+    queue: str = ""  # Volcano's queue
+    plain_jobs: bool = False  # ignore Volcano even if the cluster has it
 
     def resources(self, size: NodeSize) -> dict[str, str]:
-        """Requested, and the limit, too: how fast a worker is must not depend on who else runs on its host."""
+        """Return requests, which are also the limits: a worker's speed must not depend on other pods of its host."""
         asked = {"cpu": str(size.cpus or 1)}
         if size.memory_mb:
             asked["memory"] = f"{size.memory_mb}Mi"
@@ -85,20 +85,20 @@ class KubernetesOptions:
 
 
 def job_name(run_id: str, node: str, mark: str) -> str:
-    """A Job's name: lower-case letters, digits and hyphens, few enough for the names of pods that Volcano makes of it (63)."""
+    """Return a Job's name: lower-case letters, digits and hyphens; short enough for Volcano's pod names (63)."""
     return f"{_slug(run_id)[:30].rstrip('-')}-{node}-{mark}"
 
 
 def job_manifest(
     spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str, api_version: str = PLAIN_JOBS
 ) -> dict[str, Any]:
-    """The Job of one node, which has one pod and is never tried again: a new node has a new name.
+    """Return the Job of one node. It has one pod and no retries, because a new node has a new name.
 
     Args:
         api_version: `PLAIN_JOBS` or `VOLCANO_JOBS`.
 
     Raises:
-        TargetError: etcd wants files, and no Secret was named that holds them.
+        TargetError: etcd needs credential files, and no Secret is set.
     """
     labels = {
         "app.kubernetes.io/name": "lightning-dlrover",
@@ -121,7 +121,7 @@ def _plain_spec(template: Mapping[str, Any]) -> dict[str, Any]:
         "completions": 1,
         "parallelism": 1,
         "backoffLimit": 0,
-        # A pod that was told to end has not failed yet: it hands over.
+        # A terminating pod has not failed yet: it is handing over.
         "podReplacementPolicy": "Failed",
         "ttlSecondsAfterFinished": REMEMBERED_S,
         "template": template,
@@ -129,18 +129,22 @@ def _plain_spec(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _volcano_spec(template: Mapping[str, Any], queue: str) -> dict[str, Any]:
-    """No plugins: `svc`, which TorchX asks for, lets nobody in but pods of the same Job, and nodes are Jobs of their own."""
+    """Return Volcano's Job spec, without plugins.
+
+    TorchX enables `svc`, which blocks traffic from outside the Job. Nodes are Jobs of their own and must reach each other.
+    """
     priority = template["spec"].get("priorityClassName")
     return {
         "schedulerName": "volcano",
         "queue": queue or "default",
-        **({"priorityClassName": priority} if priority else {}),  # of a Job's place in the queue; a pod's does not count there
+        # sets the Job's place in the queue, which ignores the pod's priority
+        **({"priorityClassName": priority} if priority else {}),
         "minAvailable": 1,
-        # A deleted pod would be made anew under its name; `maxRetry` has no say in that, and 0 is taken for 3.
+        # Volcano would recreate a deleted pod under its name. `maxRetry` does not prevent that, and 0 means 3.
         "policies": [{"event": "PodEvicted", "action": "TerminateJob"}],
         "maxRetry": 0,
         "ttlSecondsAfterFinished": REMEMBERED_S,
-        # By this name, as of a role's first replica, TorchX finds pods: its `status` and `log` work on nodes, too.
+        # TorchX finds pods by this name, the one of a role's first replica: its `status` and `log` work on nodes, too.
         "tasks": [{"name": f"{CONTAINER}-0", "replicas": 1, "template": template}],
     }
 
@@ -158,7 +162,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     threads = os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))
     resources = options.resources(size)
     variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
-    # Loader workers hand batches over in shared memory, of which a container has 64 MB by default.
+    # Loader workers pass batches through shared memory. A container has 64 MB of it by default.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if files:
@@ -171,7 +175,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     container: dict[str, Any] = {
         "name": CONTAINER,
         "command": [options.python],
-        # Kubernetes puts variables in place of $(...), and makes one $ of two.
+        # Kubernetes expands $(...) and turns $$ into $.
         "args": [argument.replace("$", "$$") for argument in role.args],
         "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()],
         "resources": {"requests": resources, "limits": resources},
@@ -183,7 +187,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace_s,
-        # Training asks nothing of the API.
+        # Training never calls the Kubernetes API.
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": volumes,
@@ -195,7 +199,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
 
 
 def _laid_over(base: Any, ours: Any) -> Any:
-    """A template with ours on top: fields of ours win, lists are joined, and what has a name in both is laid over, too."""
+    """Merge ours into a template: our fields win, lists are joined, and entries with the same name are merged recursively."""
     if isinstance(base, Mapping) and isinstance(ours, Mapping):
         return {**base, **{name: _laid_over(base[name], value) if name in base else value for name, value in ours.items()}}
     if isinstance(base, list) and isinstance(ours, list):

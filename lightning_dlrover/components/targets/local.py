@@ -36,14 +36,14 @@ __all__ = ["LocalTarget", "NodeSpec", "node_app"]
 PR_SET_CHILD_SUBREAPER = 36
 
 _LOOKS = 10
-"""At the processes of a node that moves to other cores."""
+"""Maximum number of passes over the processes of a node that moves to other cores."""
 
 
 def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
-    """The component of one node.
+    """Return the component of one node.
 
     Args:
-        dollar: what comes out as one $ after all that replaces ${...} on the way to the script.
+        dollar: text that turns into one $ after every expansion of ${...} on the way to the script.
     """
     return elastic.node(
         *(argument.replace("$", dollar) for argument in spec.script_args),
@@ -62,16 +62,16 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
 class LocalTarget:
     """Nodes as processes on this machine, through TorchX's local scheduler.
 
-    What a node has of the machine is given to others once none of its processes is left. Orphans of nodes become children of
-    this process (PR_SET_CHILD_SUBREAPER) and are known by a mark in their environment, so that `close` finds all that was
-    started here, and nothing else. To be used from the main thread: nodes end with the thread that started them.
+    A node's share of the machine is released once none of its processes is left. Orphans of nodes become children of this
+    process (PR_SET_CHILD_SUBREAPER) and carry a mark in their environment. So `close` finds every process that was started here
+    and no other. Use it from the main thread: nodes end with the thread that started them.
 
     Args:
-        spec: what the nodes run.
-        log_dir: where their output goes.
-        gpus: of each node, which are nobody else's; 0: all that this process sees are shared.
-        grace_s: from SIGTERM to SIGKILL.
-        hurry: when set, there is no grace.
+        spec: command of the nodes.
+        log_dir: folder for their output.
+        gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        hurry: when set, SIGKILL follows without a grace period.
     """
 
     name = "local"
@@ -91,14 +91,14 @@ class LocalTarget:
         self._hurry = hurry or threading.Event()
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
-        self._nodes: dict[str, str] = {}  # names of those that have not been seen to end, by handle
+        self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
         self._shares = MachineShares(gpus)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 
     def open(self, mark: str) -> None:
-        pass  # what was not started by this object has ended with whoever started it
+        pass  # nodes of another process have ended with it
 
     def owns(self, node: str, handle: str) -> bool:
         return self._nodes.get(handle) == node
@@ -110,7 +110,7 @@ class LocalTarget:
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         self._settle()
         cores, variables = self._shares.take(node, size)
-        # TorchX puts its macros in place of ${...}, and then torchrun does the same with its own.
+        # TorchX expands ${...} with its macros, then torchrun does the same with its own.
         app = node_app(self._spec, node, dollar="$$$$")
         app.roles[0].env |= {
             **variables,
@@ -134,7 +134,7 @@ class LocalTarget:
     def status(self, handle: str) -> AppStatus:
         status = self._runner.status(handle)
         if status not in ("pending", "running") and (node := self._nodes.pop(handle, None)) is not None:
-            # An agent that was killed has left its worker behind. One that trains hands over when it is asked to end.
+            # A killed agent leaves its worker behind. A training worker hands over on SIGTERM.
             for process in self._orphans():
                 with contextlib.suppress(psutil.Error):
                     if process.environ().get("DLROVER_NODE") == node:
@@ -149,7 +149,7 @@ class LocalTarget:
 
     def cancel(self, handles: Iterable[str]) -> None:
         ending = list(handles)
-        # An agent passes SIGTERM on to its worker, and waits for it.
+        # An agent forwards SIGTERM to its worker and waits for it.
         self._end([self._agents[handle] for handle in ending if handle in self._agents])
         for handle in ending:
             self._runner.cancel(handle)
@@ -175,7 +175,7 @@ class LocalTarget:
         self._shares.close()
 
     def _settle(self) -> None:
-        """What ended nodes had is free again, unless processes of theirs are left."""
+        """Release the shares of ended nodes, unless some of their processes are left."""
         if not self._shares.awaits:
             return
         left = set()
@@ -199,9 +199,9 @@ class LocalTarget:
         return orphans
 
     def _reap_orphans(self) -> None:
-        """Take note of the end of orphans: as their new parent we would keep them as zombies otherwise.
+        """Reap orphans: as their new parent, this process would otherwise keep them as zombies.
 
-        A child of this process itself leads a session or is in ours, and is somebody else's to wait for.
+        A child of this process itself leads a session or is in ours, and other code waits for it.
         """
         for process in self._children():
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -209,7 +209,7 @@ class LocalTarget:
                     os.waitpid(process.pid, os.WNOHANG)
 
     def _end(self, roots: list[psutil.Process]) -> None:
-        """End processes and their descendants: SIGTERM to the former, after a grace SIGKILL to all that are left."""
+        """End processes and their descendants: SIGTERM to the given ones, after a grace period SIGKILL to all that are left."""
         family = _with_descendants(roots)
         for root in roots:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -220,13 +220,13 @@ class LocalTarget:
             family |= _with_descendants(left)
         while left := [p for p in _with_descendants(family) if _is_running(p)]:
             for process in left:
-                # psutil compares the start time first: a reused process id is never signalled.
+                # psutil compares the start time first, so a reused process id is never signalled.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=1.0)
             family = set(left)
             if time.monotonic() > deadline + 10.0:
-                return  # in the kernel's hands: nothing more can be done
+                return  # stuck in the kernel: no signal can end it
 
 
 def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
@@ -239,7 +239,7 @@ def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process
 
 @contextlib.contextmanager
 def _on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Bind this thread to cores for a while; what it starts meanwhile stays on them, from its first instruction on."""
+    """Bind this thread to cores for a while. Its children inherit the binding from their first instruction on."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -249,7 +249,7 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 def _move(root: psutil.Process, cores: Iterable[int]) -> None:
-    """Bind a process and its descendants to cores. What they start meanwhile is found when it is looked again."""
+    """Bind a process and its descendants to cores. Repeated passes find the children they start meanwhile."""
     wanted = {*cores}
     for _ in range(_LOOKS):
         moved = False

@@ -1,4 +1,4 @@
-"""The nodes' output: which files hold it, and what is new in them."""
+"""Files with the nodes' output, and the new lines in them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 __all__ = ["LogFile", "log_files", "read_tail"]
 
 TAIL_BYTES = 256 * 1024
-"""Last part of a file that tells why a node ended: tracebacks of all ranks fit, hours of progress bars do not."""
+"""Bytes at a file's end to search for why a node ended: all ranks' tracebacks fit, hours of progress bars do not."""
 
 LONG_LINE_BYTES = 64 * 1024
-"""Length of an unfinished line from which on only its newest state is kept, as a progress bar shows it."""
+"""Bytes of an unfinished line above which only its newest state is kept, as for a progress bar."""
 
 
 def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
-    """The end of a file, from the start of a line.
+    """Return the end of a file, from the start of a line.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -32,7 +32,7 @@ def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
 
 
 def log_files(folder: Path) -> dict[str, list[Path]]:
-    """Files of each node's output in a job's folder of logs, in the order in which the nodes were started."""
+    """Return each node's output files in a job's log folder, in the order in which the nodes were started."""
     found: dict[str, list[Path]] = {}
     for name in ("stdout", "stderr"):
         for file in sorted(folder.rglob(f"{name}.log")):
@@ -45,30 +45,30 @@ def log_files(folder: Path) -> dict[str, list[Path]]:
 
 
 class LogFile:
-    """A file that is being written, read line by line."""
+    """Read a growing file line by line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.num_read = 0  # bytes that are not read again
+        self.num_read = 0  # bytes already read
 
     def skip(self) -> None:
-        """Leave out what is there already."""
+        """Skip the existing content."""
         self.num_read = self.file.stat().st_size
 
     def new_lines(self, whole: bool) -> Iterator[str]:
-        """Lines since the last call.
+        """Yield the lines since the last call.
 
         Args:
-            whole: the last one is given, too, though its end is missing: nothing more will come.
+            whole: the file is complete, so an unfinished last line is included.
         """
         with self.file.open("rb") as stream:
             stream.seek(self.num_read)
             chunk = stream.read()
         if not whole:
             if len(chunk) > LONG_LINE_BYTES and b"\n" not in chunk:
-                self.num_read += chunk.rfind(b"\r") + 1  # or it would be read again with each call
+                self.num_read += chunk.rfind(b"\r") + 1  # otherwise each call would read it again
             chunk = chunk[: chunk.rfind(b"\n") + 1]
         self.num_read += len(chunk)
         for line in chunk.decode(errors="replace").removesuffix("\n").split("\n") if chunk else []:
-            # A progress bar writes over its line: its last state is enough.
+            # A progress bar overwrites its line, so the last state is enough.
             yield line.rstrip("\r").rsplit("\r", 1)[-1]

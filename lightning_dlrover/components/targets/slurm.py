@@ -1,8 +1,9 @@
-"""Nodes as Slurm jobs: an independent job of one node each, which all join one rendezvous.
+"""Nodes as Slurm jobs: one independent job per node, all of which join one rendezvous.
 
-Calls Slurm's own commands, as an ordinary user and without accounting. TorchX's Slurm scheduler would submit a heterogeneous
-job, which can neither grow nor lose a part, reads states from `sacct`, and cannot be given a notice before the time limit.
-Nothing is taken for ended because a command failed: it is asked again, more and more rarely, and what was known last holds.
+Runs Slurm's own commands, as an ordinary user and without accounting. TorchX's Slurm scheduler would submit a heterogeneous
+job. Such a job cannot grow or lose a part, takes its states from `sacct`, and allows no notice before the time limit.
+
+A failed command never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _STATES: dict[str, AppStatus] = {
     **dict.fromkeys(("SPECIAL_EXIT", "POWER_UP_NODE"), "pending"),
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
     "COMPLETED": "succeeded",
-    # What somebody else has cancelled was killed, as far as the job is concerned.
+    # Cancelled by another user: a killed node, as far as the job is concerned.
     **dict.fromkeys(("FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"), "failed"),
     **dict.fromkeys(("DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"), "failed"),
 }
 
-# Who was killed for what it holds has left no word of its own; these come from Slurm, in its output.
+# The out-of-memory killer gives a process no chance to report. Slurm's step daemon logs it; this pattern finds that line.
 _OUT_OF_MEMORY = re.compile(r"slurmstepd.*?: error: .*?(exceeded (?:job )?memory limit.*|oom[-_]kill.*)", re.I)
 
-# The request has certainly not been carried out; it may be repeated.
+# The request has certainly not been carried out, so it may be repeated.
 _NOT_SENT = re.compile(r"connect failure|Connection refused|No route to host|Unable to establish configuration source", re.I)
-# It may have been carried out although its answer was lost.
+# The answer was lost, but the request may have been carried out.
 _UNCERTAIN = re.compile(r"timed out|Zero Bytes|communication|Unable to contact|Connection reset", re.I)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.I)
 _ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
@@ -66,39 +67,39 @@ _JOBS_PER_COMMAND = 200
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What each node's job asks Slurm for; empty: as the cluster has it."""
+    """Settings of each node's job. An empty one keeps the cluster's default."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
-    time: str = ""  # limit of one node, as sbatch takes it: MINUTES, HH:MM:SS or D-HH:MM
+    time: str = ""  # time limit of one node in sbatch's format: MINUTES, HH:MM:SS or D-HH:MM
     constraint: str = ""
     nodelist: str = ""
     exclude: str = ""
     gres: str = ""
-    gpus: str = ""  # of each node, [TYPE:]NUMBER
-    notice_s: int = 120  # before the time limit, or at a preemption, another node is to take its place; 0: it is not
-    work_dir: str = ""  # where the script runs; default: the current folder
-    setup: str = ""  # a line of shell that comes before the script, such as `module load cuda`
-    extra: tuple[str, ...] = ()  # arguments for sbatch, which come last and win
+    gpus: str = ""  # GPUs of each node, [TYPE:]NUMBER
+    notice_s: int = 120  # seconds of notice before the time limit or a preemption, to start a replacement; 0: none
+    work_dir: str = ""  # working directory of the script; default: the current folder
+    setup: str = ""  # shell line to run before the script, such as `module load cuda`
+    extra: tuple[str, ...] = ()  # more sbatch arguments; they come last and override ours
 
     def arguments(self, size: NodeSize) -> list[str]:
-        """For sbatch."""
+        """Return the arguments for sbatch."""
         asked = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "constraint", "nodelist")}
         asked |= {"exclude": self.exclude, "gres": self.gres, "gpus": self.gpus}
         asked["mem"] = f"{size.memory_mb}M" if size.memory_mb else ""
         given = [f"--{name}={value}" for name, value in asked.items() if value]
-        # To the batch script alone, which is `components/node.py`: it tells the worker, and nobody else.
+        # The signal goes to the batch script only (`components/node.py`), which forwards it to the worker and no other process.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
-        # A node that Slurm started again under its old name would be one that no plan has asked for: we start a new one.
-        # Where it does so all the same, what it has said before is kept.
+        # A node requeued by Slurm would return under its old name, outside of any plan. The controller starts a new one.
+        # Where Slurm requeues it all the same, its earlier output is kept.
         fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", "--open-mode=append"]
         return [*fixed, *notice, *given, *self.extra]
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of squeue."""
+    """One line of squeue's output."""
 
     job_id: str
     state: str
@@ -106,18 +107,17 @@ class _Row:
 
 
 class SlurmTarget:
-    """Submits, watches and cancels one-node jobs.
+    """Submit, watch and cancel one-node jobs.
 
     Args:
-        spec: what the nodes run.
-        options: what they ask for.
-        log_dir: a folder of this job alone that all hosts share; each node's script, output and exit code go into one of its
-            own there.
-        poll_s: how often Slurm is asked at most, by one command for all nodes.
-        command_s: deadline of a command.
+        spec: command of the nodes.
+        options: Slurm settings of the nodes.
+        log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
+        poll_s: minimum interval between calls of squeue; one call covers all nodes.
+        command_s: timeout of a command.
 
     Raises:
-        TargetError: Slurm's commands are not there.
+        TargetError: Slurm's commands are not installed.
     """
 
     name = "slurm"
@@ -131,19 +131,19 @@ class SlurmTarget:
         self._log_dir = log_dir
         self._poll_s = poll_s
         self._command_s = command_s
-        self._name = re.compile("")  # of our jobs
+        self._name = re.compile("")  # matches our job names
         self._mark = ""
-        self._rows: dict[str, _Row] = {}  # by job id
+        self._rows: dict[str, _Row] = {}  # key: job id
         self._trouble: TargetError | None = None
-        self._num_failures = 0  # of squeue, in a row
-        self._asked_at = -float("inf")  # when the newest list was asked for
+        self._num_failures = 0  # consecutive failures of squeue
+        self._asked_at = -float("inf")  # start time of the newest squeue call
         self._next_poll_at = -float("inf")
         self._submitted_at: dict[str, float] = {}
-        self._looked_up_at: dict[str, float] = {}  # when scontrol was asked about a job that squeue does not list
-        self._known: dict[str, AppStatus] = {}  # by handle
-        self._cancelled: set[str] = set()  # handles, by us
-        self._starved: set[str] = set()  # handles of those whose output says that they lacked memory
-        self._looked_for_at: dict[str, float] = {}  # by handle: which list of squeue's its files were last looked for with
+        self._looked_up_at: dict[str, float] = {}  # last scontrol call about a job that squeue does not list
+        self._known: dict[str, AppStatus] = {}  # key: handle
+        self._cancelled: set[str] = set()  # handles that this object has cancelled
+        self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
+        self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
             raise TargetError(
@@ -158,17 +158,17 @@ class SlurmTarget:
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         folder = self._log_dir / node
         folder.mkdir(parents=True, exist_ok=True)
-        # An earlier job of this name, which etcd has forgotten, may have had a node of this name.
+        # An earlier job of this name, already gone from etcd, may have had a node of this name.
         for former in (self._exit_file(node), notice_file(self._exit_file(node))):
             former.unlink(missing_ok=True)
         script = folder / "batch.sh"
         script.touch(mode=0o600)
-        script.chmod(0o600)  # variables of the job are in it, and what `--env` says is nobody else's business
+        script.chmod(0o600)  # holds the job's variables; values given with `--env` may be secret
         script.write_text(self._script(node, size))
         arguments = [
             "--parsable",
             f"--job-name={self._job_name(node)}",
-            # Slurm replaces %x and its like in these.
+            # Slurm expands %x and similar patterns in these.
             f"--output={str(folder).replace('%', '%%')}/stdout.log",
             f"--error={str(folder).replace('%', '%%')}/stderr.log",
             f"--chdir={self._options.work_dir or os.getcwd()}",
@@ -189,7 +189,7 @@ class SlurmTarget:
             if attempt == _NUM_ATTEMPTS - 1:
                 raise NotTakenError(f"sbatch could not reach Slurm {_NUM_ATTEMPTS} times: {said}")
             time.sleep(2.0**attempt * min(1.0, self._poll_s))
-        # A site's submit filter may print lines of its own.
+        # A site's submit filter may print additional lines.
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         match = re.fullmatch(r"(\d+)(?:;\S+)?", lines[-1].strip()) if lines else None
         if match is None:
@@ -198,7 +198,7 @@ class SlurmTarget:
         return f"{match[1]}/{node}"
 
     def owns(self, node: str, handle: str) -> bool:
-        # The number may still be any job's: `cancel` and `status` compare the job's name, too.
+        # The job id may belong to any job, so `cancel` and `status` compare the job's name, too.
         return re.fullmatch(rf"[1-9][0-9]{{0,17}}/{re.escape(node)}", handle) is not None
 
     def apps(self) -> Sequence[App]:
@@ -211,7 +211,7 @@ class SlurmTarget:
     def status(self, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
         if known not in ("pending", "running"):
-            return known  # the end is the end
+            return known  # final
         self._refresh()
         job_id, node = handle.split("/")
         row = self._rows.get(job_id)
@@ -220,16 +220,16 @@ class SlurmTarget:
         elif self._trouble is not None or self._asked_at <= self._submitted_at.get(job_id, -float("inf")):
             status = known
         elif self._looked_up_at.get(job_id, -float("inf")) > self._asked_at:
-            status = known  # asked about since squeue was; the answer made no sense
+            status = known  # scontrol has run since the newest squeue call; its answer was unusable
         else:
             self._looked_up_at[job_id] = time.monotonic()
             status = self._look_up(job_id, node) or known
-        # `start` has removed the file of a former node of this name.
+        # `start` has removed the file of a former node with this name.
         waits = status == "pending"
         has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
         if has_run and status == "pending" and handle not in self._cancelled:
-            # Somebody has requeued it: its worker has gone, and it may wait for long, and for what nobody wants any more. For
-            # the controller it has failed; what Slurm still lists in our name is a node that nobody has asked for.
+            # The job was requeued: its worker has gone, and the job may wait for long under an outdated plan. To the controller
+            # it has failed. The entry that Slurm still lists is a stray, which no record asks for.
             status = "failed"
         self._known[handle] = status
         if status == "failed" and handle not in self._cancelled:
@@ -242,11 +242,11 @@ class SlurmTarget:
             return _STATES[row.state]
         if known not in ("pending", "running"):
             return known
-        # The epilogue may take its time; what the agent has written is final.
+        # The epilogue may take long. The exit code written by the agent is final.
         return self._exit_status(row.node) or _STATES[row.state]
 
     def _tell_why(self, handle: str, state: str) -> None:
-        """Say, here and below what the node has printed, what Slurm knows of its end beyond that it has failed."""
+        """Log Slurm's reason for a node's failure, and append it to the node's output."""
         job_id, node = handle.split("/")
         file = self._log_dir / node / "stderr.log"
         found = None
@@ -270,7 +270,7 @@ class SlurmTarget:
             if job_id in self._rows or job_id in self._submitted_at:
                 ours.append(job_id)
             else:
-                # Slurm has forgotten it, could not be asked yet, or a record names a job that is not ours.
+                # Unknown to Slurm, not looked up yet, or a record names a foreign job.
                 others.append([f"--jobname={self._job_name(node)}", "--", job_id])
         batches = [["--", *ours[start : start + _JOBS_PER_COMMAND]] for start in range(0, len(ours), _JOBS_PER_COMMAND)]
         for arguments in [*batches, *others]:
@@ -288,11 +288,11 @@ class SlurmTarget:
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def wants_back(self, handle: str) -> bool:
-        # Path.exists() would raise for a shared file system that fails for a moment.
+        # Path.exists() would raise on a temporary error of a shared file system.
         return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
 
     def _is_new_list_for(self, handle: str) -> bool:
-        """Whether squeue was asked since this was for a node: a shared file system is not for every step."""
+        """Whether squeue has run since the last check for this node. A shared file system must not be queried at every step."""
         is_new = self._looked_for_at.get(handle) != self._asked_at
         self._looked_for_at[handle] = self._asked_at
         return is_new
@@ -310,7 +310,7 @@ class SlurmTarget:
         return f"{self._spec.run_id}.{node}.{self._mark}"
 
     def _script(self, node: str, size: NodeSize) -> str:
-        # Only torchrun replaces ${...} here.
+        # Only torchrun expands ${...} here.
         role = node_app(self._spec, node, dollar="$$").roles[0]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))}
         variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(self._exit_file(node))}
@@ -330,15 +330,15 @@ class SlurmTarget:
         return self._log_dir / node / "exit_code"
 
     def _exit_status(self, node: str) -> AppStatus | None:
-        """How the agent has ended, by its own account; None if it has not said."""
+        """Return the agent's outcome from its exit file; None if it has not written one."""
         with contextlib.suppress(OSError, ValueError):
             return "succeeded" if int(self._exit_file(node).read_text()) == 0 else "failed"
         return None
 
-    # --- asking Slurm --------------------------------------------------------------------------------------------------
+    # --- queries to Slurm ----------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Ask squeue, if it is time to."""
+        """Run squeue if it is due."""
         now = time.monotonic()
         if now < self._next_poll_at:
             return
@@ -375,7 +375,7 @@ class SlurmTarget:
         return rows
 
     def _look_up(self, job_id: str, node: str) -> AppStatus | None:
-        """What became of a job that squeue does not list; None if nobody can tell."""
+        """Return the state of a job that squeue does not list; None if it cannot be determined."""
         try:
             done = self._call("scontrol", "--oneliner", "show", "job", job_id)
         except (OSError, TargetError) as error:
@@ -390,13 +390,13 @@ class SlurmTarget:
             log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
         elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
-        # Slurm forgets jobs `MinJobAge` seconds after their end. Who was killed has left no word.
+        # Slurm forgets jobs `MinJobAge` seconds after their end. A killed agent has written no exit code.
         return self._exit_status(node) or "failed"
 
     def _call(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """
         Raises:
-            TargetError: no answer within the deadline.
+            TargetError: no answer within the timeout.
             OSError: the command cannot be run.
         """
         with subprocess.Popen(
@@ -407,7 +407,7 @@ class SlurmTarget:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # a Ctrl-C is for us; and what a site's wrapper has started ends with it
+            start_new_session=True,  # Ctrl-C reaches this process only, and children of a site's wrapper end with it
         ) as process:
             try:
                 output, errors = process.communicate(timeout=self._command_s)
@@ -421,12 +421,12 @@ class SlurmTarget:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what would narrow squeue's list, make scancel ask back, or describe a job that we run in ourselves."""
+    """Return our environment without variables that filter squeue, make scancel prompt, or describe our own job."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
     ours = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(ours)}
 
 
 def _text(output: str) -> str:
-    """What a command has said, for one line of ours."""
+    """Return a command's output shortened to one line."""
     return " ".join(output.split())[:500] or "it said nothing"

@@ -1,6 +1,6 @@
-"""What a controller asks of a place where nodes run.
+"""Interface between the controller and a place where nodes run.
 
-One class per kind of place carries it out: in `targets.py`, `slurm.py` and `kubernetes.py`.
+One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "g
 
 @dataclass(frozen=True)
 class NodeSize:
-    """What one node may use; 0: as its scheduler has it."""
+    """Resources of one node; 0 leaves a value to its scheduler."""
 
     cpus: int = 0
     memory_mb: int = 0  # MiB
@@ -36,7 +36,7 @@ ANY_SIZE = NodeSize()
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What every node of a job runs."""
+    """Command and settings shared by every node of a job."""
 
     script: str
     script_args: tuple[str, ...]
@@ -46,22 +46,23 @@ class NodeSpec:
     min_workers: int
     max_workers: int
     max_restarts: int = 0
-    access: Mapping[str, str] = field(default_factory=dict)  # user and paths of files for etcd
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the nodes, beside their own
-    timeouts: Mapping[str, float] = field(default_factory=dict)  # seconds, by the keys of --rdzv-conf; others have defaults
+    access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
+    environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
+    # seconds, by the keys of --rdzv-conf; missing keys have defaults
+    timeouts: Mapping[str, float] = field(default_factory=dict)
 
 
 class TargetError(RuntimeError):
-    """A place's scheduler could not be asked, or its answer makes no sense. It may have done what it was asked to do."""
+    """The place's scheduler could not be reached, or its answer is malformed. The request may have been carried out."""
 
 
 class NotTakenError(TargetError):
-    """A scheduler has certainly not taken a node on."""
+    """The scheduler has certainly not accepted a node."""
 
 
 @dataclass(frozen=True)
 class App:
-    """One node as its scheduler shows it."""
+    """One node as its scheduler lists it."""
 
     node: str
     handle: str
@@ -72,47 +73,47 @@ class Target(Protocol):
     """A place that runs one-node apps."""
 
     name: str
-    outlives_controller: bool  # nodes live on when the process that has started them is gone
+    outlives_controller: bool  # nodes survive the end of the process that started them
 
     def open(self, mark: str) -> None:
-        """Say whose nodes are meant: `mark` is in the name of each, and in no other job's. Called before anything else."""
+        """Select a job's nodes: `mark` is part of each one's name and of no other job's. Must be called first."""
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         """Start a node of that size and return its app's handle.
 
         Raises:
-            NotTakenError: it was refused.
-            TargetError: it may have been taken on: `apps` will show it then.
+            NotTakenError: the scheduler refused it.
+            TargetError: the scheduler may have accepted it; `apps` lists it in that case.
         """
 
     def owns(self, node: str, handle: str) -> bool:
-        """Whether `handle`, read from a record, has the form that `start` gives this job's node. Called after `open`."""
+        """Whether `handle`, read from a record, has the form that `start` gives this job's node. Call after `open`."""
 
     def apps(self) -> Sequence[App]:
-        """What the scheduler knows of the job's nodes, those of earlier controllers too; the ended ones it may have forgotten.
+        """Return the job's nodes that the scheduler lists, those of earlier controllers included. Ended ones may be missing.
 
         Raises:
-            TargetError: it does not say.
+            TargetError: the scheduler does not answer.
         """
 
     def status(self, handle: str) -> AppStatus:
-        """The newest that is known, as long as the scheduler cannot be asked."""
+        """Return the newest known state, also while the scheduler is unreachable."""
 
     def cancel(self, handles: Iterable[str]) -> None:
-        """End apps, all at once. They may take a while longer where `outlives_controller`; `status` tells.
+        """End all these apps. Where `outlives_controller`, the call may return before they have ended; see `status`.
 
         Raises:
-            TargetError: the scheduler could not be told.
+            TargetError: the request did not reach the scheduler.
         """
 
     def ran_out_of_memory(self, handle: str) -> bool:
-        """Whether a node that has failed was killed because it wanted more memory than it has."""
+        """Whether a failed node was killed for exceeding its memory."""
 
     def wants_back(self, handle: str) -> bool:
-        """Whether the scheduler is going to end this node soon, and has said so."""
+        """Whether the scheduler has announced that it will end this node soon."""
 
     def logs(self, handle: str) -> list[Path]:
-        """Files that hold the node's output, those of errors last."""
+        """Return the files with the node's output, stderr last."""
 
     def close(self) -> None:
-        """Give back what this process holds; end everything that was started, unless it outlives the controller."""
+        """Release this process's resources. End everything it started, unless nodes outlive the controller."""

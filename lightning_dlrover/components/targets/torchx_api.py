@@ -1,4 +1,4 @@
-"""All that we ask of TorchX, behind one small module: its Runner changes between releases."""
+"""All use of TorchX's Runner, behind one small module, because it changes between releases."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _STATES: dict[str, AppStatus] = {
 
 
 class TorchXRunner:
-    """Submits and watches apps on one scheduler.
+    """Submit and watch apps on one scheduler.
 
     Args:
-        scheduler: TorchX's name of it.
-        config: its run options.
+        scheduler: name of the scheduler in TorchX.
+        config: run options of the scheduler.
     """
 
     def __init__(self, scheduler: str, config: Mapping[str, Any]) -> None:
@@ -43,16 +43,16 @@ class TorchXRunner:
         self._config = dict(config)
         self._has_failed = False
         self._former_hook, threading.excepthook = threading.excepthook, self._on_failed_thread
-        # Made now: creating the local scheduler replaces the process's signal handlers, and ours must come after.
+        # Created here because the local scheduler replaces the process's signal handlers. Ours must be installed after it.
         self._runner.scheduler_run_opts(scheduler)
 
     def submit(self, app: specs.AppDef) -> str:
-        """Handle of the submitted app."""
+        """Submit an app and return its handle."""
         # No workspace: TorchX would build an image of the current folder.
         return str(self._runner.run(app, self._scheduler, self._config, workspace=None))
 
     def status(self, handle: str) -> AppStatus:
-        """An app that the scheduler does not know is `gone`."""
+        """Return the state of an app; `gone` if the scheduler does not list it."""
         try:
             status = self._runner.status(handle)
         except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ class TorchXRunner:
         return _STATES.get(status.state.name, "running") if status is not None else "gone"
 
     def cancel(self, handle: str) -> None:
-        """End an app. The local scheduler returns once it has ended: SIGTERM, and SIGKILL after 10 s."""
+        """End an app. The local scheduler returns after the app has ended: SIGTERM, then SIGKILL after 10 s."""
         try:
             self._runner.cancel(handle)
         except (OSError, ValueError) as error:
@@ -77,7 +77,10 @@ class TorchXRunner:
             threading.excepthook = self._former_hook
 
     def _on_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
-        """TorchX copies the nodes' output to a third file, in threads that end with a traceback when it cannot be written."""
+        """Report a failed write of TorchX's tee threads.
+
+        TorchX copies the nodes' output to a third file in threads. They end with a traceback when that file cannot be written.
+        """
         frames = traceback.extract_tb(failed.exc_traceback)
         if isinstance(failed.exc_value, OSError) and frames and frames[-1].filename.endswith("torchx/schedulers/streams.py"):
             self._report(failed.exc_value)
@@ -85,9 +88,9 @@ class TorchXRunner:
             self._former_hook(failed)
 
     def _state_of_processes(self, handle: str, error: Exception) -> AppStatus:
-        """The state of an app of the local scheduler, which fails when it cannot write or read files of its own in the logs.
+        """Return the state of a local app from its processes when the scheduler cannot read or write its own log files.
 
-        A disk that is full ends no job, nor does a file with an agent's error that is half written.
+        Neither a full disk nor an agent's half-written error file may end a job.
         """
         self._report(error)
         app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]

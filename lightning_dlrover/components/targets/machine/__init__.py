@@ -1,1 +1,1 @@
-"""What each node gets of this machine."""
+"""Shares of this machine for each node."""

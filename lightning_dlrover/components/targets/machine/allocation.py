@@ -1,4 +1,4 @@
-"""Decide which cores and devices of one machine each of its nodes gets; pure."""
+"""Decide which cores and devices of one machine each node gets. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["Allocation", "NothingFreeError", "Share"]
 
 
 class NothingFreeError(RuntimeError):
-    """Other nodes have the devices that one asks for."""
+    """Too few devices are free for a node."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one node has."""
+    """Cores and devices of one node."""
 
-    cores: tuple[int, ...] = ()  # ascending; empty: it is bound to none
-    devices: tuple[str, ...] = ()  # its own alone
+    cores: tuple[int, ...] = ()  # ascending; empty: bound to no core
+    devices: tuple[str, ...] = ()  # owned exclusively
 
 
 class Allocation:
-    """Who has which cores and devices.
+    """Cores and devices by owning node.
 
-    Cores are nobody else's for as long as there are enough; then those that fewest nodes have are shared. Devices are never
-    shared. The same calls in the same order give the same shares.
+    Cores are exclusive while enough are free. After that, nodes share those with the fewest users. Devices are never shared.
+    The same calls in the same order give the same shares.
 
     Args:
-        cores: numbers of those that may be used.
-        devices: names of those, in the order in which they are given out.
+        cores: numbers of the usable cores.
+        devices: names of the usable devices, in the order of assignment.
     """
 
     def __init__(self, cores: Sequence[int], devices: Sequence[str] = ()) -> None:
@@ -38,10 +38,10 @@ class Allocation:
         self._shares: dict[str, Share] = {}
 
     def take(self, node: str, num_cores: int = 0, num_devices: int = 0) -> Share:
-        """Give a node cores, all of them if it asks for more than there are, and devices.
+        """Give a node cores and devices; all cores if it requests more than exist.
 
         Raises:
-            NothingFreeError: not so many devices are free; nothing was given.
+            NothingFreeError: too few devices are free; the node gets nothing.
             ValueError: the node has a share already.
         """
         if node in self._shares:
@@ -56,13 +56,13 @@ class Allocation:
         return self._shares[node]
 
     def give_back(self, node: str) -> None:
-        """Take back what a node has, if it has anything."""
+        """Take back a node's share, if it has one."""
         self._shares.pop(node, None)
 
     def spread(self) -> dict[str, Share]:
-        """Give nodes that share cores others that fewer nodes have, as far as there are any. Returns those that changed."""
+        """Move nodes that share cores to less used ones where possible. Return the changed shares."""
         changed = {}
-        for node, share in reversed(self._shares.items()):  # who came first stays
+        for node, share in reversed(self._shares.items()):  # newest first, so that the oldest node keeps its cores
             use = self._use()
             use.subtract(share.cores)
             cores = self._least_used(len(share.cores), use, share.cores)
@@ -72,7 +72,7 @@ class Allocation:
         return changed
 
     def shared_cores(self, node: str) -> tuple[int, ...]:
-        """Those of a node's cores that other nodes have, too."""
+        """Return the cores of a node that other nodes use, too."""
         use = self._use()
         return tuple(core for core in self._shares.get(node, Share()).cores if use[core] > 1)
 

@@ -1,7 +1,7 @@
-"""One Linux control group with a memory limit for each node that this process starts; version 1 and 2.
+"""One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
 
-A group of a node's own lies below that of the process that starts nodes, so the limits above it hold as before. In it are all
-of the node's processes; it stays until they have ended.
+Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
+processes of its node, and exists until they have ended.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ log = logging.getLogger(__name__)
 _WAY_OUT = "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`"
 
 _EMPTY_S = 2.0
-"""From the end of a group's last process, as others see it, until the kernel lets go of the group."""
+"""Seconds to wait for the kernel to release a group after its last process has visibly ended."""
 
 
 class NoMemoryGroupsError(RuntimeError):
-    """Memory of nodes cannot be limited here; says why, and what would help."""
+    """Nodes' memory cannot be limited here; the message gives the reason and a remedy."""
 
 
 class MemoryGroups:
-    """Makes and removes control groups that limit the memory of nodes.
+    """Create and remove control groups that limit the memory of nodes.
 
     Args:
-        proc: where the kernel shows processes.
-        cgroups: where it shows control groups.
+        proc: mount point of the kernel's process information.
+        cgroups: mount point of the control groups.
 
     Raises:
-        NoMemoryGroupsError: none can be made.
+        NoMemoryGroupsError: no group can be created.
     """
 
     def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._own, self._version = _own_group(proc, cgroups)
-        self._folders: dict[str, Path] = {}  # by node
+        self._folders: dict[str, Path] = {}  # key: node
         try:
             if self._version == 2:
                 enable(self._own, "memory")
@@ -57,10 +57,10 @@ class MemoryGroups:
             raise NoMemoryGroupsError(f"control group {self._own} cannot be divided: {error}; {_WAY_OUT}") from error
 
     def create(self, node: str, limit_bytes: int) -> Path:
-        """A group for a node's processes; its first one has to write its id to the file `cgroup.procs` there.
+        """Create a group for a node's processes. The first of them must write its process id to the file `cgroup.procs` there.
 
         Raises:
-            OSError: the kernel does not let us.
+            OSError: the kernel refuses.
         """
         folder = self._own / f"dlrover-{os.getpid()}-{node}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -73,13 +73,13 @@ class MemoryGroups:
         except OSError:
             self.remove(node)
             raise
-        # A worker that swaps holds up all others for longer than one that is replaced.
+        # A swapping worker holds up all others for longer than a replacement would.
         with suppress(OSError):  # a kernel without swap has no such file
             (folder / with_swap).write_text(str(limit_bytes if self._version == 1 else 0))
         return folder
 
     def num_killed(self, node: str) -> int:
-        """Processes of a node that the kernel has ended because the node has reached its limit."""
+        """Return how many of a node's processes the kernel has killed because the node reached its limit."""
         file = "memory.events" if self._version == 2 else "memory.oom_control"
         with suppress(OSError, ValueError, KeyError):
             for line in (self._folders[node] / file).read_text().splitlines():
@@ -89,7 +89,7 @@ class MemoryGroups:
         return 0
 
     def remove(self, node: str) -> bool:
-        """Remove a node's group, if there is one; False while a process is in it."""
+        """Remove a node's group, if it has one; False while a process is in it."""
         folder = self._folders.get(node)
         if folder is not None:
             try:
@@ -102,7 +102,7 @@ class MemoryGroups:
         return True
 
     def close(self) -> None:
-        """Remove what is left, once all nodes have ended."""
+        """Remove the remaining groups after all nodes have ended."""
         deadline = time.monotonic() + _EMPTY_S
         while left := [node for node in list(self._folders) if not self.remove(node)]:
             if time.monotonic() > deadline:
@@ -111,7 +111,7 @@ class MemoryGroups:
             time.sleep(0.02)
 
     def _remove_leftovers(self) -> None:
-        """Those of processes that were killed before they could."""
+        """Remove groups of processes that were killed before their own cleanup."""
         for folder in self._own.iterdir():
             match = GROUP_NAME.fullmatch(folder.name)
             if match is not None and not psutil.pid_exists(int(match[1])):
@@ -120,7 +120,7 @@ class MemoryGroups:
 
 
 def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
-    """The group of this process that limits memory, and its version.
+    """Return this process's group with a memory controller, and its cgroup version.
 
     Raises:
         NoMemoryGroupsError: there is none.
@@ -131,22 +131,22 @@ def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
             return folder, 1
         with suppress(OSError):
             if "memory" in (folder / "cgroup.controllers").read_text().split():
-                # One that we have moved into is no place for others.
+                # A group that this process has moved into cannot have child groups with limits.
                 moved = (match := GROUP_NAME.fullmatch(folder.name)) is not None and match[2] == CONTROLLER
                 return folder.parent if moved else folder, 2
             reason = f"control group {folder} has no memory controller"
-            break  # those above it are not ours
+            break  # groups further up are not ours
     raise NoMemoryGroupsError(f"{reason}; {_WAY_OUT}")
 
 
 def enable(group: Path, controller: str) -> None:
-    """Let groups below one of version 2 have limits of their own.
+    """Allow child groups of a version 2 group to have limits of their own.
 
-    The kernel wants no processes in a group that has such groups below it. If all in it are ours, they move into a group of
-    their own, where they stay: `group` may not take them back.
+    The kernel allows no processes in a group with such children. If all processes in it are ours, they move into a child
+    group of their own. They stay there because `group` may not accept them again.
 
     Raises:
-        OSError: the kernel does not let us.
+        OSError: the kernel refuses.
     """
     control = group / "cgroup.subtree_control"
     if controller in control.read_text().split():

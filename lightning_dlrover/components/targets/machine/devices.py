@@ -1,4 +1,4 @@
-"""Which GPUs the programs of this process see, asked without CUDA."""
+"""List the GPUs visible to this process's programs, without initializing CUDA."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DEVICE = re.compile(r"\s*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)")
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
-    """Names of GPUs as `CUDA_VISIBLE_DEVICES` takes them: those that it holds, else all that the driver lists."""
+    """Return GPU names in the format of `CUDA_VISIBLE_DEVICES`: those in the variable, else all that the driver lists."""
     if DEVICES_VARIABLE not in environ:
         return _listed()
     found: list[str] = []
     for name in (each.strip() for each in environ[DEVICES_VARIABLE].split(",")):
-        # To CUDA everything after the first name that makes no sense is not there.
+        # CUDA ignores everything after the first malformed name.
         if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
             break
         found.append(name)
@@ -31,14 +31,14 @@ def _listed() -> list[str]:
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []  # no driver, or none that answers: CUDA would find no device either
+        return []  # no driver, or an unresponsive one: CUDA would find no device either
     return devices_in(done.stdout)
 
 
 def devices_in(listing: str) -> list[str]:
-    """UUIDs in the output of `nvidia-smi -L`; of a GPU that is divided into instances (MIG), theirs in place of its own."""
+    """Return the UUIDs in the output of `nvidia-smi -L`. A GPU divided into MIG instances is replaced by its instances."""
     found: list[str] = []
-    whole = ""  # the last GPU, as long as no instance of it was listed
+    whole = ""  # last GPU read, while none of its instances has been listed
     for match in filter(None, map(_DEVICE.match, listing.splitlines())):
         if match[1] == "GPU":
             found += [whole] if whole else []

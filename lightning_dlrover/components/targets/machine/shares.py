@@ -1,6 +1,6 @@
-"""What each node has of this machine, cores, memory and GPUs, and how the system keeps it to that.
+"""Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
 
-Where the system does not let us limit memory, that is said once, and nodes run without a limit.
+Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ log = logging.getLogger(__name__)
 
 
 class MachineShares:
-    """Gives nodes cores, memory and GPUs, and takes them back.
+    """Give nodes cores, memory and GPUs, and take them back.
 
     Args:
-        gpus: of each node, which are nobody else's; 0: all that this process sees are shared.
+        gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
     """
 
     def __init__(self, gpus: int) -> None:
         self._gpus = gpus
         self._allocation = Allocation(sorted(os.sched_getaffinity(0)), visible_devices(os.environ) if gpus else ())
         self._groups: MemoryGroups | None = None
-        self._limits_mb: dict[str, int] = {}  # of nodes with a control group
-        self._ended: set[str] = set()  # nodes that have something still
-        self._told: set[str] = set()  # what is said once
+        self._limits_mb: dict[str, int] = {}  # MiB, of nodes with a control group
+        self._ended: set[str] = set()  # nodes that still hold a part of their share
+        self._told: set[str] = set()  # warnings already logged
 
     @property
     def awaits(self) -> bool:
-        """Whether nodes that have ended have not given everything back."""
+        """Whether nodes that have ended still hold a part of their share."""
         return bool(self._ended)
 
     def take(self, node: str, size: NodeSize) -> tuple[tuple[int, ...], Mapping[str, str]]:
-        """Cores and variables for a node that is kept to a share of `size`; no cores: it may use any.
+        """Return cores and environment variables for a node limited to a share of `size`. No cores: it may use any.
 
         Raises:
-            NotTakenError: there is not so much left; the node has nothing.
+            NotTakenError: too few GPUs are free; the node gets nothing.
         """
         try:
             share = self._allocation.take(node, size.cpus, self._gpus)
@@ -73,7 +73,7 @@ class MachineShares:
         if shared := self._allocation.shared_cores(node):
             cores = ", ".join(map(str, shared))
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
-        # More threads than cores would only get in each other's way; without a share the nodes are each other's neighbours.
+        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(share.cores) or 1))}
         if share.devices:
             variables[DEVICES_VARIABLE] = ",".join(share.devices)
@@ -82,14 +82,14 @@ class MachineShares:
         return share.cores, variables
 
     def end(self, node: str) -> None:
-        """Note that a node has ended; processes of it may be left."""
+        """Record that a node has ended; some of its processes may still run."""
         self._ended.add(node)
 
     def settle(self, left: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """Take back what ended nodes had, but those of `left`, of which processes live.
+        """Take back the shares of ended nodes, except those in `left`, which still have running processes.
 
         Returns:
-            Cores of nodes that shared some, and move to others now, by node.
+            New cores of each node that shared some and now moves to others, by node.
         """
         for node in self._ended - {*left}:
             if self._groups is None or self._groups.remove(node):
@@ -99,20 +99,20 @@ class MachineShares:
         return {node: share.cores for node, share in self._allocation.spread().items()}
 
     def why_killed(self, node: str) -> str:
-        """Why the kernel has ended a process of a node; empty if it has not."""
+        """Return the reason why the kernel killed a process of a node; empty if it did not."""
         if self._groups is None or not self._groups.num_killed(node):
             return ""
         return f"out of memory (limit {self._limits_mb[node]} MiB)"
 
     def close(self) -> None:
-        """Remove control groups, once all nodes have ended."""
+        """Remove the control groups after all nodes have ended."""
         if self._groups is not None:
             self._groups.close()
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
         """
         Raises:
-            OSError: the kernel does not let us make one more.
+            OSError: the kernel refuses another control group.
         """
         if not limit_mb or "memory" in self._told:
             return None
