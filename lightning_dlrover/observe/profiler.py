@@ -48,7 +48,7 @@ class Place:
 
     @property
     def settling_steps(self) -> int:
-        """Number of first steps to leave out: that of the change, and those whose batches were ready before it."""
+        """Number of first steps to leave out: that of the change, and those with batches prepared before it."""
         return 1 + min(MAX_SETTLING_STEPS, self.loader_workers * self.prefetch_factor)
 
 

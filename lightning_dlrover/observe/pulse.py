@@ -1,7 +1,7 @@
 """Measure the time that each worker needs by itself for a step, and share it with all workers. Decides nothing.
 
 In synchronous training every step takes equally long on all workers, because the others wait in collectives for the slow one.
-Each worker therefore has a clock that stands still while it is blocked in one (`OwnClock`). It adds its times by that clock to
+Each worker therefore has a clock that pauses while it is blocked in one (`OwnClock`). It adds its times by that clock to
 the vote that the workers take between steps anyway (`Pulse`, `World.wishes`). One step later every worker has the times of all,
 without an additional message.
 
@@ -51,7 +51,7 @@ class OwnTime(NamedTuple):
 
 
 class OwnClock:
-    """A clock that stands still while the thread that made it is blocked in a collective."""
+    """A clock that pauses while the thread that created it is blocked in a collective."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -70,7 +70,7 @@ class OwnClock:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that the clock has stood still so far."""
+        """Seconds that the clock has paused so far."""
         return self._blocked.busy_s
 
     def read(self) -> OwnTime:

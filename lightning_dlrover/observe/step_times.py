@@ -13,7 +13,7 @@ class StepTimes:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    communication_s: float = 0.0  # blocked in a collective during forward and backward, whose times exclude it
+    communication_s: float = 0.0  # blocked in a collective during forward and backward; their times exclude it
     run_s: float = 0.0  # the three above and the optimizer's step
     data_wait_s: float = 0.0
 

@@ -399,7 +399,7 @@ def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
 
 
 def _places(columns: Columns) -> Floats:
-    """Return points whose largest difference measures how well one configuration predicts another.
+    """Return points; the largest difference of two measures how well one configuration predicts the other.
 
     The points are logs, so that a difference is a factor of the step time. World size counts in full. A batch, cores and loader
     workers change the time of one worker, which the prior models better, and count half. Under a constant global batch they

@@ -252,7 +252,7 @@ SHAPES: tuple[frozenset[str], ...] = (
     frozenset({"latency_of_workers"}),
     frozenset({"latency_of_workers", "stages", "pair_of_nodes"}),
 )
-"""Terms whose combinations differ far from the samples and hardly near them: how synchronisation grows with workers.
+"""Terms with combinations that differ far from the samples and hardly near them: how synchronisation grows with workers.
 
 Samples of a small world cannot distinguish them. The prior is the mean of the logs of all shapes (model averaging, Hoeting et
 al., Statistical Science 14(4), 1999), and their spread is part of the interval.

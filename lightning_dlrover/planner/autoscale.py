@@ -47,7 +47,7 @@ def plan(
     Args:
         model: fitted to all windows of this job so far.
         at: seconds since the epoch, recorded only.
-        memory: excludes settings whose upper bound exceeds the worker's limit; None excludes nothing.
+        memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
     Raises:
         ImportError: the space is too large to enumerate, and pymoo is not installed.
     """

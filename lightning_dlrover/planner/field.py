@@ -32,7 +32,7 @@ MAX_MODEL_SIGMA = 0.5  # limit of the model's uncertainty, so that ignorance alo
 MIN_MODEL_SIGMA = 0.08  # deviation of a log step time that was never measured, however certain the model is
 LENGTH = 0.8  # distance in log settings over which model errors stay alike: a bit more than a factor of two in one setting
 PREFETCH_WEIGHT = 0.3  # prefetched batches smooth the supply and are seldom decisive
-MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, whose record is in etcd
+MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, because its record is in etcd
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ Memory grows with the steps made: table rows touched for the first time, or a li
 extrapolates over steps, by the median slope of all pairs of windows and its interval. A few odd windows do not move that median
 (Theil, 1950; Sen, JASA 63(324), 1968).
 
-The right remedy depends on what grows, and only a trial shows that. A leak ends with its process: a replacement starts small.
-State that is handed over starts as large as it was and needs a larger node, if the job may request one. If that state is split
-over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a checkpoint saves the
-progress.
+The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process: a replacement
+starts small. State that is handed over starts as large as it was and needs a larger node, if the job may request one. If that
+state is split over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a checkpoint
+saves the progress.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryFo
 
 
 def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
-    """Choose what to do now about growing memory.
+    """Choose a remedy for growing memory.
 
     Raises:
         ValueError: the time that a remedy takes is not a finite time of 0 s or more.

@@ -29,8 +29,8 @@ class Situation:
         windows: windows of rank 0, oldest first; the last one shows the present settings.
         node_cores: cores of one node, all its workers together; 0: unknown.
         remaining_samples: samples that the whole job has still to train on; None if unknown.
-        resize_cost_s: seconds the whole job stands still when workers change, as measured.
-        retune_cost_s: seconds it stands still when the other settings change, as measured.
+        resize_cost_s: seconds that the whole job pauses when workers change, as measured.
+        retune_cost_s: seconds that it pauses when the other settings change, as measured.
         age_s: seconds since the job's start.
         spent: money spent so far; None: unknown.
         past: earlier decisions of this job, in any order; they keep the planner from going back and forth.

@@ -133,7 +133,7 @@ def judge_replacement(
 
     Args:
         remaining_steps: of the job; None if unknown.
-        resize_cost_s: seconds that the whole job stands still for a change of the world.
+        resize_cost_s: seconds that the whole job pauses for a change of the world.
         num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
             workers are slow, too, replacing does not help.
         horizon_s: remaining time assumed when the number of steps is unknown.

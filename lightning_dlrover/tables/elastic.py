@@ -1,4 +1,4 @@
-"""Sharded tables in a job whose workers change: handed over at planned changes, restored from a snapshot at others.
+"""Sharded tables while a job's workers change: handed over at planned changes, restored from a snapshot at others.
 
 The state in a worker's memory is either whole or broken. It is whole if it makes up all tables together with the state of all
 other members of one round. It is broken after a failed step or exchange: then none of it is used again, and all workers return
@@ -110,7 +110,7 @@ class ElasticTables:
         self._wrap_dense = wrap_dense
         self._snapshots: Snapshots | None = None
         self._is_warm = world.config.max_workers == 1  # such a job never changes
-        self._foreseen = 0  # newest round whose memory was touched ahead
+        self._foreseen = 0  # newest round with its memory touched ahead
         self._fit = world.num_fits + 1  # the `fit` of the present snapshots
         if config.interval_s:
             try:

@@ -79,7 +79,7 @@ def exchange(
     """Fill the blocks of `new` from the workers' blocks of `old`. Rows that have the same place in both stay there.
 
     Args:
-        group: a group whose ranks are `members`: all workers that give or take. None if nothing is sent.
+        group: process group with `members` as its ranks: all workers that give or take. None if nothing is sent.
         moves: the same on all of them.
         old: this worker's present blocks, including the sources of its moves.
         new: this worker's future blocks.
@@ -218,7 +218,7 @@ def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 
 
 def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
-    """Return moves whose rows another one takes from the same shard, if only other columns: both need a row-wise state."""
+    """Return moves that share rows of one source shard with another move, be it other columns: both need a row-wise state."""
     by_shard: dict[tuple[str, Region], list[Move]] = {}
     for move in moves:
         by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)

@@ -70,7 +70,7 @@ class Neighbours:
         store: destination of the copies.
         group: process group of all members; None: nothing is exchanged.
         keepers: ranks that keep a copy of this worker's part.
-        owners: ranks whose parts this worker copies.
+        owners: ranks that this worker keeps copies of.
     """
 
     def __init__(self, store: SnapshotStore, group: Group | None, keepers: Sequence[int], owners: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class Neighbours:
         Args:
             changed: rows of each block that differ from the base; None: all.
             base: the snapshot that the neighbours may have already.
-            keep: the newest snapshot that counts, whose parts stay.
+            keep: the newest snapshot that counts; its parts stay.
             stopping: set when the round has ended.
             going_on: entered while shared memory is written.
 

@@ -121,7 +121,7 @@ def keep_newest(target: Path) -> None:
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the finished parts; a copy whose process was killed is left out, because it was never verified."""
+    """Return the finished parts; a copy cut short by its process's end is left out, because it was never verified."""
     return sorted(path for path in folder.glob("*-*-*") if not path.name.startswith("."))
 
 

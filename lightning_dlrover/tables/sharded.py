@@ -152,7 +152,7 @@ class ShardedTables:
         members: Sequence[str],
         wrap_dense: Callable[[nn.Module, list[str]], nn.Module] = lambda module, ignored: module,
     ) -> nn.Module:
-        """Shard the module for the current default process group, whose ranks are `members`.
+        """Shard the module for the current default process group; `members` are its ranks.
 
         Rows that this worker held before stay in place. The caller must fill all others, see `initialise` and `exchange`: they
         hold zeros or old values. A former build for another world is replaced; its memory stays until `drop_former`.

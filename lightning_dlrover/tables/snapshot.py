@@ -61,7 +61,7 @@ class PartHeader:
     Attributes:
         batch: global batches that were handed out before the snapshot.
         round: number of the round of the snapshot; with `batch`, the snapshot's name.
-        members: all workers whose parts belong to it, in rank order.
+        members: all workers with a part in it, in rank order.
         owner: the worker of this state.
         plan: of all tables, as plain data.
         blocks: the owner's shards.

@@ -43,7 +43,7 @@ class SnapshotStore:
 
     Args:
         job: name of the job; workers of other jobs do not see its parts.
-        life: distinguishes it from former jobs of that name, whose parts are removed.
+        life: distinguishes it from former jobs of that name; their parts are removed.
         holder: this worker.
         fit: number of the script's `fit`, from 1; parts of earlier ones are removed.
         max_bytes: limit for this worker's parts, its own and copies; None: half of the free shared memory at the start.

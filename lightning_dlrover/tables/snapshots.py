@@ -66,7 +66,7 @@ class SnapshotConfig:
         replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
             is lost with its host.
         max_bytes: maximum shared memory for one worker; None: half of the memory that is free at the start.
-        memory: folder whose files are in the host's memory.
+        memory: folder with its files in the host's memory.
         disk: folder visible to all hosts, for copies that outlast the hosts. A process beside each worker writes them.
         disk_interval_s: minimum seconds between two snapshots that are copied there.
     """
@@ -96,7 +96,7 @@ class Snapshots:
         self._formation: Formation | None = None
         self._neighbours = Neighbours(store, None, [], [])
         self._num_groups = 0  # groups connected in this round
-        self._stopping = threading.Event()  # tells the round's thread to give up
+        self._stopping = threading.Event()  # makes the round's thread give up
         self._lock = threading.Lock()  # held during writes to shared memory: only the thread of the present round writes
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
         self._counted = 0  # newest of them that is complete on all workers
@@ -257,7 +257,7 @@ class Snapshots:
             self._persister.persist(*paths)
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:
-        """Begin this worker's part, and return the blocks whose changes are tracked, which `_complete` copies later."""
+        """Begin this worker's part, and return the blocks with tracked changes, which `_complete` copies later."""
         assert self._formation is not None
         assert self._touched is not None
         assert tables.plan is not None

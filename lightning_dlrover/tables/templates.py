@@ -111,7 +111,7 @@ class Templates:
         """Apply these optimizers, by parameter name, in the backward pass of copies that are installed from now on."""
         for name, _, parameter in self.parameters():
             if (optimizer := optimizers.get(name)) is not None:
-                # Applied in any case, so that a kernel holds no table whose optimizer the script has applied itself.
+                # Applied in any case, so that a kernel holds no table with an optimizer applied by the script.
                 apply_optimizer(parameter, optimizer.kind, {**optimizer.arguments, "use_one_tbe_per_table": are_apart})
 
     def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:

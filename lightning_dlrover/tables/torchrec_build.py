@@ -238,7 +238,7 @@ class Placer:
             start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
             places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
             found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
-        # A shard without rows has the next one's place, as in torchrec, whose kernels derive from it how to add up.
+        # A shard without rows has the next one's place, as in torchrec: its kernels derive from that how to add up.
         for i in reversed(range(len(found))):
             if found[i] is None:
                 found[i] = found[i + 1] if i + 1 < len(found) else 0
@@ -285,7 +285,7 @@ def _noting_path(placer: Placer, shard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _in_arena(placer: Placer) -> type:
-    """Return a kernel whose tables are at the addresses from `placer`, in place of torchrec's kernel."""
+    """Return a kernel with its tables at the addresses from `placer`, in place of torchrec's kernel."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation

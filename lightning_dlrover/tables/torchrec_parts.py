@@ -213,7 +213,7 @@ def copy_applied_optimizer(source: nn.Parameter, target: nn.Parameter) -> None:
 
 
 def shard(wrap_dense: Callable[[nn.Module, list[str]], nn.Module], **arguments: Any) -> nn.Module:
-    """Create a `DistributedModelParallel` whose dense part `wrap_dense` wraps, and return the module that it calls."""
+    """Create a `DistributedModelParallel`, let `wrap_dense` wrap its dense part, and return the module that it calls."""
     from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 
     class Wrapper(DataParallelWrapper):  # type: ignore[misc]

@@ -18,13 +18,13 @@ from lightning_dlrover.tables.torchrec_parts import held_by, key_of, region_of
 __all__ = ["TouchedRows"]
 
 KEPT = 4
-"""Flag of a row whose former value was kept for a copy."""
+"""Flag of a row with a former value kept for a copy."""
 
 MAX_CHANGED = 0.3
 """Maximum fraction of a table's rows to be copied one by one. Beyond it, copying all is faster and needs no list of rows."""
 
 NUM_NOTED = 64
-"""Steps whose rows are flagged together."""
+"""Number of steps to flag the rows of at once."""
 
 
 class TouchedRows:
@@ -130,7 +130,7 @@ class _OfKernel:
     """One byte for every tracked row of the tables that one kernel holds, in one tensor.
 
     Attributes:
-        followed: for each table, the moments whose trained rows are still few enough to be tracked.
+        followed: for each table, the moments with still few enough trained rows to be tracked.
     """
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:

@@ -1,4 +1,4 @@
-"""Watch over a job while it trains: workers that make the others wait, that hang, or whose memory grows to its limit.
+"""Watch over a job while it trains: workers that make the others wait, that hang, or that are about to run out of memory.
 
 One thread per worker. It acts on its own only where the job cannot. `planner/stragglers.py` computes a straggler's cost and
 decides whether replacing it pays; the controller that starts and ends nodes carries it out. Every finding is an event.
@@ -72,7 +72,7 @@ DEFAULT_LEAD_S = 30.0
 """Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
 
 JUDGE_AGAIN_S = 10.0
-"""Seconds until a straggler whose replacement does not pay is judged again, while it remains one."""
+"""Seconds until a straggler is judged again if its replacement does not pay, while it remains one."""
 
 GIL_TIMEOUT_S = 15.0
 """Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
