@@ -166,7 +166,7 @@ class Pulse:
         return list(self._heard) if self._round == round_number else []
 
     def say(self, round_number: int, rank: int, size: int) -> list[int]:
-        """Return the numbers for the next vote: means over the steps since the last one, without changes of the world."""
+        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
         before, self._throttled_s = self._throttled_s, throttled_s()

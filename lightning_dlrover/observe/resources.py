@@ -75,10 +75,12 @@ class MachineLoad:
     """Cores of this worker that other programs keep busy, since the last call.
 
     Args:
-        busy_s: CPU time so far of these cores, and of the control group with the quota that limits this worker (0.0: no such
-        group). num_cores: cores that this process is bound to. cores: number of them that its control group allows. is_bound:
-        whether its machine has more cores. num_local_workers: workers of this worker's agent, which are bound to the same
-        cores.
+        busy_s: CPU time so far of these cores, and of the control group with the quota that limits this worker (0.0: no
+            such group).
+        num_cores: cores that this process is bound to.
+        cores: number of them that its control group allows.
+        is_bound: whether its machine has more cores.
+        num_local_workers: workers of this worker's agent, which are bound to the same cores.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Three layers work in logs, each on the residuals of the layer below:
 
 - The physical prior extrapolates to world sizes that were never tried.
 - Boosted trees bend it where samples show that they may.
-- Nearby measurements correct both, and measurements in the very same configuration override everything else.
+- Nearby measurements correct both, and measurements in the very same configuration take precedence.
 
 The planner decides on the use of a prediction.
 """

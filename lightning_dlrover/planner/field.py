@@ -50,7 +50,7 @@ class Field:
     measured: NDArray[np.bool_]
     num_windows: Sequence[int]  # newest measured windows that count
     noise: float  # standard deviation of the log of a window's step time, within one stretch of time
-    drift: float  # standard deviation of its mean between stretches of time, log as well
+    drift: float  # standard deviation of the mean of that log between stretches of time
     notes: Sequence[str]  # reason why the settings are infeasible; empty where feasible
     node_cores: Floats  # cores of each worker, on a larger node if the settings need one
     node_memory_bytes: Sequence[int]  # memory that a worker's node needs, where that is more than now; else 0

@@ -120,7 +120,7 @@ class ElasticTables:
                     raise SnapshotError("the job's record cannot be read")
                 life = str(record.created_at)
                 store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life, self._fit)
-                store.sweep(KEPT_S)  # also if this job has no history of its own: the snapshots of others may be worth more
+                store.sweep(KEPT_S)  # a fixed age, because other jobs' snapshots may be worth more than this job's
                 self._snapshots = Snapshots(world, store, config)
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
@@ -322,7 +322,7 @@ class ElasticTables:
             self._snapshots.enter(formation, self.tables)
 
     def _forget_earlier_fits(self) -> bool:
-        """In a later `fit`, drop earlier ones' snapshots, because each counts batches from 0. Returns whether one began."""
+        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Return whether this is one."""
         if self._snapshots is None or self._world.num_fits <= self._fit:
             return False
         self._fit = self._world.num_fits

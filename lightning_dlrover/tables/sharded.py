@@ -211,7 +211,7 @@ class ShardedTables:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of all tables and the states of their optimizers that stay in place when trained on CPU."""
+        """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
         return self._templates.num_bytes
 
     def foresee(self, plan: Plan, worker: str) -> Callable[[], None]:

@@ -175,7 +175,7 @@ class SnapshotStore:
         with self._creating:
             if self._is_closed:
                 raise SnapshotError("no memory is taken for snapshots any more: this worker's part of the job has ended")
-            self._make_folder()  # it may have been removed
+            self._make_folder()  # the folder may have been removed
             return path.open("a+b")
 
     def _shrink(self, path: Path, size: int) -> None:

@@ -92,7 +92,7 @@ class Templates:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of all tables and the states of their optimizers that stay in place when trained on CPU."""
+        """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
         total = 0
         for _, _, parameter in self.parameters():
             optimizers = [each.__name__ for each in applied_optimizer(parameter)]
