@@ -97,7 +97,7 @@ def find_straggler(
     """Return the worker that makes the others wait most, or None.
 
     Args:
-        observations: of one round, oldest first.
+        observations: those of one round, oldest first.
         hosts: host of each worker, by rank; empty: each has its own.
         loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: all alike. A
             straggler must be one with and without this scaling, because not all work is faster on more cores.
@@ -132,7 +132,7 @@ def judge_replacement(
     The new worker starts while the others train, so the job loses only the time of one change of the world.
 
     Args:
-        remaining_steps: of the job; None if unknown.
+        remaining_steps: steps left in the job; None if unknown.
         resize_cost_s: seconds that the whole job pauses for a change of the world.
         num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
             workers are slow, too, replacing does not help.

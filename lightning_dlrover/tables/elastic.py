@@ -67,7 +67,7 @@ __all__ = ["ElasticTables", "Restored"]
 log = logging.getLogger(__name__)
 
 KEPT_S = 86400.0
-"""Seconds that snapshots of a job that was killed as a whole are kept for its restart."""
+"""Seconds to keep the snapshots of a job that was killed as a whole, for its restart."""
 
 PLANNED = ("grow", "shrink", "replace")
 """Kinds of rounds that workers agree on while training goes on."""
@@ -96,7 +96,7 @@ class ElasticTables:
     """One worker's tables in a live job.
 
     Args:
-        tables: of the model.
+        tables: the model's tables.
         world: the job.
         wrap_dense: makes the module data-parallel, except for the named parameters, for the current round.
     """
@@ -322,7 +322,7 @@ class ElasticTables:
             self._snapshots.enter(formation, self.tables)
 
     def _forget_earlier_fits(self) -> bool:
-        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Return whether this is one."""
+        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Returns whether one has begun."""
         if self._snapshots is None or self._world.num_fits <= self._fit:
             return False
         self._fit = self._world.num_fits

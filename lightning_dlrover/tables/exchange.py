@@ -218,7 +218,7 @@ def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 
 
 def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
-    """Return moves that share rows of one source shard with another move, be it other columns: both need a row-wise state."""
+    """Return moves that share rows of one source shard with another move, even in other columns: both need a row-wise state."""
     by_shard: dict[tuple[str, Region], list[Move]] = {}
     for move in moves:
         by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)

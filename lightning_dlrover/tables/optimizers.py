@@ -28,7 +28,7 @@ class TableOptimizer:
 
     Attributes:
         kind: class that torchrec translates to a kernel.
-        arguments: of the kernel; `lr` is the initial rate.
+        arguments: the kernel's; `lr` is the initial rate.
     """
 
     kind: type

@@ -38,7 +38,7 @@ class TablePlan:
         kind: torchrec's name of the sharding type.
         kernel: torchrec's name of the compute kernel.
         rows, cols: size of the whole table.
-        shards: in torchrec's order.
+        shards: all shards in torchrec's order.
     """
 
     kind: str
@@ -60,7 +60,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
     """Return the plan for other workers.
 
     Args:
-        plan: for the workers so far.
+        plan: the plan for the workers so far.
         members: worker ids in rank order.
 
     Raises:

@@ -105,7 +105,7 @@ class ShardedTables:
         """Return two tables of different parameter groups that may share a kernel, and so its learning rate; else None.
 
         Args:
-            groups: by parameter name.
+            groups: the parameter groups, by parameter name.
         """
         return None if self._are_apart else self._templates.inseparable(groups)
 

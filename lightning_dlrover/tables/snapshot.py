@@ -42,8 +42,8 @@ class Place:
     """Position of one block's values in a part.
 
     Attributes:
-        shape, dtype: of the values; `region` is their place in the table.
-        offset: in bytes from the beginning of the part's values.
+        shape, dtype: those of the values; `region` is their place in the table.
+        offset: bytes from the beginning of the part's values.
     """
 
     table: str
@@ -63,7 +63,7 @@ class PartHeader:
         round: number of the round of the snapshot; with `batch`, the snapshot's name.
         members: all workers with a part in it, in rank order.
         owner: the worker of this state.
-        plan: of all tables, as plain data.
+        plan: the plan of all tables, as plain data.
         blocks: the owner's shards.
         state_offset, state_bytes: position of the packed rest of the state.
     """
@@ -214,7 +214,7 @@ def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return the changed rows of a part's blocks and its packed state, as bytes for a worker that has the base.
 
     Args:
-        rows: of each block; None: all of it.
+        rows: changed rows of each block; None: all of it.
     """
     pieces: list[torch.Tensor] = []
     for block, changed in zip(part.blocks(), rows, strict=True):

@@ -45,7 +45,7 @@ def first_plan(
     """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic.
 
     Args:
-        collections: by their paths in `module`.
+        collections: the collections by their paths in `module`.
         constraints: torchrec's, by table name.
     """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology

@@ -24,7 +24,7 @@ MAX_CHANGED = 0.3
 """Maximum fraction of a table's rows to be copied one by one. Beyond it, copying all is faster and needs no list of rows."""
 
 NUM_NOTED = 64
-"""Number of steps to flag the rows of at once."""
+"""Number of steps with rows flagged in one pass."""
 
 
 class TouchedRows:
@@ -34,7 +34,7 @@ class TouchedRows:
     shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
 
     Args:
-        kernels: of torchrec, each with the path of its collection.
+        kernels: torchrec's kernels, each with the path of its collection.
         blocks: their memory.
     """
 
@@ -130,7 +130,7 @@ class _OfKernel:
     """One byte for every tracked row of the tables that one kernel holds, in one tensor.
 
     Attributes:
-        followed: for each table, the moments with still few enough trained rows to be tracked.
+        followed: moments since which few enough rows were trained to list them, per table.
     """
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:
