@@ -1,1 +1,1 @@
-"""Measurements of steps, of the model and of what a worker uses."""
+"""Measurements of steps, of the model and of a worker's resource use."""

@@ -13,7 +13,7 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")
-"""Names of our groups: the process that has made them, and whose they are."""
+"""Names of our groups: the id of the process that created it, and the name of its owner."""
 
 
 CONTROLLER = "controller"
@@ -24,7 +24,7 @@ MARK_VARIABLE = "DLROVER_STARTED_BY"
 
 
 def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
-    """This process's control group and those above it, version 2 and 1: the limits of all of them hold."""
+    """Yield this process's control group and its ancestors, version 2 and 1; the limits of all of them hold."""
     lines: list[str] = []
     with suppress(OSError):
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -35,14 +35,14 @@ def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) 
             continue
         roots = [cgroups / controllers, cgroups / controller] if controllers else [cgroups, cgroups / "unified"]
         for root in roots:
-            # In a container the path may be the host's, of which only the root is seen here.
+            # In a container the path may be the host's, while only its root is visible here.
             folder = root / path.lstrip("/")
             yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
 
 
 def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a control group holds processes of one of the job's nodes alone: ours, or that of a node's own Slurm job."""
-    # Only what our controller has submitted is sure to be a job of one node: several may share one, as on this machine.
+    """Return whether a control group holds processes of only one of the job's nodes: ours, or that of a node's Slurm job."""
+    # Only a job that our controller submitted is certain to be one node: several may share one, as on this machine.
     is_slurms = "DLROVER_NODE" in environ and MARK_VARIABLE not in environ
     slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if is_slurms else ""
     names = ((name, GROUP_NAME.fullmatch(name)) for name in folder.parts)

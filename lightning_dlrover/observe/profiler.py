@@ -1,6 +1,6 @@
-"""Measure training steps: where their time goes and what they use. Decides nothing and writes nothing.
+"""Measure the time and the resources of training steps. Decides nothing and writes nothing.
 
-The training thread only adds a few numbers per step; looking at processes and devices happens when a window is closed.
+The training thread only adds a few numbers per step. Processes and devices are examined when a window is closed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_dlrover.perf.samples import StepProfile
 __all__ = ["Model", "Place", "StepProfiler"]
 
 MAX_SETTLING_STEPS = 20
-"""Steps at the start of a window that hold what was prepared before it."""
+"""Maximum number of steps at the start of a window that use batches prepared before it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a window of steps has in common; a window ends when any of it changes."""
+    """Conditions common to all steps of a window; a window ends when any of them changes."""
 
     round_number: int
     global_rank: int
@@ -44,25 +44,25 @@ class Place:
     intra_op_threads: int
     fullest_node: int = 0
     emptiest_node: int = 0
-    workers_here: int = 1  # on this worker's node
+    workers_here: int = 1  # workers on this worker's node
 
     @property
     def settling_steps(self) -> int:
-        """How many steps are left out at first: that of the change, and those whose batches lay ready before it."""
+        """Number of first steps to leave out: that of the change, and those with batches prepared before it."""
         return 1 + min(MAX_SETTLING_STEPS, self.loader_workers * self.prefetch_factor)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the steps compute."""
+    """Work of the steps."""
 
     descriptors: Descriptors
     dense_bytes: int  # gradient bytes reduced per step
-    embedding_bytes: int  # of all tables of the job
+    embedding_bytes: int  # bytes of all tables of the job
 
 
 PARTS = ("data_wait", "forward", "backward", "communication", "run")
-"""Of `StepTimes`, whose names end with the unit."""
+"""Fields of `StepTimes`, without their unit."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Window:
     first_step: int
     started: float
     use: CpuUse
-    to_settle: int = 0  # steps still to be left out
+    to_settle: int = 0  # first steps still to leave out
     step_times_s: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
@@ -81,7 +81,7 @@ class StepProfiler:
 
     Args:
         worker_id: recorded in every window.
-        device: where the model runs.
+        device: the model's device.
         times: filled by the strategy during each step.
     """
 
@@ -101,7 +101,7 @@ class StepProfiler:
         self._memory.close()
 
     def pause(self) -> None:
-        """Something that is no step begins: validation, a checkpoint."""
+        """Stop the clock during validation, a checkpoint or anything else that is no step."""
         if self._paused_at is None:
             self._paused_at = time.perf_counter()
 
@@ -111,7 +111,7 @@ class StepProfiler:
             self._paused_at = None
 
     def step_ended(self, place: Place, step: int) -> None:
-        """A step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
+        """Record a step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
 
         Args:
             step: batches done by the job.
@@ -142,7 +142,7 @@ class StepProfiler:
         return time.perf_counter() - self._window.started if self._window else 0.0
 
     def close_window(self, step: int, model: Model) -> StepProfile | None:
-        """The steps since the last call as one profile; None if there were none.
+        """Return the steps since the last call as one profile; None if there were none.
 
         Args:
             step: batches done by the job.
@@ -151,7 +151,7 @@ class StepProfiler:
         if window is None or num_steps == 0:
             return None
         place = window.place
-        # The mean over steps that were not hit by something rare (a file written, a page cache flushed) on this machine.
+        # The mean leaves out steps hit by something rare on this machine: a file written, a page cache flushed.
         ordered = sorted(window.step_times_s)
         kept = ordered[: max(1, round(0.95 * num_steps))]
         step_time_s = sum(kept) / len(kept)
@@ -202,11 +202,11 @@ class StepProfiler:
 
 
 def _gpu_use(device: torch.device) -> tuple[int, float]:
-    """Peak memory in bytes and utilisation in percent of the accelerator; zeros without one."""
+    """Return peak memory in bytes and utilisation in percent of the accelerator; zeros without one."""
     if device.type != "cuda":
         return 0, 0.0
     try:
         percent = float(torch.cuda.utilization(device))
     except Exception:
-        percent = 0.0  # NVML is not installed, or, as on a slice of a device, does not know; its errors have no common base
+        percent = 0.0  # NVML is missing, or has no figure for a slice of a device; its errors share no base class
     return torch.cuda.max_memory_allocated(device), percent

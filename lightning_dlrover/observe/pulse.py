@@ -1,11 +1,11 @@
-"""Measure what each worker needs by itself for its part of a step, and let all workers know it. Decides nothing.
+"""Measure the time that each worker needs by itself for a step, and share it with all workers. Decides nothing.
 
-In synchronous training every step takes as long on all workers, whoever is slow: the others wait in collectives. So each worker
-has a clock that stands still while it is blocked in one (`OwnClock`), and says what its steps took by that clock in the vote
-that the workers take between steps anyway (`Pulse`, `World.wishes`): all know the times of all a step later, without a message
-more.
+In synchronous training every step takes equally long on all workers, because the others wait in collectives for the slow one.
+Each worker therefore has a clock that pauses while it is blocked in one (`OwnClock`). It adds its times by that clock to
+the vote that the workers take between steps anyway (`Pulse`, `World.wishes`). One step later every worker has the times of all,
+without an additional message.
 
-With an accelerator the times are those of the host's thread: a device that is slow is not seen here.
+With an accelerator the times are those of the host's thread, so a slow device is not detected here.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ __all__ = ["OwnClock", "OwnTime", "Pulse"]
 NUM_KEPT = 100
 
 NUM_SAID = 4
-"""Numbers of each worker in a vote."""
+"""Numbers per worker in a vote."""
 
 _UNKNOWN = 1 << 62
 
 
 class OwnTime(NamedTuple):
-    """Seconds that were this worker's own: not blocked in a collective."""
+    """Seconds of this worker's own work, without those blocked in a collective."""
 
-    busy_s: float  # until it was done, in all
-    queued_s: float  # of these, in which it was ready to go on but had no core, as others of its host used them
+    busy_s: float  # total time until it was done
+    queued_s: float  # part of it without a core although ready, because other processes of the host used the cores
 
     def since(self, start: OwnTime) -> OwnTime:
         return OwnTime(self.busy_s - start.busy_s, self.queued_s - start.queued_s)
 
 
 class OwnClock:
-    """Stands still while the thread that made it is blocked in a collective."""
+    """A clock that pauses while the thread that created it is blocked in a collective."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._schedstat = -1
-        with suppress(OSError):  # a kernel may be built without it
+        with suppress(OSError):  # some kernels are built without it
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._descriptor = weakref.finalize(self, _close, self._schedstat)
         self.is_stopped = False
@@ -70,7 +70,7 @@ class OwnClock:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds in which it has stood still so far."""
+        """Seconds that the clock has paused so far."""
         return self._blocked.busy_s
 
     def read(self) -> OwnTime:
@@ -90,7 +90,7 @@ class OwnClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stand still within, where its thread waits for a collective from Python, such as torchrec's exchanges."""
+        """Stop the clock while its thread waits for a collective from Python, such as torchrec's exchanges."""
         if threading.get_ident() != self._thread or self.is_stopped:
             yield
             return
@@ -102,10 +102,10 @@ class OwnClock:
             self._was_blocked_since(started)
 
     def stop_in_forward(self, model: torch.nn.Module) -> None:
-        """Stand still while DDP's forward pass waits for rank 0's buffers."""
+        """Stop the clock while DDP's forward pass waits for rank 0's buffers."""
         if not isinstance(model, DistributedDataParallel):
             return
-        # Not the bound method: in a cycle with the model it would keep the model, and its hooks on parameters, past its round.
+        # A bound method would form a cycle with the model, and keep it and its hooks on parameters past its round.
         its_model = weakref.ref(model)
 
         def timed_sync() -> None:
@@ -119,7 +119,7 @@ class OwnClock:
         model._sync_buffers = timed_sync  # type: ignore[method-assign]
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        """Have the end of the backward pass's own work noted; after it DDP waits for the gradients of the others."""
+        """Arrange to record the end of the backward pass's own work; after it DDP waits for the gradients of the others."""
         self._computed, self.is_stopped = None, False
         if loss.requires_grad:
             loss.register_hook(self._queue_note)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class OwnClock:
             self._computed = None
 
     def _queue_note(self, gradient: torch.Tensor) -> None:
-        # Called before any gradient is ready, so the engine runs it before what DDP queues when the last one is.
+        # Called before any gradient is ready, so the engine runs it before the callback that DDP queues at the last one.
         torch.autograd.Variable._execution_engine.queue_callback(self._note)
 
     def _note(self) -> None:
@@ -144,37 +144,37 @@ def _close(fd: int) -> None:
 
 
 class Pulse:
-    """This worker's own times, on their way into the votes, and those of all workers that the votes have brought."""
+    """This worker's own times on their way into the votes, and all workers' times from past votes."""
 
     def __init__(self) -> None:
-        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # of round `_round`
-        self.num_heard = 0  # in all rounds
-        self.threads: tuple[int, ...] = ()  # that each worker computes with, by rank
+        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
+        self.num_heard = 0  # count over all rounds
+        self.threads: tuple[int, ...] = ()  # computing threads of each worker, by rank
         self._round = 0
         self._num_steps = self._said_steps = 0
         self._times = [0.0, 0.0, 0.0]
         self._throttled_s = throttled_s()
 
     def step_ended(self, compute: OwnTime, data: OwnTime) -> None:
-        """One more step: what it has taken to compute, and before that to get its data."""
+        """Add one more step: the time of its computing, and before that of its wait for data."""
         self._num_steps += 1
         for i, seconds in enumerate(_parts(compute, data)):
             self._times[i] += seconds
 
     def heard(self, round_number: int) -> list[OwnTimes]:
-        """All workers' times in this round, oldest first."""
+        """Return all workers' times in this round, oldest first."""
         return list(self._heard) if self._round == round_number else []
 
     def say(self, round_number: int, rank: int, size: int) -> list[int]:
-        """Numbers for the next vote: means over the steps since the last one, but of none that hold a change of the world."""
+        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
         before, self._throttled_s = self._throttled_s, throttled_s()
         if round_number != self._round:
-            self._heard.clear()  # first: another thread may ask for what was heard in the new round
+            self._heard.clear()  # cleared first: another thread may read the times of the new round
             self._round = round_number
         elif self._num_steps:
-            # To the kernel, time taken from a worker by its own quota is time in the queue; its host is not to blame.
+            # The kernel counts time lost to the worker's own quota as time in the queue, but its host is not to blame.
             back = min(max(0.0, self._throttled_s - before), self._times[2])
             self._times[0] += back
             self._times[2] -= back
@@ -186,7 +186,7 @@ class Pulse:
         return said
 
     def hear(self, voted: Sequence[int], step_time_s: float) -> None:
-        """What the vote has brought of each worker."""
+        """Record every worker's numbers from the vote."""
         if not self._said_steps or _UNKNOWN in voted:
             return
         compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
@@ -196,7 +196,7 @@ class Pulse:
 
 
 def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:
-    """Computing and getting data without time in the queue, and that time."""
+    """Return the time of computing and of getting data, both without time in the queue, and that queued time."""
     return (
         max(0.0, compute.busy_s - compute.queued_s),
         max(0.0, data.busy_s - data.queued_s),
@@ -205,7 +205,7 @@ def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:
 
 
 def throttled_s(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Seconds for which the control group of this process, or one above it, had used up its CPU quota; 0 where nobody says."""
+    """Return the seconds that this process's control group, or one above it, had used up its CPU quota; 0 if unknown."""
     stats = [folder / "cpu.stat" for folder in cgroup_folders("cpu", proc, cgroups)]
     return max((max(_value(s, "throttled_usec") / 1e6, _value(s, "throttled_time") / 1e9) for s in stats), default=0.0)
 

@@ -1,4 +1,4 @@
-"""What this worker and its loader workers may use of their machine, and what they use: `/proc` and control groups of Linux."""
+"""Resources available to this worker and its loader workers, and their use, from `/proc` and control groups of Linux."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class MemoryUse:
     """Memory of a worker and its loader workers; pages that they share count once."""
 
     resident_bytes: int
-    peak_bytes: int  # since it was asked for last
+    peak_bytes: int  # peak since the last call
 
 
 def cpu_use(children: Iterable[int] = ()) -> CpuUse:
-    """CPU time of this process and of others, cheap enough for the training thread: nobody is searched for.
+    """Return CPU time of this process and of others, without a search for processes: cheap enough for the training thread.
 
     Args:
-        children: process ids, as of `MemoryWatch.children`.
+        children: process ids, such as `MemoryWatch.children`.
     """
     own = os.times()
     cpu_s = own.user + own.system
     for process_id in children:
-        with suppress(OSError, ValueError, IndexError):  # it has ended since it was listed
+        with suppress(OSError, ValueError, IndexError):  # the process has ended since it was listed
             # The name in parentheses may hold anything; the user and system time are the 12th and 13th field after it.
             fields = (PROC / f"{process_id}/stat").read_text().rpartition(")")[2].split()
             cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
@@ -72,12 +72,13 @@ def cpu_use(children: Iterable[int] = ()) -> CpuUse:
 
 
 class MachineLoad:
-    """Cores kept busy by other programs, of those that this worker may use, since it was asked for last.
+    """Cores of this worker that other programs keep busy, since the last call.
 
     Args:
-        busy_s: CPU time so far of these cores, and of the control group whose quota limits this worker (0.0: no such group).
+        busy_s: CPU time so far of these cores, and of the control group with the quota that limits this worker (0.0: no
+            such group).
         num_cores: cores that this process is bound to.
-        cores: those of them that its control group lets it use.
+        cores: number of them that its control group allows.
         is_bound: whether its machine has more cores.
         num_local_workers: workers of this worker's agent, which are bound to the same cores.
     """
@@ -101,16 +102,16 @@ class MachineLoad:
         self._before = clock(), self._busy_s()
 
     def foreign_cores(self, own_cores: float, num_workers: int = 1) -> float:
-        """Cores that other programs take away from this job.
+        """Return the cores that other programs take away from this job.
 
         Args:
-            own_cores: that one worker has kept busy meanwhile.
-            num_workers: of this job, on this machine.
+            own_cores: cores that one worker has kept busy meanwhile.
+            num_workers: workers of this job on this machine.
         """
         (then, (busy_then, group_then)), self._before = self._before, (self._clock(), self._busy_s())
         now, (busy_now, group_now) = self._before
         elapsed_s = max(1e-3, now - then)
-        # On cores of its own a worker does not meet the job's other workers, and their load is not in the figures.
+        # A worker with cores of its own does not share them with the job's other workers, so their load is not in the figures.
         own = own_cores * (self._num_local_workers if self._is_bound else num_workers)
         # With a quota below its cores, a worker loses none as long as others leave it that many.
         on_cores = (busy_now - busy_then) / elapsed_s - own - (self._num_cores - self._cores)
@@ -119,7 +120,7 @@ class MachineLoad:
 
 
 class _BusyTimes:
-    """CPU time in which some cores were not idle, also not waiting for a disk, and that of the group with the least quota."""
+    """CPU time of some cores that were neither idle nor waiting for a disk, and that of the group with the smallest quota."""
 
     def __init__(self, bound_to: Set[int], proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._bound_to = bound_to
@@ -128,7 +129,7 @@ class _BusyTimes:
 
     def __call__(self) -> tuple[float, float]:
         every = psutil.cpu_times(percpu=True)
-        # In some containers fewer cores are shown than there are; then none can be told from the others.
+        # Some containers show fewer cores than there are. Then none can be distinguished from the others.
         mine = [every[core] for core in self._bound_to] if max(self._bound_to) < len(every) else every
         names = ("user", "nice", "system", "irq", "softirq", "steal")
         return sum(getattr(core, name, 0.0) for core in mine for name in names), self._of_group_s()
@@ -142,13 +143,13 @@ class _BusyTimes:
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Cores that this process may use: those it is bound to, or fewer if its control group has a quota of CPU time."""
+    """Return the cores that this process may use: those it is bound to, or fewer under a quota of CPU time."""
     quotas = [quota for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
     return max(min([float(len(os.sched_getaffinity(0))), *quotas]), 0.01)
 
 
 def _quota(folder: Path) -> float:
-    """Cores' worth of CPU time that a control group may use, at least 0.01; 0 if it has no limit of its own."""
+    """Return the quota of a control group in cores, at least 0.01; 0 if it has no limit of its own."""
     with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return max(0.01, int(quota) / int(period))
@@ -159,9 +160,9 @@ def _quota(folder: Path) -> float:
 
 
 def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """What this process and others must stay below together: the machine's RAM, or the least limit of its control groups.
+    """Return the limit shared with other processes: the machine's RAM, or the smallest limit of its control groups.
 
-    Those that are one node's do not count.
+    Groups of a single node do not count.
     """
     folders = [f for f in cgroup_folders("memory", proc, cgroups) if not is_of_one_node(f, environ)]
     total: int = psutil.virtual_memory().total
@@ -169,10 +170,10 @@ def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: P
 
 
 def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """What this worker must stay below on its own; 0 if nothing is known.
+    """Return the limit of this worker alone; 0 if unknown.
 
-    Slurm enforces a limit on each of a job's nodes, and so do we on this machine, in the node's control group. The node's agent
-    takes its part of that.
+    Slurm enforces a limit on each of a job's nodes. On this machine our controller does so in the node's control group. The
+    node's agent takes its part of that limit.
     """
     of_node = _limits_bytes(f for f in cgroup_folders("memory", proc, cgroups) if is_of_one_node(f, environ))
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
@@ -194,14 +195,14 @@ def _limits_bytes(folders: Iterable[Path]) -> list[int]:
 class MemoryWatch:
     """Background thread that samples the memory of this process and of its children.
 
-    The kernel keeps this process's own peak, so none is missed; of the children only what they do not share with it counts,
-    at the moments of the samples. Use as a context manager, or `close` it.
+    The kernel keeps this process's own peak, so none is missed. Of the children only the memory that they do not share with it
+    counts, at the moments of the samples. Use as a context manager, or `close` it.
     """
 
     def __init__(self, sample_s: float = SAMPLE_S) -> None:
         self._sample_s = sample_s
         self.children: Sequence[int] = ()
-        """Process ids, as they were at the last sample."""
+        """Process ids at the last sample."""
         self._resident = self._of_children = self._peak_of_children = 0
         self._closing = threading.Event()
         self._forget_peak()
@@ -219,7 +220,7 @@ class MemoryWatch:
         self._thread.join(5.0)
 
     def take(self) -> MemoryUse:
-        """Memory used now, and its peak since the last call."""
+        """Return the memory used now, and its peak since the last call."""
         own = _status_bytes("VmRSS", "VmHWM")
         peak = own["VmHWM"] + max(self._peak_of_children, self._of_children)
         self._peak_of_children = 0
@@ -228,7 +229,7 @@ class MemoryWatch:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            # It walks the page tables of the children, so it is not done where training would wait for it.
+            # This walks the page tables of the children, so it must not run where training would wait for it.
             self.children = _children()
             self._of_children = sum(map(_private_bytes, self.children))
             self._peak_of_children = max(self._peak_of_children, self._of_children)
@@ -236,7 +237,7 @@ class MemoryWatch:
 
     @staticmethod
     def _forget_peak() -> None:
-        with suppress(OSError):  # not allowed in some containers: then it is the peak of the process's whole life
+        with suppress(OSError):  # forbidden in some containers; the peak then covers the process's whole life
             (PROC / "self/clear_refs").write_text("5")
 
 
@@ -251,22 +252,22 @@ def _status_bytes(*names: str) -> dict[str, int]:
 
 
 def _children() -> list[int]:
-    # Only the main thread starts loader workers. Asking psutil means reading the status of all processes of the machine.
+    # Only the main thread starts loader workers. psutil would read the status of all processes of the machine.
     try:
         return [int(pid) for pid in (PROC / f"self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # a kernel may be built without it
+    except OSError:  # some kernels are built without it
         return [child.pid for child in psutil.Process().children()]
 
 
 def _private_bytes(pid: int) -> int:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     return 0
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Memory that this process may still take: of the machine, and of its control groups, all of whose limits hold."""
+    """Return the memory that this process may still take, within the machine and all of its control groups."""
     available: int = psutil.virtual_memory().available
     for folder in cgroup_folders("memory", proc, cgroups):
         for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):

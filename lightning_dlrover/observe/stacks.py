@@ -1,4 +1,4 @@
-"""Tell where the threads of this process stand, in a few kilobytes. Decides nothing."""
+"""Describe the position of this process's threads, in a few kilobytes. Decides nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from types import FrameType
 
 __all__ = ["innermost_user_place", "is_in_debugger", "stacks"]
 
-MAX_FRAMES = 40  # of a thread
-MAX_CHARACTERS = 8000  # of all threads together
+MAX_FRAMES = 40  # frames per thread
+MAX_CHARACTERS = 8000  # characters of all threads together
 
 _DEBUGGERS = ("pdb", "bdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
 _LIBRARIES = tuple({sysconfig.get_paths()["stdlib"], *site.getsitepackages(), os.path.dirname(os.path.dirname(__file__))})
 
 
 def stacks() -> str:
-    """Stack traces of all Python threads but ours, the main one first, innermost call last, shortened if they are long."""
+    """Return stack traces of all Python threads but ours: main thread first, innermost call last, shortened if long."""
     frames = sys._current_frames()
     main = threading.main_thread()
     others = [t for t in threading.enumerate() if t is not main and not _is_idle_service(t, frames.get(t.ident or 0))]
@@ -30,7 +30,7 @@ def stacks() -> str:
 
 
 def innermost_user_place() -> str:
-    """Where the main thread stands, FILE:LINE in FUNCTION: the innermost call of code that is no installed library."""
+    """Return the main thread's FILE:LINE in FUNCTION at the innermost call of code outside of installed libraries."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
@@ -40,7 +40,7 @@ def innermost_user_place() -> str:
 
 
 def is_in_debugger() -> bool:
-    """Whether somebody holds this process: with a Python debugger, or from outside as gdb does."""
+    """Return whether this process is held by a Python debugger, or from outside by one such as gdb."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
@@ -54,7 +54,7 @@ def is_in_debugger() -> bool:
 
 
 def _is_idle_service(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """A thread of ours, or of the client of etcd: no news, whatever the workers hang in."""
+    """Return whether this is a thread of ours or of etcd's client, which gives no evidence of the cause of a hang."""
     if thread.name.startswith("dlrover-") or frame is None:
         return True
     names = set()
@@ -70,7 +70,7 @@ def _of_thread(name: str, frame: FrameType) -> str:
     left_out = len(summary) - MAX_FRAMES
     lines = [f"thread {name}:"]
     if left_out > 0:
-        # What called the training is of less interest than what the training calls.
+        # The innermost calls matter more than the callers of the training.
         summary = traceback.StackSummary.from_list(summary[left_out:])
         lines.append(f"  ... {left_out} calls left out")
     for entry in summary:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time of a step, by its parts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["StepTimes"]
 
 @dataclass
 class StepTimes:
-    """Seconds that the parts of the steps since the last `reset` took, added up."""
+    """Seconds spent in each part of the steps, summed since the last `reset`."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    communication_s: float = 0.0  # blocked in a collective during forward and backward, which do not count it
-    run_s: float = 0.0  # all of these, and the optimizer's step
+    communication_s: float = 0.0  # blocked in a collective during forward and backward; their times exclude it
+    run_s: float = 0.0  # the three above and the optimizer's step
     data_wait_s: float = 0.0
 
     def reset(self) -> None:

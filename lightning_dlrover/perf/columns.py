@@ -1,4 +1,4 @@
-"""Configurations, and the same figures of many of them as columns: what all models of this package compute with."""
+"""Configurations, and the same figures of many of them as columns, on which all models of this package compute."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _COUNTS_FROM_0 = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """What step time and memory depend on; the fullest worker where workers differ.
+    """Conditions that determine step time and memory; the fullest worker where workers differ.
 
     `num_nodes` counts machines: two agents on one host are one node here, because they share its cores.
     """
 
     num_workers: int
     num_nodes: int
-    cores: float  # that one worker may use, shared or not
-    local_batch: int  # samples per step on the worker that has most
+    cores: float  # cores that one worker may use, shared or not
+    local_batch: int  # samples per step on the fullest worker
     loader_workers: int
-    intra_op_threads: int  # 0: as many as `cores`
+    intra_op_threads: int  # 0: one for each of `cores`
     dense_bytes: int  # gradient bytes reduced per step; 0: unknown
-    node_cores: float = 0.0  # of one node, all its workers together; 0: unknown, workers are taken to share no core
+    node_cores: float = 0.0  # cores of one node, all its workers together; 0: unknown, workers are assumed to share no core
     device: str = "cpu"  # cpu, or the accelerator's name
     prefetch_factor: int = 0  # batches that each loader worker prepares ahead
     dense_flops: int = 0  # per sample, forward and backward; 0: unknown
-    embedding_bytes: int = 0  # of all tables of the job
+    embedding_bytes: int = 0  # bytes of all tables of the job
     lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
-    fullest_node: int = 0  # workers on the node that has most; 0: spread evenly
-    emptiest_node: int = 0  # workers on the node that has fewest; 0: spread evenly
+    fullest_node: int = 0  # workers on the fullest node; 0: spread evenly
+    emptiest_node: int = 0  # workers on the emptiest node; 0: spread evenly
 
     def __post_init__(self) -> None:
         wrong = (
@@ -80,7 +80,7 @@ class Configuration:
 
 
 def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configuration:
-    """The configuration in which `profile` was measured; a profile does not know `node_cores`."""
+    """Return the configuration in which `profile` was measured; a profile does not contain `node_cores`."""
     return Configuration(
         num_workers=profile.num_workers,
         num_nodes=profile.num_nodes,
@@ -101,7 +101,7 @@ def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configura
 
 
 def windows_by_configuration(samples: Sequence[StepProfile], node_cores: float) -> dict[Configuration, list[StepProfile]]:
-    """Windows of each configuration, oldest first; the configuration with the newest window comes last."""
+    """Return the windows of each configuration, oldest first; the configuration with the newest window comes last."""
     groups: dict[Configuration, list[StepProfile]] = {}
     for sample in samples:
         configuration = configuration_of(sample, node_cores)
@@ -117,7 +117,7 @@ _figures_of = attrgetter(*_FIGURES)
 class Columns:
     """One row for each configuration; every array has shape ``(num_configurations,)``.
 
-    The same figures as the properties of `Configuration`: 100,000 of them in a tenth of a second.
+    Holds the same figures as the properties of `Configuration`, for 100,000 of them in a tenth of a second.
     """
 
     num_workers: Floats
@@ -125,7 +125,7 @@ class Columns:
     fullest: Floats  # workers on the fullest node: a synchronous step waits for them
     emptiest: Floats
     local_batch: Floats
-    threads: Floats  # of one worker that compute at the same time
+    threads: Floats  # threads of one worker that compute at the same time
     core_share: Floats  # cores that one worker gets when all workers of its node compute at once
     node_cores: Floats  # 0: unknown
     loader_workers: Floats
@@ -161,7 +161,7 @@ class Columns:
         )
 
     def rows(self, index: NDArray[Any]) -> Columns:
-        """The rows that `index` (positions or a mask) names."""
+        """Return the rows at `index`, which is positions or a mask."""
         return Columns(**{f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)})
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""How well the model predicts what was measured, beside its prior and boosted trees alone."""
+"""Accuracy of the model's predictions, compared with its prior and with boosted trees alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Percent over the test samples."""
+    """Errors in percent over the test samples."""
 
     mape: float  # mean absolute percentage error of the step time
     prior_mape: float
     trees_mape: float
-    coverage: float  # share of samples within the interval of nine of ten
-    absolute_percentage_errors: Floats  # of the model, shape ``(num_test_samples,)``
+    coverage: float  # share of samples within the 90 % interval
+    absolute_percentage_errors: Floats  # errors of the model, shape ``(num_test_samples,)``
 
     def __str__(self) -> str:
         values = {"mape": self.mape, "prior_mape": self.prior_mape, "trees_mape": self.trees_mape, "coverage": self.coverage}
@@ -32,10 +32,10 @@ class Evaluation:
 
 
 def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Evaluation:
-    """Errors of a model, of its prior and of trees that know `train` alone, on `test`.
+    """Return the errors on `test` of a model, of its prior and of trees, all fitted to `train` alone.
 
     Raises:
-        ValueError: either is empty, or holds a figure that no training step has.
+        ValueError: either is empty, or holds a figure that is impossible for a training step.
     """
     if not test:
         raise ValueError("there is no sample to test with")
@@ -60,7 +60,7 @@ def _percent(predicted_s: Sequence[float] | Floats, measured_s: Floats) -> Float
 
 
 def _trees_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Floats:
-    """Step times by scikit-learn's boosted trees as they come."""
+    """Predict step times by scikit-learn's boosted trees with default settings."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     def columns(samples: Sequence[StepProfile]) -> list[tuple[float, ...]]:

@@ -1,7 +1,7 @@
-"""How much memory a worker and its loader workers need at their peak, and how sure that is.
+"""Peak memory of a worker and its loader workers, with its uncertainty.
 
-A sum of named terms with non-negative coefficients, fitted by least squares in relative error, as `prior.py` does for
-time. What to do about it is the planner's business.
+The prediction is a sum of named terms with non-negative coefficients, fitted by least squares in relative error, as in
+`prior.py` for time. The planner decides on remedies.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_dlrover.perf.samples import StepProfile
 __all__ = ["MEMORY_TERMS", "MemoryModel", "MemoryPrediction", "MemoryTerm"]
 
 MIB = float(1 << 20)
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine of ten of a normal error
-MIN_SIGMA = 0.03  # allocators keep what they like: peaks of the same run twice differ by about this much
-UNTESTED_SIGMA = 0.15  # of terms fitted to so few configurations that none can be held out
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine values of ten of a normal error
+MIN_SIGMA = 0.03  # allocators keep freed memory, so the peaks of two equal runs differ by about this much
+UNTESTED_SIGMA = 0.15  # uncertainty of terms fitted to too few configurations to hold any out
 MIN_TESTED_CONFIGURATIONS = 4
 MAX_FOLDS = 10
-PULL = 0.03  # of a coefficient to its default, as a share of the peak: what samples leave open, defaults decide
+PULL = 0.03  # weight of a default, as a share of the peak: defaults decide only where samples do not
 
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """The highest resident set of a worker with its loader workers, and the interval that should hold nine of ten."""
+    """The highest resident set of a worker with its loader workers, and its 90 % interval."""
 
     peak_bytes: int
     low_bytes: int
@@ -37,12 +37,12 @@ class MemoryPrediction:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """One cause of memory: bytes = coefficient x `amount`, the coefficient fitted and never negative."""
+    """One cause of memory: bytes = coefficient x `amount`; the coefficient is fitted and never negative."""
 
     name: str
     source: str
     amount: Callable[[Columns], Floats]
-    default: float  # the coefficient until samples say otherwise
+    default: float  # coefficient in the absence of samples
 
 
 MEMORY_TERMS: tuple[MemoryTerm, ...] = (
@@ -83,15 +83,15 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of one worker of one job; make it with `fit`."""
+    """Peak memory of one worker of one job; create it with `fit`."""
 
-    coefficients: Floats  # of `MEMORY_TERMS`, in their order
-    sigma: float  # of the log error in a configuration that was not measured
-    reach: Floats  # largest amount of each term that was measured
+    coefficients: Floats  # coefficients of `MEMORY_TERMS`, in their order
+    sigma: float  # deviation of the log error in a configuration that was not measured
+    reach: Floats  # largest measured amount of each term
 
     @classmethod
     def fit(cls, samples: Sequence[StepProfile]) -> MemoryModel:
-        """The model of windows of one job; those without a peak count with the resident set at their end.
+        """Fit a model to the windows of one job; windows without a peak count with the resident set at their end.
 
         Raises:
             ValueError: no sample holds a figure above 0, or one holds a negative one.
@@ -124,7 +124,7 @@ class MemoryModel:
         return cls(_fit(amounts, peaks), max(sigma, MIN_SIGMA), amounts.max(axis=0))
 
     def predict(self, configuration: Configuration) -> MemoryPrediction:
-        """The peak in `configuration`; what lies beyond the amounts that were measured widens the interval."""
+        """Predict the peak in `configuration`; amounts beyond the measured ones widen the interval."""
         amounts = _amounts(Columns.of([configuration]))[0]
         peak = max(1.0, float(amounts @ self.coefficients))
         beyond = float(np.maximum(0.0, amounts - self.reach) @ self.coefficients) / peak
@@ -132,7 +132,7 @@ class MemoryModel:
         return MemoryPrediction(round(peak), round(peak / width), round(peak * width))
 
     def parts_bytes(self, configuration: Configuration) -> dict[str, float]:
-        """Bytes of each term, by its name."""
+        """Return the bytes of each term, by its name."""
         amounts = _amounts(Columns.of([configuration]))[0]
         return {t.name: float(k * a) for t, k, a in zip(MEMORY_TERMS, self.coefficients, amounts, strict=True)}
 
@@ -146,8 +146,8 @@ def _amounts(columns: Columns) -> Floats:
 
 
 def _fit(amounts: Floats, peaks: Floats) -> Floats:
-    """Coefficients, of shape ``(num_terms,)``."""
-    from scipy.optimize import nnls  # 0.3 s, which a reader of profiles need not pay
+    """Return the coefficients, of shape ``(num_terms,)``."""
+    from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
 
     rows = amounts / peaks[:, None]
     scale = np.sqrt((rows**2).mean(axis=0))

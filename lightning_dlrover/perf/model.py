@@ -1,8 +1,12 @@
-"""How long a training step takes in a configuration, and how sure that is.
+"""Predict the time of a training step in a configuration, with its uncertainty.
 
-Three layers, each on what the one below leaves over, in logs: the physical prior carries the shape to world sizes nobody has
-tried; boosted trees bend it where samples show that they may; what was measured near by corrects both, and what was measured
-in the very same configuration has the last word. What to do with a prediction is the planner's business.
+Three layers work in logs, each on the residuals of the layer below:
+
+- The physical prior extrapolates to world sizes that were never tried.
+- Boosted trees bend it where samples show that they may.
+- Nearby measurements correct both, and measurements in the very same configuration take precedence.
+
+The planner decides on the use of a prediction.
 """
 
 from __future__ import annotations
@@ -22,40 +26,40 @@ from lightning_dlrover.perf.threads import one_openmp_thread
 
 __all__ = ["Prediction", "Predictions", "StepTimeModel"]
 
-COVERAGE = 0.9  # of measured windows, that an interval should hold
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold as many of a normal error
-MIN_SIGMA = 0.02  # two means over a window of the same steps differ by about this much
-UNTESTED_SIGMA = 0.1  # at least, of a prior fitted to so few configurations that none can be held out to test it
-MIN_SHARE_SIGMA = 0.02  # of a part's share of the step, likewise
-UNTESTED_SHARE_SIGMA = 0.1  # likewise, where no measured parts were held out
+COVERAGE = 0.9  # fraction of measured windows that an interval should hold
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold that fraction of a normal error
+MIN_SIGMA = 0.02  # relative difference of two means over a window of the same steps
+UNTESTED_SIGMA = 0.1  # minimum uncertainty of a prior fitted to too few configurations to hold any out
+MIN_SHARE_SIGMA = 0.02  # minimum deviation of a part's share of the step
+UNTESTED_SHARE_SIGMA = 0.1  # the same minimum where no measured parts were held out
 MIN_TESTED_CONFIGURATIONS = 5
 
 MIN_CONFORMAL_CONFIGURATIONS = 20
 
-# Trees are tried from here on, and used if they have the least cross-validated error: with fewer
-# configurations they memorise, and the folds are too small to notice.
+# Trees are tried from these numbers on, and used if they have the smallest cross-validated error. With fewer
+# configurations they memorise, and the folds are too small to show it.
 MIN_TREE_SAMPLES = 24
 MIN_TREE_CONFIGURATIONS = 12
 NUM_FOLDS = 4
 
-REACH = 0.3  # distance over which a correction measured in one configuration fades to a third in others
-NEIGHBOURS = 8  # measured configurations that may correct another
+REACH = 0.3  # distance over which the correction from one configuration fades to a third
+NEIGHBOURS = 8  # number of measured configurations that may correct another
 
 MAX_SIZES_THAT_REASSURE = 4
-EARLIER_WEIGHT = 0.3  # of a configuration of an earlier job beside one of this job
+EARLIER_WEIGHT = 0.3  # weight of a configuration of an earlier job, relative to one of this job
 
-MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior, nothing beyond
+MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior at most
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step time with the interval that should hold nine of ten measured windows; parts and rate have such ones, too."""
+    """A step time, its parts and the job's rate, each with an interval that should hold nine of ten measured windows."""
 
     step_time_s: float
     low_s: float
     high_s: float
-    samples_per_s: float  # of the whole job
-    parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data, communication; they add up to the step
+    samples_per_s: float  # throughput of the whole job
+    parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data and communication, which add up to the step
     parts_interval_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -66,7 +70,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Many of them: arrays of shape ``(num_configurations,)``, parts of shape ``(num_configurations, 3)`` as `PARTS`."""
+    """Many predictions: arrays of shape ``(num_configurations,)``, parts of shape ``(num_configurations, 3)`` as `PARTS`."""
 
     step_time_s: Floats
     low_s: Floats
@@ -79,20 +83,20 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured in one configuration of this job."""
+    """Measurements in one configuration of this job."""
 
     num_samples: int
-    log_residual: float  # mean log of measured over predicted, before it is taken into account
+    log_residual: float  # mean log of measured over predicted, before this configuration corrects the prediction
 
 
 @dataclass(frozen=True)
 class _Observed:
-    """What was measured, one row for each configuration."""
+    """Measurements, one row for each configuration."""
 
     columns: Columns
     measured: Measured
-    counts: Floats  # windows
-    noise: float  # of the log of one window's step time, from window to window
+    counts: Floats  # number of windows
+    noise: float  # deviation of the log of one window's step time between windows
 
     def rows(self, index: NDArray[np.intp]) -> _Observed:
         return _Observed(self.columns.rows(index), self.measured.rows(index), self.counts[index], self.noise)
@@ -100,26 +104,26 @@ class _Observed:
 
 @dataclass(frozen=True)
 class _Variant:
-    """Which layers lie on the prior."""
+    """The layers that are used on top of the prior."""
 
     with_trees: bool
     carries: bool
 
 
-# The first one is the rule where samples are too few to compare them.
+# The first variant is the rule where samples are too few to compare them.
 _VARIANTS = (_Variant(False, True), _Variant(True, False), _Variant(False, False))
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """Prior, trees, and what is carried over from measured configurations to those near by."""
+    """Prior, trees, and corrections carried from measured configurations to nearby ones."""
 
     prior: PhysicalPrior
-    trees: Any  # None: samples do not justify them
+    trees: Any  # None: samples do not justify trees
     carries: bool
-    places: _Places  # of measured configurations
-    residuals: Floats  # there, log of measured over predicted by prior and trees
-    trust: Floats  # there, from 0 to 1: how much of the residual is no noise
+    places: _Places  # coordinates of measured configurations
+    residuals: Floats  # log of measured over predicted by prior and trees, at these places
+    trust: Floats  # part of each residual that is no noise, from 0 to 1
 
     @classmethod
     def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
@@ -129,7 +133,7 @@ class _Layers:
         residuals = residuals - _bent(trees, columns)
         from_noise = observed.noise**2 / observed.counts
         least = MIN_SIGMA if len(residuals) >= MIN_TESTED_CONFIGURATIONS else UNTESTED_SIGMA
-        # Of what is left over, what noise does not explain (method of moments).
+        # The residual variance that noise does not explain (method of moments).
         wrong = max(least**2, float((residuals**2 - from_noise).mean())) * measured.weight**2
         trust = wrong / (wrong + from_noise)
         return cls(prior, trees, variant.carries, _Places.of(columns), residuals, trust)
@@ -149,9 +153,9 @@ class _Layers:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where measured configurations lie, see `_places`."""
+    """Coordinates of measured configurations, see `_places`."""
 
-    tree: Any  # over the coordinates in which they differ
+    tree: Any  # search tree over the coordinates in which they differ
     varies: NDArray[np.bool_]
     common: Floats  # the other coordinates
 
@@ -164,9 +168,9 @@ class _Places:
         return cls(KDTree(points[:, varies]) if varies.any() else None, varies, points[0, ~varies])
 
     def nearest(self, columns: Columns, count: int) -> tuple[Floats, NDArray[np.intp]]:
-        """Distances of the nearest ones and which these are, both of shape ``(num_configurations, count)``."""
+        """Return the distances and the indices of the nearest places, both of shape ``(num_configurations, count)``."""
         points = _places(columns)
-        # The largest difference counts, so what all have in common sets a floor, and changes no order above it.
+        # The largest difference counts, so common coordinates set a floor and change no order above it.
         floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)[:, None]
         if self.tree is None:
             return floor, np.zeros((len(points), 1), dtype=np.intp)
@@ -176,21 +180,21 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Raw:
-    """Predictions before what was measured in the very same configuration counts; arrays of one shape."""
+    """Predictions before measurements in the very same configuration count; arrays of one shape."""
 
     log_s: Floats
     prior: PriorPrediction
-    distance: Floats  # to the nearest measured configuration
-    nearest: NDArray[np.intp]  # which one that is
+    distance: Floats  # distance to the nearest measured configuration
+    nearest: NDArray[np.intp]  # index of that configuration
 
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """How configurations were predicted by layers that never saw them."""
+    """Predictions of configurations by layers fitted without them."""
 
     errors: Floats  # log of measured over predicted
-    share_errors: Floats  # measured less predicted shares of the parts; nan where they were not measured
-    distance: float  # of nearly all of them to the nearest that the layers saw
+    share_errors: Floats  # measured minus predicted shares of the parts; nan where they were not measured
+    distance: float  # distance of nearly all of them to the nearest configuration in the fit
 
     @property
     def badness(self) -> float:
@@ -198,10 +202,11 @@ class _HeldOut:
 
     @property
     def width(self) -> float:
-        """The half width that held `COVERAGE` of the errors, with the correction for their number.
+        """Return the half width that held `COVERAGE` of the errors, corrected for their number.
 
-        Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few for that quantile, the
-        width of a normal error with the same root mean square: the fewer, the less a small error says.
+        Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few errors for that
+        quantile, it is the width of a normal error with the same root mean square: the fewer, the less evidence is a small
+        error.
         """
         n = len(self.errors)
         if n < MIN_CONFORMAL_CONFIGURATIONS:
@@ -210,7 +215,7 @@ class _HeldOut:
 
     @property
     def share_sigma(self) -> Floats:
-        """Root mean squares of `share_errors`, for each part."""
+        """Return the root mean square of `share_errors` for each part."""
         known = self.share_errors[np.isfinite(self.share_errors).all(axis=1)]
         if len(known) < MIN_TESTED_CONFIGURATIONS:
             return np.full(len(PARTS), UNTESTED_SHARE_SIGMA)
@@ -220,39 +225,39 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Step time of one job on one kind of device; make it with `fit`."""
+    """Step time of one job on one kind of device; create it with `fit`."""
 
     node_cores: float
-    evidence: Mapping[Configuration, Evidence]  # of this job, newest configuration last
-    width: float  # of the log of step time, to either side, in a configuration that was not measured, at a size that was
-    tested_distance: float  # how far from what was measured that width was tested
-    share_sigma: Floats  # of the shares of the parts, in the order of `PARTS`, in a configuration that was not measured
-    noise: float  # of the log of one window's step time, from window to window
-    num_sizes: int  # world sizes measured, in earlier jobs too
+    evidence: Mapping[Configuration, Evidence]  # configurations of this job, newest last
+    width: float  # half width of the log interval in a configuration that was not measured, at a size that was
+    tested_distance: float  # distance from measurements up to which that width was tested
+    share_sigma: Floats  # deviation of the parts' shares in a configuration that was not measured, in the order of `PARTS`
+    noise: float  # deviation of the log of one window's step time between windows
+    num_sizes: int  # measured world sizes, including those of earlier jobs
     layers: _Layers = field(repr=False)
-    seen: Columns = field(repr=False)  # measured configurations: this job's as in `evidence`, then those of earlier jobs
-    seen_s: Floats = field(repr=False)  # predicted step times there
-    seen_shares: Floats = field(repr=False)  # of the parts, measured there; nan where they were not
-    seen_counts: Floats = field(repr=False)  # windows there
+    seen: Columns = field(repr=False)  # measured configurations: those in `evidence`, then those of earlier jobs
+    seen_s: Floats = field(repr=False)  # predicted step times in `seen`
+    seen_shares: Floats = field(repr=False)  # measured shares of the parts in `seen`; nan where they were not measured
+    seen_counts: Floats = field(repr=False)  # number of windows in `seen`
 
     @classmethod
     def fit(
         cls, samples: Sequence[StepProfile], *, node_cores: float = 0.0, earlier: Sequence[StepProfile] = ()
     ) -> StepTimeModel:
-        """The model of `samples`, which may all come from one world size, or of none but `earlier` ones.
+        """Fit a model to `samples`, which may all come from one world size, or be empty if there are `earlier` ones.
 
-        From one world size, the assumption is that forward and backward split over the workers and that
-        communication costs what the default link figures of `prior.py` say; `predict` then allows for no gain
-        at all. Deterministic.
+        With one world size, the model assumes that forward and backward split over the workers. It also assumes that
+        communication costs as much as the default link figures of `prior.py`; `predict` then allows for no gain at all.
+        Deterministic.
 
         Args:
             samples: windows of one model on one kind of device, oldest first.
             node_cores: cores of one node, all its workers together; 0 if workers never share cores.
-            earlier: windows of earlier jobs, of the same or similar models; they are a start, and weigh less than this job's
-                own. Those of another device, and those that know nothing of the model's FLOPs, bytes or tables where this
-                job does, are left out.
+            earlier: windows of earlier jobs with the same or similar models. They are a start, and weigh less than this job's
+                own. Those of another device are left out, as are those without the model's FLOPs, bytes or tables where this
+                job has them.
         Raises:
-            ValueError: there is no sample, or one holds a figure that no training step has.
+            ValueError: there is no sample, or one holds a figure that is impossible for a training step.
         """
         for index, sample in enumerate((*samples, *earlier)):
             _check(index, sample)
@@ -278,7 +283,7 @@ class StepTimeModel:
         layers = _Layers.fit(observed, prior, variant)
         tested = held_out.get(variant)
         width = tested.width if tested else NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
-        # Of configurations measured often, what was left out was a mean; a single window differs from it.
+        # In configurations measured often the held-out figure is a mean, and a single window differs from it.
         width = math.hypot(width, NORMAL_WIDTH * observed.noise * math.sqrt(1 - 1 / observed.counts.mean()))
         there = layers.prior.predict(observed.columns).log_s + _bent(layers.trees, observed.columns)
         return cls(
@@ -297,11 +302,11 @@ class StepTimeModel:
         )
 
     def predict(self, configuration: Configuration) -> Prediction:
-        """Step time in `configuration`; its interval widens with the distance from what was measured."""
+        """Predict the step time in `configuration`; its interval widens with the distance from the measurements."""
         return self.predict_many([configuration])[0]
 
     def predict_many(self, configurations: Sequence[Configuration]) -> list[Prediction]:
-        """`predict` of each: many at once cost little more than one."""
+        """Return `predict` of each configuration; many at once cost little more than one."""
         if not configurations:
             return []
         predicted = self.predict_columns(Columns.of(configurations))
@@ -322,14 +327,14 @@ class StepTimeModel:
         ]
 
     def predict_columns(self, columns: Columns) -> Predictions:
-        """`predict` of each row, as arrays."""
+        """Return `predict` of each row, as arrays."""
         raw = self.layers.predict(columns)
         log_s, near_s, near = raw.log_s, self.seen_s[raw.nearest], self.seen.rows(raw.nearest)
-        # From one world size, the model may miss all of the gain, and as much the other way. Further sizes test the shape,
-        # but no number of small ones vouches for a far larger one.
+        # From one world size, the model may miss all of the gain, and as much in the other direction. Further sizes test the
+        # shape, but no number of small ones confirms a far larger one.
         doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
         high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2)
-        # Adding workers is no faster than perfect scaling of what was measured.
+        # Additional workers are no faster than perfect scaling of the measurements.
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
         low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
@@ -348,7 +353,7 @@ class StepTimeModel:
             high_s=step_s * np.exp(high),
             samples_per_s=columns.num_workers * columns.local_batch / step_s,
             parts_s=parts_s,
-            # Of a part, the step time may be wrong, and so may its share.
+            # A part inherits the error of the step time, and has that of its share.
             parts_low_s=np.maximum(0.0, parts_s - np.hypot(parts_s * -np.expm1(-low)[:, None], of_shares_s)),
             parts_high_s=parts_s + np.hypot(parts_s * np.expm1(high)[:, None], of_shares_s),
         )
@@ -359,7 +364,7 @@ class StepTimeModel:
         return tuple(sorted({configuration.num_workers for configuration in self.evidence}))
 
     def measured(self, num_workers: int, local_batch: int) -> Configuration | None:
-        """The newest configuration in which this size was measured with this batch, None if it never was."""
+        """Return the newest configuration in which this size was measured with this batch, None if it never was."""
         for configuration in reversed(list(self.evidence)):
             if configuration.num_workers == num_workers and configuration.local_batch == local_batch:
                 return configuration
@@ -367,7 +372,7 @@ class StepTimeModel:
 
 
 def _check(index: int, sample: StepProfile) -> None:
-    """Raise a ValueError that names the first figure in `sample` that no training step has."""
+    """Raise a ValueError that names the first figure in `sample` that is impossible for a training step."""
     if problem := impossible_figure(sample):
         name, rule = problem
         raise ValueError(
@@ -379,13 +384,13 @@ def _check(index: int, sample: StepProfile) -> None:
 
 
 def _comparable(earlier: StepProfile, now: StepProfile) -> bool:
-    """Whether coefficients learnt from one hold for the other: same device, and the model described alike."""
+    """Return whether coefficients learnt from one hold for the other: same device, and the same kind of description."""
     described = ("dense_bytes", "dense_flops", "embedding_bytes")
     return earlier.device == now.device and all((getattr(earlier, d) > 0) == (getattr(now, d) > 0) for d in described)
 
 
 def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
-    """Standard deviation of the log of a window's step time about the mean of its configuration."""
+    """Return the standard deviation of the log of a window's step time about the mean of its configuration."""
     logs = [np.log([sample.step_time_s for sample in group]) for group in groups]
     squares = sum(float(((values - values.mean()) ** 2).sum()) for values in logs)
     repetitions = sum(len(values) for values in logs) - len(logs)
@@ -394,11 +399,11 @@ def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
 
 
 def _places(columns: Columns) -> Floats:
-    """Points whose largest difference says how far it is from one configuration to conclude on another.
+    """Return points; the largest difference of two measures how well one configuration predicts the other.
 
-    In logs, so that it is a factor of the step time. World size counts in full. A batch, cores and loader workers change the
-    time of one worker in a way that the prior knows better, and count half; under a constant global batch they change along
-    with the world size, so the largest counts.
+    The points are logs, so that a difference is a factor of the step time. World size counts in full. A batch, cores and loader
+    workers change the time of one worker, which the prior models better, and count half. Under a constant global batch they
+    change along with the world size, so the largest counts.
     """
     return np.stack(
         [
@@ -419,7 +424,7 @@ def _places(columns: Columns) -> Floats:
     )
 
 
-# Where each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the
+# Direction in which each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the
 # batch is left free: the straight line of the prior is too steep for batches that do not fill a device.
 _DIRECTIONS = (0, 0, 0, 0, 0, -1, 0, -1)
 
@@ -441,7 +446,7 @@ def _features(columns: Columns) -> Floats:
 
 
 def _bent(trees: Any, columns: Columns) -> Floats:
-    """Log correction by `trees`, none if there are none."""
+    """Return the log correction by `trees`; zero without trees."""
     if trees is None:
         return np.zeros(len(columns))
     with one_openmp_thread():
@@ -450,13 +455,13 @@ def _bent(trees: Any, columns: Columns) -> Floats:
 
 
 def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
-    """Small trees on what the prior leaves over."""
-    from sklearn.ensemble import HistGradientBoostingRegressor  # 1 s, and most jobs never have enough samples
+    """Fit small trees to the residuals of the prior."""
+    from sklearn.ensemble import HistGradientBoostingRegressor  # import takes 1 s, and most jobs never have enough samples
 
     trees = HistGradientBoostingRegressor(
         learning_rate=0.08,
         max_iter=80,
-        max_leaf_nodes=4,  # few interactions: larger trees learn single placements, and are worse on larger worlds
+        max_leaf_nodes=4,  # few interactions: larger trees memorise single placements and are worse on larger worlds
         min_samples_leaf=8,
         monotonic_cst=_DIRECTIONS,
         early_stopping=False,
@@ -468,14 +473,14 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
 
 
 def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Training and test indices."""
+    """Yield training and test indices."""
     order = np.random.default_rng(0).permutation(num_configurations)
     for fold in range(min(NUM_FOLDS, num_configurations)):
         yield np.delete(order, np.s_[fold::NUM_FOLDS]), order[fold::NUM_FOLDS]
 
 
 def _hold_out(observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant]) -> dict[_Variant, _HeldOut]:
-    """Each configuration predicted by layers that never saw it, in each variant."""
+    """Predict each configuration by layers fitted without it, in each variant."""
     errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
     share_errors, distances = [], []
     for train, test in _folds(len(observed.counts)):

@@ -1,4 +1,4 @@
-"""The shape that physics gives to the time of a training step.
+"""The shape of a step's time by physical causes.
 
 Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
 synchronising S and of loading data D, which overlap:
@@ -6,8 +6,8 @@ synchronising S and of loading data D, which overlap:
     step = (((C^g + S^g)^(1/g))^h + D^h)^(1/h)
 
 g = 1 is no overlap and g = inf a perfect one (Pollux, Qiao et al., OSDI 2021, section 3.2); h is 1 without loader workers
-and large with them, because they prepare batches meanwhile. What terms cannot express, and how far they can be trusted,
-is left to `model.py`.
+and large with them, because they prepare batches meanwhile. `model.py` adds the effects that terms cannot express, and
+estimates how far terms can be trusted.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ __all__ = [
 Part = Literal["compute", "data", "communication"]
 PARTS: tuple[Part, ...] = ("compute", "data", "communication")
 
-INTER_NODE_BYTES_PER_S = 1e9  # 10 Gbit/s Ethernet less its protocols: the link assumed until one was measured
+INTER_NODE_BYTES_PER_S = 1e9  # 10 Gbit/s Ethernet less its protocols; assumed until a link was measured
 INTRA_NODE_BYTES_PER_S = 2e9  # gloo through one machine's loopback
-LATENCY_S = 2e-4  # of one more participant in a collective over TCP
-MAX_LATENCY_S = 1e-2  # the order of magnitude that no hop exceeds, however much a model has to send
+LATENCY_S = 2e-4  # latency of one more participant in a collective over TCP
+MAX_LATENCY_S = 1e-2  # upper bound on a hop's latency by order of magnitude, however much a model sends
 
-PART_WEIGHT = 0.3  # of a measured part beside the whole step: parts tell terms apart, the whole is what is predicted
-OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # g
+PART_WEIGHT = 0.3  # weight of a measured part relative to the whole step: parts separate terms, but only the whole is predicted
+OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
-LOADER_OVERLAP = 8.0  # h: close to the longer of the two
+LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
 ITERATIONS = 6
 
 
 @dataclass(frozen=True)
 class Term:
-    """One cause of time: seconds = coefficient x `amount`, the coefficient fitted and never negative."""
+    """One cause of time: seconds = coefficient x `amount`; the coefficient is fitted and never negative."""
 
     name: str
-    part: Part  # of the step that it explains
+    part: Part  # part of the step that it explains
     source: str
     amount: Callable[[Columns], Floats]
-    default: float  # the coefficient until samples say otherwise
-    doubt: float  # pull to the default: where several terms explain the samples, the one with the least takes the time
+    default: float  # coefficient in the absence of samples
+    doubt: float  # pull to the default: where several terms explain the samples, the one with the smallest doubt takes the time
 
 
 def _flops(c: Columns) -> Floats:
-    """Per step of one worker; samples where FLOPs are unknown, which changes the coefficient's unit only."""
+    """Return the FLOPs per step of one worker; samples if FLOPs are unknown, which changes only the coefficient's unit."""
     return c.local_batch * np.maximum(c.dense_flops, 1.0)
 
 
@@ -80,13 +80,13 @@ def _exchanged_rows(c: Columns) -> Floats:
 
 
 def _crowding(c: Columns) -> Floats:
-    """By how much the threads of a node outnumber its cores; 0 where that is unknown."""
+    """Return by how much the threads of a node outnumber its cores; 0 where that is unknown."""
     known = c.node_cores > 0
     return np.where(known, np.maximum(0.0, c.fullest * c.threads / np.where(known, c.node_cores, 1.0) - 1), 0.0)
 
 
 def _without_a_core(c: Columns) -> Floats:
-    """The share of loading that no spare core does while the worker trains, over the cores that do it then."""
+    """Return the share of loading without a spare core during training, divided by the cores that do it then."""
     spare = np.maximum(0.0, c.core_share - c.threads)
     return np.where((c.loader_workers > 0) & (c.node_cores > 0), np.maximum(0.0, 1 - spare) / c.core_share, 0.0)
 
@@ -245,23 +245,23 @@ TERMS: tuple[Term, ...] = (
         doubt=0.2,
     ),
 )
-"""Everything the prior knows."""
+"""All terms of the prior."""
 
 SHAPES: tuple[frozenset[str], ...] = (
     frozenset({"stages", "pair_of_nodes"}),
     frozenset({"latency_of_workers"}),
     frozenset({"latency_of_workers", "stages", "pair_of_nodes"}),
 )
-"""Terms whose combinations differ far from the samples and hardly near by: how synchronisation grows with workers.
+"""Terms with combinations that differ far from the samples and hardly near them: how synchronisation grows with workers.
 
-No sample of a small world tells them apart. The prior is the mean of the logs of all shapes (model averaging, Hoeting et
-al., Statistical Science 14(4), 1999), and how far they differ is part of the interval.
+Samples of a small world cannot distinguish them. The prior is the mean of the logs of all shapes (model averaging, Hoeting et
+al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 """
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Means of what was measured in each of some configurations; arrays of shape ``(num_configurations,)``."""
+    """Means of the measurements in each of some configurations; arrays of shape ``(num_configurations,)``."""
 
     step_s: Floats  # geometric mean
     compute_s: Floats  # nan where parts were not measured
@@ -270,9 +270,9 @@ class Measured:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[StepProfile]], weights: Sequence[float]) -> Measured:
-        """One row for each group of windows of one configuration.
+        """Return one row for each group of windows of one configuration.
 
-        A hundred windows of one size say no more about the shape than ten, so every configuration counts alike.
+        A hundred windows of one size show no more of the shape than ten, so every configuration counts alike.
         """
         parts = [np.mean([_shares(sample) for sample in group], axis=0) for group in groups]
         step_s = np.array([np.exp(np.mean(np.log([sample.step_time_s for sample in group]))) for group in groups])
@@ -281,7 +281,7 @@ class Measured:
 
     @property
     def shares(self) -> Floats:
-        """Of the step, in the order of `PARTS`; of shape ``(num_configurations, 3)``, nan where parts were not measured."""
+        """Shares of the step, as `PARTS`; of shape ``(num_configurations, 3)``, nan where parts were not measured."""
         compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
         return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
 
@@ -290,7 +290,7 @@ class Measured:
 
 
 def _shares(sample: StepProfile) -> tuple[float, float]:
-    """Compute and data as shares of the step; nan where the parts do not add up to it."""
+    """Return compute and data as shares of the step; nan where the parts do not add up to it."""
     compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
     whole_s = compute_s + sample.data_wait_s + sample.communication_s
     if abs(whole_s - sample.step_time_s) > 0.05 * sample.step_time_s:
@@ -300,17 +300,17 @@ def _shares(sample: StepProfile) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PriorPrediction:
-    """Of some configurations, with the standard deviations of the shapes about their means."""
+    """Predictions for some configurations, with the standard deviations of the shapes about their means."""
 
-    log_s: Floats  # of seconds; of shape ``(num_configurations,)``, as its spread
+    log_s: Floats  # log of seconds; of shape ``(num_configurations,)``, like its spread
     spread: Floats
-    shares: Floats  # of the step, in the order of `PARTS`: what overlaps counts as compute; ``(num_configurations, 3)``
+    shares: Floats  # shares of the step as `PARTS`, ``(num_configurations, 3)``; overlapping time counts as compute
     shares_spread: Floats
 
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """Seconds of the three parts, by themselves and put together."""
+    """Seconds of the three parts, alone and combined."""
 
     compute_s: Floats
     sync_s: Floats
@@ -321,7 +321,7 @@ class _Overlapped:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape does without."""
+    """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape leaves out."""
 
     coefficients: Floats
     overlap: float
@@ -335,29 +335,29 @@ class _Shape:
 
 @dataclass(frozen=True)
 class PhysicalPrior:
-    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Make it with `fit`."""
+    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`."""
 
     shapes: tuple[_Shape, ...]
 
     @classmethod
     def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0) -> PhysicalPrior:
-        """The prior by itself, fitted to windows of one job."""
+        """Fit the prior alone to windows of one job."""
         groups = windows_by_configuration(samples, node_cores)
         return cls.fit(Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups)))
 
     @classmethod
     def fit(cls, columns: Columns, measured: Measured, like: PhysicalPrior | None = None) -> PhysicalPrior:
-        """The non-negative coefficients with the least squared error of the log, for each shape.
+        """Fit the non-negative coefficients with the smallest squared error of the log, for each shape.
 
-        The step is homogeneous of degree 1 in the coefficients, so (Euler) it equals its gradient times them, and a step of
-        Gauss and Newton is a problem of non-negative least squares by itself (Lawson, Hanson, 1974). Measured parts add a row
-        each for compute and data: that tells apart terms which one world size alone cannot. Where several terms still explain
-        the samples equally well, defaults and doubts decide.
+        The step is homogeneous of degree 1 in the coefficients, so by Euler's theorem it equals its gradient times them. A
+        Gauss-Newton step is therefore itself a problem of non-negative least squares (Lawson, Hanson, 1974). Measured parts add
+        one row each for compute and data, which separates terms that one world size alone cannot separate. Where several terms
+        still explain the samples equally well, defaults and doubts decide.
 
         Args:
-            columns: configurations that were measured, each once.
-            measured: what was measured there.
-            like: take overlaps from this one instead of trying all.
+            columns: measured configurations, each once.
+            measured: the measurements in them.
+            like: take overlaps from this prior instead of trying all.
         """
         amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
         overlaps = OVERLAPS if len(columns) >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
@@ -371,7 +371,7 @@ class PhysicalPrior:
         return cls(tuple(shapes))
 
     def predict(self, columns: Columns) -> PriorPrediction:
-        """The means over the shapes, of the log of step time and of the shares."""
+        """Return the means over the shapes, of the log of step time and of the shares."""
         amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
         with one_blas_thread():
             found = [shape.overlapped(amounts, loader_overlap) for shape in self.shapes]
@@ -407,8 +407,8 @@ def _norm(a: Floats, b: Floats, power: Floats) -> Floats:
 def _fit_shape(
     amounts: Floats, loader_overlap: Floats, measured: Measured, used: NDArray[np.bool_], overlap: float
 ) -> tuple[float, _Shape]:
-    """The fit's objective, and the shape."""
-    from scipy.optimize import nnls  # 0.3 s, which a reader of profiles need not pay
+    """Return the fit's objective and the shape."""
+    from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
 
     step_s, weight = measured.step_s, measured.weight
     # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
@@ -420,20 +420,20 @@ def _fit_shape(
     pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
     unit = amounts[:, used] / scale[used]
     target = defaults[used] * scale[used]
-    # A default that would take longer than the steps that were measured is wrong, and pulls no harder for being very wrong.
+    # A default beyond the measured steps is wrong. It must pull no harder for being very wrong.
     pull[used] /= np.maximum(1.0, target)
 
     part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
     fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
     fixed_targets = np.concatenate([part_targets, pull[used] * target])
     best: tuple[float, _Shape] | None = None
-    rows = unit / step_s[:, None]  # of the first iteration, which takes the step for a sum
+    rows = unit / step_s[:, None]  # rows of the first iteration, which treats the step as a sum
     goal = np.ones(len(step_s))
-    coefficients = defaults  # which stay where nothing was measured that a term takes part in
+    coefficients = defaults  # defaults remain where no measurement involves the term
     for iteration in range(ITERATIONS):
         stacked = np.vstack([rows * weight[:, None], fixed_rows])
         goals = np.concatenate([goal * weight, fixed_targets])
-        # The triangle holds all there is to know: 20 rows instead of thousands.
+        # The triangle holds the same information in 20 rows instead of thousands.
         triangle: Any = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
         found = nnls(triangle[:, :-1], triangle[:, -1])[0] / scale[used]
         coefficients[used] = found if iteration == 0 else (coefficients[used] + found) / 2
@@ -456,12 +456,12 @@ def _fit_shape(
 
 
 def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
-    """Rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
+    """Return rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
     weight = PART_WEIGHT * measured.weight
     has_compute = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
     seconds = np.where(has_compute, measured.compute_s, 1.0)
     compute = unit * _OF_PARTS[0][used] * (weight / seconds)[:, None]
-    # Loader workers are waited for only where they need longer than the step: then the whole step is theirs.
+    # A step waits for loader workers only where they need longer than the step, so the whole step then belongs to them.
     waits = (measured.data_s > 0.05 * measured.step_s) | (loader_overlap == 1)
     has_data = waits & np.isfinite(measured.data_s)
     load_s = np.where(loader_overlap == 1, measured.data_s, measured.step_s)

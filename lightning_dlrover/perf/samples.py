@@ -1,4 +1,4 @@
-"""What one window of training steps looked like: the unit that is published, stored, learned from and drawn."""
+"""One window of training steps: the unit that is published, stored, learned from and drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 __all__ = ["AGENT_BYTES", "STEP_PARTS", "OwnTimes", "StepProfile", "impossible_figure"]
 
 AGENT_BYTES = 160 * 2**20
-"""Of a node's memory, that its elastic agent takes: less is left to the worker, its loader workers included."""
+"""Memory of a node that its elastic agent takes; the worker and its loader workers get the rest."""
 
 STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
-"""Parts of a step; `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
+"""Parts of a step. The fields `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class StepProfile:
     step_time_s: float
     data_wait_s: float
     forward_s: float
-    backward_s: float  # without the communication that is not hidden behind it
+    backward_s: float  # excludes communication that backward does not hide
     communication_s: float
     optimizer_s: float
     other_s: float
-    samples_per_s: float  # of the whole job
+    samples_per_s: float  # throughput of the whole job
     memory_bytes: int  # resident set of the worker, its loader workers included
-    cpu_percent: float  # of one core, loader workers included
+    cpu_percent: float  # percent of one core, loader workers included
     dense_bytes: int = 0  # gradient bytes reduced per step
     gpu_memory_bytes: int = 0
     gpu_percent: float = 0.0
     at: float = 0.0  # seconds since the epoch, end of the window
     prefetch_factor: int = 0  # batches that each loader worker prepares ahead
     peak_memory_bytes: int = 0  # highest resident set of the worker and its loader workers seen in the window; 0: unknown
-    memory_limit_bytes: int = 0  # that the worker and its loader workers must stay below; 0: none known
+    memory_limit_bytes: int = 0  # limit on the worker with its loader workers; 0: none known
     dense_flops: int = 0  # per sample, forward and backward, outside of tables; 0: unknown
-    embedding_bytes: int = 0  # of all tables of the job
+    embedding_bytes: int = 0  # bytes of all tables of the job
     lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
-    fullest_node: int = 0  # workers on the node that has most; 0: unknown, taken as spread evenly
-    emptiest_node: int = 0  # workers on the node that has fewest; 0: unknown, taken as spread evenly
+    fullest_node: int = 0  # workers on the fullest node; 0: unknown, taken as spread evenly
+    emptiest_node: int = 0  # workers on the emptiest node; 0: unknown, taken as spread evenly
 
 
 def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
-    """The first figure in `sample` that no training step has, and the rule that it breaks; None if all are possible."""
+    """Return the first figure in `sample` that is impossible for a training step, and the rule it breaks; else None."""
     parts = [f"{part}_s" for part in STEP_PARTS]
     counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
     not_negative = (
@@ -79,10 +79,10 @@ def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """What each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
+    """Time that each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
 
     num_steps: int
     step_time_s: float
     compute_s: tuple[float, ...]
     data_s: tuple[float, ...]
-    queued_s: tuple[float, ...]  # beside these two: ready to go on, but without a core
+    queued_s: tuple[float, ...]  # additional time in which the worker was ready but had no core

@@ -1,7 +1,7 @@
-"""Keeps numerical libraries to the calling thread.
+"""Restricts numerical libraries to the calling thread.
 
-Beside a training job every core is busy, and threads that wait for each other at a barrier made a fit of 0.4 s take seconds
-of processor time, or half a minute.
+Beside a training job every core is busy. Threads that waited for each other at a barrier made a fit of 0.4 s take seconds of
+processor time, or half a minute.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ __all__ = ["one_blas_thread", "one_openmp_thread"]
 
 
 def one_openmp_thread() -> AbstractContextManager[Any]:
-    """For scikit-learn's trees, once they are imported; the calling thread's own setting comes back afterwards."""
+    """Limit scikit-learn's trees, once they are imported; the calling thread's own setting is restored afterwards."""
     limits: AbstractContextManager[Any] = _openmp().limit(limits=1)
     return limits
 
 
 def one_blas_thread() -> AbstractContextManager[Any]:
-    """For numpy's and scipy's linear algebra; torch has its own."""
+    """Limit numpy's and scipy's linear algebra; torch has its own."""
     limits: AbstractContextManager[Any] = _openblas().limit(limits=1)
     return limits
 
 
-# Kept, as finding the loaded libraries takes 5 ms. threadpoolctl comes with scikit-learn, which limits itself in this way.
+# Cached, because finding the loaded libraries takes 5 ms. threadpoolctl comes with scikit-learn, which uses it the same way.
 
 
 @functools.cache
@@ -40,5 +40,5 @@ def _openblas() -> Any:
     import scipy.optimize  # noqa: F401  (brings an OpenBLAS of its own)
     from threadpoolctl import ThreadpoolController
 
-    # Other libraries (MKL) may be torch's too, whose threads belong to training.
+    # torch may use other libraries (MKL), too, and their threads belong to training.
     return ThreadpoolController().select(internal_api="openblas")

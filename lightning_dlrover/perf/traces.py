@@ -1,6 +1,6 @@
 """Read measured step times from files: our own profiles, or the columns of published step-time traces.
 
-A broken file is refused with its name and line; what only looks odd is reported and used.
+A broken file is rejected with its name and line. Figures that are only odd are reported and used.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ALIASES = {
     "step_time": "step_time_s",
     "sync_time": "communication_s",
 }
-MAX_CONTRADICTION = 1.5  # between step times of one configuration: more is no noise of a mean over many steps
+MAX_CONTRADICTION = 1.5  # ratio between step times of one configuration beyond the noise of a mean over many steps
 MAX_STEP_TIME_S = 3600.0
 
-_TYPES = {f.name: f.type for f in dataclasses.fields(StepProfile)}  # as text: annotations are postponed
+_TYPES = {f.name: f.type for f in dataclasses.fields(StepProfile)}  # type names as text, because annotations are postponed
 _CONFIGURED_BY = (
     *("num_workers", "num_nodes", "local_batch", "loader_workers", "intra_op_threads", "cores", "device", "dense_bytes"),
     *("prefetch_factor", "dense_flops", "embedding_bytes", "lookups_per_sample"),
@@ -35,27 +35,27 @@ _CONFIGURED_BY = (
 
 
 class TraceError(ValueError):
-    """A file that cannot be used, and why."""
+    """A file that cannot be used, and the reason."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The rows of one file, and what was odd about them."""
+    """The rows of one file, and their oddities."""
 
     samples: tuple[StepProfile, ...]
     remarks: tuple[str, ...]
 
 
 def read_trace(path: Path) -> Trace:
-    """The samples of a CSV file with a header, or of JSON lines (``.jsonl``, ``.json``).
+    """Read the samples of a CSV file with a header, or of JSON lines (``.jsonl``, ``.json``).
 
     Columns: ``placement`` (a digit for each node: workers on it) or ``num_nodes`` and ``num_workers`` (or ``num_replicas``);
-    ``local_batch`` (or ``local_bsz``), samples; ``step_time_s`` (or ``step_time``), seconds; where known ``communication_s``
-    (or ``sync_time``), seconds of the step in which gradients travelled and nothing else happened, and all other fields of
-    `StepProfile`. Other columns are ignored.
+    ``local_batch`` (or ``local_bsz``), samples; ``step_time_s`` (or ``step_time``), seconds. Where known, ``communication_s``
+    (or ``sync_time``) holds the seconds of the step that only sent gradients. All other fields of `StepProfile` are read as
+    well. Other columns are ignored.
 
     Raises:
-        TraceError: the file cannot be read, lacks a column, or holds a figure that no training step has.
+        TraceError: the file cannot be read, lacks a column, or holds a figure that is impossible for a training step.
     """
     samples, remarks = [], []
     seen: dict[tuple[Any, ...], tuple[int, float]] = {}
@@ -86,7 +86,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line numbers and fields."""
+    """Yield line numbers and fields."""
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".jsonl", ".json"):
         for line, record in enumerate(text.splitlines(), start=1):
@@ -130,7 +130,7 @@ def _sample(path: Path, line: int, row: Mapping[str, Any]) -> StepProfile:
         raise TraceError(f"{path}:{line}: {workers} workers cannot be on {fields['num_nodes']} nodes: are the columns swapped?")
     communication_s = fields.get("communication_s")
     if communication_s is not None and not any(f"{part}_s" in fields for part in STEP_PARTS if part != "communication"):
-        # A trace that says only this much: the rest of the step is computing.
+        # The trace has no other part, so the rest of the step counts as computing.
         fields["forward_s"] = max(0.0, step_s - communication_s)
     sample = StepProfile(**{**_UNKNOWN, "global_batch": fields["local_batch"] * workers, "first_step": line, **fields})
     if problem := impossible_figure(sample):
@@ -162,7 +162,7 @@ def _placed(path: Path, line: int, placement: str) -> dict[str, int]:
 
 
 def _value(path: Path, line: int, column: str, value: Any, kind: Any) -> Any:
-    """`value` as the type that the field of a profile has; never negative."""
+    """Return `value` as the type of the profile's field; never negative."""
     if kind == "str":
         return str(value)
     try:

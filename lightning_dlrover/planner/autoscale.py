@@ -1,8 +1,8 @@
 """Choose the settings that a running job should have.
 
-Reads what was measured, a model, limits, the user's objective and the work that is left; returns a `Decision`. Whoever
-calls this decides when, and carries it out. The memory of what was tried lives in the windows and in the past decisions
-that are handed in.
+Reads measurements, a model, limits, the user's objective and the remaining work; returns a `Decision`. The caller decides when
+to plan, and carries the decision out. Nothing is kept between calls: earlier trials are in the windows and the past decisions
+passed in.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def plan(
     memory: MemoryModel | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Decision:
-    """The settings that serve `objective` best, the global batch kept constant.
+    """Return the settings that serve `objective` best, with a constant global batch.
 
-    What was measured is judged by its windows. Of what was not, the settings with the largest expected improvement over
-    the best that was measured (Jones, Schonlau and Welch, J. Global Optimization 13, 1998) are tried, while that is worth
-    more over the remaining work than the trial costs; measured, they are either better or left for good. The first trial
-    of a job goes where similar jobs have ended, if there were any.
+    Measured settings are judged by their windows. Among the others, the planner tries those with the largest expected
+    improvement over the best measured ones (Jones, Schonlau and Welch, J. Global Optimization 13, 1998). It does so while the
+    expected gain over the remaining work exceeds the cost of the trial. Once measured, settings are either better or never
+    tried again. The first trial of a job uses the final settings of similar jobs, if there were any.
 
     Args:
         model: fitted to all windows of this job so far.
         at: seconds since the epoch, recorded only.
-        memory: where it is given, settings whose upper bound exceeds the worker's limit are not considered.
+        memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
     Raises:
         ImportError: the space is too large to enumerate, and pymoo is not installed.
     """
@@ -78,7 +78,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Search:
-    """The choice among all settings; every rule is one method, which deals in indices."""
+    """The choice among all settings. Each rule is one method and works on indices."""
 
     situation: Situation
     limits: Limits
@@ -87,7 +87,7 @@ class _Search:
     field: Field
 
     def choose(self) -> tuple[int, bool, str]:
-        """The settings, whether they are an experiment, and why."""
+        """Return the index of the settings, whether they are an experiment, and the reason."""
         field, now = self.field, self.field.now
         allowed = [i for i, s in enumerate(field.settings) if not field.notes[i] and self.limits.allows(s)]
         if not allowed:
@@ -104,7 +104,7 @@ class _Search:
             return warm, True, self._reason_to_follow(warm)
         loss, promise = self._scale()
         best = self._best_measured(allowed, loss)
-        # Whoever comes from a trial that has failed goes home first.
+        # A failed trial is left first, before another one starts.
         fled = best != now and self._has_failed()
         trial, worth_s = self._trial(allowed, best, loss, promise) if not fled else (None, 0.0)
         if trial is not None:
@@ -116,7 +116,10 @@ class _Search:
     # --- rules -----------------------------------------------------------------------------------------------------------
 
     def _suggested(self, allowed: Sequence[int]) -> int | None:
-        """Where similar jobs have ended, unless this job has made experiments of its own or it is not worth the change."""
+        """Return the settings that similar jobs ended with.
+
+        None after this job's own experiments, or if the change does not pay.
+        """
         suggestion, field = self.situation.suggestion, self.field
         if suggestion is None or any(d.explored for d in self.situation.past):
             return None
@@ -124,20 +127,20 @@ class _Search:
         if not fits or field.measured[fits[0]]:
             return None
         if field.step_s[field.now] <= field.bound_s[field.now] and field.step_s[fits[0]] > field.bound_s[fits[0]]:
-            return None  # it is not expected to keep the deadline or the budget, as what runs now does
+            return None  # predicted to miss the deadline or the budget, which the present settings keep
         gain_s = field.left_s * (1 - 1 / suggestion.gain)
         return fits[0] if gain_s > field.change_cost_s(field.now, fits[0]) + self.rules.min_gain * field.left_s else None
 
     def _has_failed(self) -> bool:
-        """Whether what runs now is a trial far outside of what was predicted for it."""
+        """Return whether the present settings are a trial far outside its prediction."""
         last = max(self.situation.past, key=lambda d: d.decision_id, default=None)
         runs = self.field.settings[self.field.now]
         return last is not None and last.chosen == runs and has_failed(last, self.situation.current.step_time_s)
 
     def _scale(self) -> tuple[Floats, Floats]:
-        """What is minimised, and the step time above which settings do not count.
+        """Return the loss to minimise, and the step time above which settings do not count.
 
-        While nothing that was measured keeps the deadline or budget, it is by how much they are missed.
+        While no measured settings keep the deadline or the budget, the loss is the extent by which they miss it.
         """
         field = self.field
         able = field.measured & np.array([not note for note in field.notes])
@@ -151,7 +154,7 @@ class _Search:
         return min(measured, key=lambda i: (loss[i], i != self.field.now), default=self.field.now)
 
     def _trial(self, allowed: Sequence[int], best: int, loss: Floats, bound_s: Floats) -> tuple[int | None, float]:
-        """The untried settings that are worth most, and how much, in seconds; None if no trial pays."""
+        """Return the untried settings with the largest worth, and that worth in seconds; None if no trial pays."""
         field, rules = self.field, self.rules
         explored = [d.chosen for d in self.situation.past if d.explored]
         if len(explored) >= rules.max_trials or not math.isfinite(loss[best]):
@@ -178,27 +181,27 @@ class _Search:
         return (able[top], float(worth_s[top])) if worth_s[top] > 0 else (None, 0.0)
 
     def _factor(self, at: NDArray[np.int_], loss: Floats) -> Floats:
-        """What a step time is multiplied by to give the loss."""
+        """Return the factor that turns a step time into a loss."""
         field = self.field
         by_cost = field.loss[at] / field.step_s[at]
         return np.where(np.isfinite(loss[at]), loss[at] / field.step_s[at], by_cost)
 
     def _trial_cost_s(self, index: int, best: int) -> float:
-        """Seconds lost if the settings are as bad as their interval allows, and are left again."""
+        """Return the seconds lost if the settings are as bad as their interval allows and are left again."""
         field = self.field
         slower = max(0.0, 1 - float(field.step_s[field.now] / field.high_s[index]))
         return field.change_cost_s(field.now, index) + field.change_cost_s(index, best) + self.rules.trial_s * slower
 
     def _is_worth_moving(self, best: int, loss: Floats) -> bool:
         field = self.field
-        # A worker that was lost, or a trial, is no change of mind.
+        # A lost worker and a trial are not reversals of an earlier decision.
         left = sum(d.current == field.settings[best] and d.is_change and not d.explored for d in self.situation.past)
         gain = 1 - float(loss[best] / loss[field.now]) if math.isfinite(loss[field.now]) else 1.0
         enough = gain >= max(self.rules.min_gain * 2**left, self._gain_by_chance(best))
         return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
 
     def _gain_by_chance(self, best: int) -> float:
-        """A gain that noise alone exceeds once in twenty times; none where a job comes home from a trial, wherever home is."""
+        """Return the gain that noise alone exceeds once in twenty times; 0 on the return from a trial, to any settings."""
         past = max(self.situation.past, key=lambda d: d.decision_id, default=None)
         field = self.field
         if past is None or (past.explored and past.chosen == field.settings[field.now]):
@@ -272,11 +275,11 @@ class _Search:
 
 
 def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: float, bound_s: Floats) -> Floats:
-    """Mean of max(0, best - factor * s) for log-normal step times s, of which only those up to ``bound_s`` count.
+    """Mean of max(0, best - factor * s) for log-normal step times s; only times up to ``bound_s`` count.
 
     Args:
         step_s: medians, shape ``(n,)``; sigma: standard deviations of the log.
-        best: the least loss that was measured.
+        best: the smallest measured loss.
     """
     from scipy.special import ndtr
 
@@ -288,7 +291,7 @@ def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: fl
 
 
 def describe_change(now: Settings, then: Settings) -> str:
-    """What changes, in words: `1 -> 2 workers, 0 -> 1 loader workers each`."""
+    """Describe a change in words: `1 -> 2 workers, 0 -> 1 loader workers each`."""
     names = {
         "num_workers": "workers",
         "loader_workers": "loader workers each",

@@ -1,8 +1,8 @@
 """Divide a cluster's resources among its jobs.
 
-Weighted greedy on marginal gain, DLRover-RM's (Wang et al., PVLDB 17(12), 2024): whoever gains most for a unit
-of resources is given it first. Options between which no job would choose, as they lie below the concave hull of its Pareto
-front, are only used for what is left over at the end.
+Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit of
+resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they only use
+the resources left at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Option:
     """Settings that a job could have."""
 
     settings: Settings
-    cost: float  # in the unit of the budget: cores, say
+    cost: float  # unit of the budget, such as cores
     samples_per_s: float
 
 
@@ -32,7 +32,7 @@ class ClusterJob:
     """A job that competes for resources; it runs with one of its options.
 
     Args:
-        weight: how much a relative gain of this job counts beside others'; remaining work is one choice.
+        weight: importance of this job's relative gain beside that of others; remaining work is one choice.
     """
 
     name: str
@@ -46,18 +46,18 @@ class ClusterJob:
             raise ValueError(f"job {self.name!r}: weight, costs and rates must be above 0")
 
     def gain(self, option: Option) -> float:
-        """Weighted throughput, as a share of the job's best: jobs whose samples differ can be compared."""
+        """Return weighted throughput as a fraction of the job's best, so that jobs with different samples can be compared."""
         return self.weight * option.samples_per_s / max(o.samples_per_s for o in self.options)
 
 
 def options_of(decision: Decision) -> tuple[Option, ...]:
-    """What a job's own planner found feasible, in cores; GPUs where the job has some."""
+    """Return the options that a job's own planner found feasible, in cores, or in GPUs where the job has some."""
     able = [c for c in decision.candidates if c.feasible and (c.gpus or c.cores)]
     return tuple(Option(c.settings, float(c.gpus or c.cores), c.samples_per_s) for c in able)
 
 
 def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
-    """An option for each job, by name, so that together they stay within `budget` and gain much.
+    """Return an option for each job, by name, so that together they stay within `budget` and gain much.
 
     Raises:
         ValueError: not even the cheapest options fit, or two jobs have one name.

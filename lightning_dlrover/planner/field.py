@@ -1,4 +1,4 @@
-"""All settings that a running job may have, with what each is expected to bring and to cost."""
+"""All settings that a running job may have, with the expected gain and cost of each."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ __all__ = ["INTERVAL_SIGMAS", "Field"]
 
 Floats = NDArray[np.float64]
 
-INTERVAL_SIGMAS = 1.645  # predictions' intervals hold nine of ten
-NUM_NEWEST_WINDOWS = 20  # of one configuration, that its measured step time rests on
-MIN_NOISE = 0.02  # two means over a window of the same steps differ by about this much
-STRETCH_WINDOWS = 4  # by whose means it is told how a machine's speed changes with time
-MIN_DRIFT = 0.02  # and so does what windows of two different times have in common: others use the machine, too
-MAX_MODEL_SIGMA = 0.5  # whoever knows nothing of settings is not to be drawn there by that alone
-MIN_MODEL_SIGMA = 0.08  # of a log step time that was never measured, however sure the model is
-LENGTH = 0.8  # in log settings, over which errors of the model stay alike: a bit more than a factor of two in one of them
-PREFETCH_WEIGHT = 0.3  # batches in stock smooth, and seldom decide
-MAX_KEPT_CANDIDATES = 16  # of a decision's record, which lies in etcd
+INTERVAL_SIGMAS = 1.645  # half-width of a prediction interval that holds nine values of ten
+NUM_NEWEST_WINDOWS = 20  # windows per configuration that determine its measured step time
+MIN_NOISE = 0.02  # relative difference of two means over a window of the same steps
+STRETCH_WINDOWS = 4  # windows per stretch of time; their means show how a machine's speed drifts
+MIN_DRIFT = 0.02  # relative difference between the same settings at two times, because others use the machine, too
+MAX_MODEL_SIGMA = 0.5  # limit of the model's uncertainty, so that ignorance alone does not attract a trial
+MIN_MODEL_SIGMA = 0.08  # deviation of a log step time that was never measured, however certain the model is
+LENGTH = 0.8  # distance in log settings over which model errors stay alike: a bit more than a factor of two in one setting
+PREFETCH_WEIGHT = 0.3  # prefetched batches smooth the supply and are seldom decisive
+MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, because its record is in etcd
 
 
 @dataclass(frozen=True)
 class Field:
-    """All settings that are considered, with what they would bring and cost; arrays of shape ``(num_settings,)``."""
+    """All settings considered, with their expected gain and cost; arrays of shape ``(num_settings,)``."""
 
     settings: Sequence[Settings]
-    now: int  # index of what runs
+    now: int  # index of the present settings
     step_s: Floats
     low_s: Floats
     high_s: Floats
-    sigma: Floats  # of the log of step_s
-    loss: Floats  # what is minimised: step time, dearer settings made longer; `step_s` of what runs now
-    bound_s: Floats  # step times above it miss the deadline, or spend more than the budget
+    sigma: Floats  # standard deviation of log `step_s`
+    loss: Floats  # the quantity to minimise: step time, scaled up for dearer settings; equals `step_s` for the present ones
+    bound_s: Floats  # longer step times miss the deadline or exceed the budget
     measured: NDArray[np.bool_]
-    num_windows: Sequence[int]  # that were measured, the newest ones that count
+    num_windows: Sequence[int]  # newest measured windows that count
     noise: float  # standard deviation of the log of a window's step time, within one stretch of time
-    drift: float  # standard deviation of its mean from one stretch of time to another, likewise
-    notes: Sequence[str]  # why not; empty where feasible
-    node_cores: Floats  # that each worker has, on a node that is larger than now if need be
-    node_memory_bytes: Sequence[int]  # that its node needs, where that is more than now; else 0
+    drift: float  # standard deviation of the mean of that log between stretches of time
+    notes: Sequence[str]  # reason why the settings are infeasible; empty where feasible
+    node_cores: Floats  # cores of each worker, on a larger node if the settings need one
+    node_memory_bytes: Sequence[int]  # memory that a worker's node needs, where that is more than now; else 0
     cores: Floats
     gpus: Floats
     cost_per_hour: Sequence[float | None]
-    left_s: float  # of work, at the current settings
+    left_s: float  # remaining seconds of work at the present settings
     steps_left: float
     global_batch: int
     situation: Situation
@@ -136,7 +136,7 @@ class Field:
         return self.left_s * faster - self.change_cost_s(self.now, index)
 
     def cost_to_end(self, index: int) -> float | None:
-        """Money for the rest of the job; None: unknown, as nobody knows how much is left, or what it costs."""
+        """Return the money for the rest of the job; None while the remaining work or the price is unknown."""
         price = self.cost_per_hour[index]
         if price is None or self.situation.remaining_samples is None:
             return None
@@ -144,7 +144,7 @@ class Field:
 
     @property
     def front(self) -> list[int]:
-        """The exact Pareto front of throughput and cost among what is feasible, ascending in cost."""
+        """The exact Pareto front of throughput and cost among feasible settings, ascending in cost."""
         able = [i for i, note in enumerate(self.notes) if not note]
         cost = self.cores + 1e6 * self.gpus
         if all(self.cost_per_hour[i] is not None for i in able):
@@ -152,7 +152,7 @@ class Field:
         return [able[i] for i in pareto_front(1 / self.step_s[able], cost[able])]
 
     def candidates(self, keep: Sequence[int]) -> tuple[Candidate, ...]:
-        """What a record of the decision holds: what runs, what was chosen, the front, what was measured, the next best."""
+        """Return the candidates for a decision's record: present, chosen, best measured, the front, and the next best."""
         front = self.front
         chosen = dict.fromkeys(keep)
         by_loss = sorted(range(len(self.settings)), key=lambda i: (bool(self.notes[i]), self.loss[i]))
@@ -186,7 +186,7 @@ class Field:
 
 
 def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settings, Sequence[Floats]]:
-    """Log step times of all windows of each settings that ran with this batch, by stretches of time without a change."""
+    """Return log step times of the windows with this batch, by settings and by stretches of time without a change."""
     visits: dict[Settings, list[Floats]] = {}
     for (settings, batch), visit in groupby(windows, key=lambda window: (settings_of(window), window.global_batch)):
         if batch == global_batch:
@@ -195,9 +195,9 @@ def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settin
 
 
 def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
-    """Standard deviation of the log of each settings' true step time, of which a trial can teach something.
+    """Standard deviation of the log of each settings' true step time, as far as a trial can reduce it.
 
-    A window's noise is not part of it. Settings near measured ones share their error: what is left is that of a Gaussian
+    A window's noise is not part of it. Settings near measured ones share their error. The rest is the deviation of a Gaussian
     process given its nearest neighbour, so that trials are spread (Rasmussen and Williams, 2006, equation 2.24).
     """
     figures = np.log1p(np.array([[s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor] for s in settings]))
@@ -210,7 +210,7 @@ def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measur
 
 
 def _noise(visits: Mapping[Settings, Sequence[Floats]]) -> float:
-    """Standard deviation of the log of a window's step time, from window to window."""
+    """Standard deviation of the log of a window's step time between windows."""
     each = [log_s for of_settings in visits.values() for log_s in of_settings]
     squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in each)
     degrees = sum(len(log_s) - 1 for log_s in each)
@@ -219,7 +219,7 @@ def _noise(visits: Mapping[Settings, Sequence[Floats]]) -> float:
 
 
 def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
-    """Standard deviation of the log of the step time that settings have, from one stretch of time to another."""
+    """Standard deviation of the log of the same settings' step time between stretches of time."""
     squares, degrees = 0.0, 0
     for of_settings in visits.values():
         parts = [part for log_s in of_settings for part in np.array_split(log_s, math.ceil(len(log_s) / STRETCH_WINDOWS))]
@@ -231,7 +231,7 @@ def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
 
 
 def _gain_and_cost(model: Model, situation: Situation, limits: Limits, some: Sequence[Settings]) -> tuple[Floats, Floats]:
-    """Samples per second and resources, by which `search` compares settings; none for infinitely much where impossible."""
+    """Return samples per second and resources, by which `search` compares settings; infinitely bad where impossible."""
     current = situation.current
     runs, *where = (configuration(s, current, limits, situation.node_cores) for s in (settings_of(current), *some))
     gain = np.array([p.samples_per_s for p in model.predict_many(where)])
@@ -244,11 +244,11 @@ def _gain_and_cost(model: Model, situation: Situation, limits: Limits, some: Seq
 def _step_times(
     predictions: Sequence[Prediction], settings: Sequence[Settings], measured: Mapping[Settings, Floats], noise: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Step time of each of the settings and the ends of its interval: as measured where it was, else as predicted."""
+    """Return step times of the settings and the ends of their intervals, measured where possible, otherwise predicted."""
     step_s, low_s, high_s = (np.array([getattr(p, n) for p in predictions]) for n in ("step_time_s", "low_s", "high_s"))
     for index, each in enumerate(settings):
         if (windows := measured.get(each)) is not None:
-            # What was measured needs no model; the interval is of the next window.
+            # Measured settings need no model. The interval is that of the next window.
             spread = INTERVAL_SIGMAS * noise * math.sqrt(1 + 1 / len(windows))
             step_s[index] = math.exp(windows.mean())
             low_s[index], high_s[index] = step_s[index] * math.exp(-spread), step_s[index] * math.exp(spread)
@@ -256,14 +256,14 @@ def _step_times(
 
 
 def _rate(used: Sequence[Resources], prices: Sequence[float | None], is_priced: bool) -> Floats:
-    """Cost per time of each of the settings: money if it is known, else resources."""
+    """Return the cost per time of each of the settings: money if prices are known, else resources."""
     rate = np.array([price or 0.0 if is_priced else u.scalar for u, price in zip(used, prices, strict=True)])
     positive: Floats = np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
     return positive
 
 
 def _bound_s(situation: Situation, objective: Objective, steps_left: float, rate: Floats, is_priced: bool) -> Floats:
-    """Longest step with which each of the settings keeps the deadline and the budget."""
+    """Return the longest step with which each of the settings keeps the deadline and the budget."""
     bound_s = np.full(len(rate), math.inf)
     if objective.deadline_s is not None and steps_left > 0:
         bound_s = np.minimum(bound_s, max(1e-9, objective.deadline_s - situation.age_s) / steps_left)
@@ -280,7 +280,7 @@ def _larger_nodes(
     limit: float,
     max_bytes: int,
 ) -> list[int]:
-    """Memory that nodes need for each of the settings beyond their limit; 0: none."""
+    """Return the memory that nodes need beyond their present limit for each of the settings; 0: no more."""
     return [
         node_memory_bytes(p.high_bytes, max_bytes) if limit and max_bytes and p.high_bytes > limit and s not in measured else 0
         for s, p in zip(settings, peaks, strict=False)

@@ -1,13 +1,13 @@
-"""Predict when a worker's memory reaches its limit, and choose what to do before. Pure.
+"""Predict when a worker's memory reaches its limit, and choose a remedy before that. Pure.
 
-Memory grows with the steps made (rows of tables that are touched for the first time, a list that somebody appends to), so it is
-extrapolated over steps: by the median of the slopes of all pairs of windows, which a few odd windows do not move (Theil, 1950;
-Sen, JASA 63(324), 1968), with the interval of that slope.
+Memory grows with the steps made: table rows touched for the first time, or a list that keeps growing. The forecast therefore
+extrapolates over steps, by the median slope of all pairs of windows and its interval. A few odd windows do not move that median
+(Theil, 1950; Sen, JASA 63(324), 1968).
 
-What helps depends on what grows, which is not known before it was tried. A leak ends with its process: a new worker in its
-place starts small. State that is handed over starts as large as it was: it needs a larger node, where the job may ask for one;
-if it is split over the workers, more of them need less each. Where none of it helps, or nobody starts workers, a checkpoint
-saves what was done.
+The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process: a replacement
+starts small. State that is handed over starts as large as it was and needs a larger node, if the job may request one. If that
+state is split over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a checkpoint
+saves the progress.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ __all__ = [
 ]
 
 NUM_SETTLING = 2
-"""First windows of a round that are left out: buffers are allocated then."""
+"""Number of first windows of a round that are left out, because buffers are allocated then."""
 
 MIN_WINDOWS = 5
 
 MIN_SPAN_S = 8.0
-"""Of training, that the windows cover: what a process loads and caches as it warms up comes within seconds, and ends."""
+"""Minimum training time that the windows cover. Loading and caching at the start end within seconds."""
 
 MAX_WINDOWS = 60
 
 CONFIDENCE = 0.9
 
 MIN_GROWTH = 0.02
-"""Of the limit, over the windows looked at, or it is noise."""
+"""Minimum growth over the windows, as a fraction of the limit. Less is noise."""
 
 RESERVE = 0.05
-"""Of the limit, that stays free: peaks within a window may be higher than those seen."""
+"""Fraction of the limit that stays free: peaks within a window may be higher than those observed."""
 
 LEADS = 3.0
-"""A remedy is begun when the limit may be reached within so many times the time that it takes."""
+"""Lead of a remedy: it begins when the limit may be reached within this multiple of the time that it takes."""
 
 MARGIN = 1.2
-"""How much more than is foreseen a larger node has: it is foreseen from the slope so far."""
+"""Memory of a larger node relative to the forecast, which follows only the slope so far."""
 
 NODE_MEMORY_STEP = 256 * 2**20
-"""Nodes differ by so many bytes, or by a multiple: for less none is worth being replaced."""
+"""Bytes by which node sizes differ, or a multiple. A smaller difference is not worth a replacement."""
 
 UNKNOWN_END_FACTOR = 2.0
-"""How much more memory a larger node has where nobody knows how many steps are left."""
+"""Memory of a larger node relative to the present one, where the number of remaining steps is unknown."""
 
 Act = Literal["none", "wait", "replace", "enlarge", "add_workers", "checkpoint"]
 
@@ -74,12 +74,12 @@ Act = Literal["none", "wait", "replace", "enlarge", "add_workers", "checkpoint"]
 class MemoryForecast:
     """When a worker reaches its limit, if nothing changes."""
 
-    level_bytes: int  # highest of late
-    grown_bytes: int  # over the windows looked at
+    level_bytes: int  # highest recent use
+    grown_bytes: int  # over the windows considered
     limit_bytes: int
     bytes_per_step: float
-    steps_left: float  # until the limit, less a reserve
-    earliest_steps_left: float  # by the upper bound of the slope
+    steps_left: float  # steps until the limit, less a reserve
+    earliest_steps_left: float  # the same at the upper bound of the slope
     step_time_s: float
 
     @property
@@ -101,37 +101,37 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class Situation:
-    """What can be done about it."""
+    """The remedies at hand."""
 
-    remaining_steps: float | None  # of the job; None if nobody knows
-    lead_s: float  # from asking for a worker to its first step
+    remaining_steps: float | None  # remaining steps of the job; None if unknown
+    lead_s: float  # time between the request for a worker and its first step
     num_workers: int
     max_workers: int
-    can_add: bool  # somebody starts workers, and the size was not set by hand
-    can_replace: bool  # somebody starts workers
+    can_add: bool  # workers can be started, and the size was not set by hand
+    can_replace: bool  # workers can be started
     has_sharded_tables: bool
-    max_memory_bytes: int = 0  # of a node; 0: nobody can give a worker a larger one
-    tried: Sequence[Act] = ()  # by this job, without success
+    max_memory_bytes: int = 0  # largest node that can be requested; 0: no larger one
+    tried: Sequence[Act] = ()  # remedies that this job tried without success
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do, and why."""
+    """A remedy and its reason."""
 
     act: Act
     reason: str
-    num_workers: int = 0  # for `add_workers`
-    node_memory_bytes: int = 0  # for `enlarge`
+    num_workers: int = 0  # only for `add_workers`
+    node_memory_bytes: int = 0  # only for `enlarge`
 
 
 def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
-    """When the worker reaches its memory limit, from its windows so far, oldest first; None if it does not grow.
+    """Forecast when the worker reaches its memory limit, from its windows so far, oldest first; None if it does not grow.
 
-    Only the newest windows of one round and of equal settings count: another split of the work, or other loader workers, take
-    other memory. Memory that was taken at once, such as by a first validation run, does not grow either.
+    Only the newest windows of one round and of equal settings count, because another split of the work or other loader workers
+    take other memory. Memory taken at once, such as by a first validation run, is no growth either.
 
     Raises:
-        ValueError: the windows are of several workers.
+        ValueError: the windows belong to several workers.
     """
     if len({w.worker_id for w in windows}) > 1:
         raise ValueError(f"windows of several workers were given: {sorted({w.worker_id for w in windows})}")
@@ -146,13 +146,13 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     used = np.array([w.memory_bytes for w in recent], dtype=np.float64)
     if len(set(steps)) < MIN_WINDOWS:
         return None
-    from scipy.stats import theilslopes  # 0.7 s, which no worker needs to pay before it trains
+    from scipy.stats import theilslopes  # import takes 0.7 s, which no worker needs to pay before it trains
 
     slope, intercept, low, high = (float(value) for value in theilslopes(used, steps, CONFIDENCE))
     grown = slope * (steps[-1] - steps[0])
     if low <= 0 or grown < MIN_GROWTH * limit or _is_one_jump(steps, used):
         return None
-    # The line's end, or what was seen above it: a peak inside of a step counts, too.
+    # The line's end, or the highest value observed: a peak inside of a step counts, too.
     level = max(intercept + slope * steps[-1], *(max(w.peak_memory_bytes, w.memory_bytes) for w in recent[-3:]))
     room = max(0.0, limit * (1 - RESERVE) - level)
     return MemoryForecast(
@@ -167,12 +167,12 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
 
 
 def _ways(window: StepProfile) -> tuple[int, ...]:
-    """How a window's steps were made, as far as memory follows from it."""
+    """Return the settings of a window that determine its memory."""
     return window.round_number, window.loader_workers, window.prefetch_factor, window.intra_op_threads
 
 
 def _is_one_jump(steps: Floats, used: Floats) -> bool:
-    """Whether one level up to some window and another one from then on describe the windows much better than a line."""
+    """Return whether two levels, one up to some window and one after it, describe the windows much better than a line."""
 
     def squares(values: Floats) -> float:
         return float(((values - values.mean()) ** 2).sum())
@@ -182,9 +182,9 @@ def _is_one_jump(steps: Floats, used: Floats) -> bool:
 
 
 def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryForecast | None:
-    """The forecast of the worker that this one has replaced, from where this one stands; None if it is smaller, which helped.
+    """Return the replaced worker's forecast from the new worker's present level; None if that level is lower, so it helped.
 
-    There may be no time to see it grow again.
+    There may be no time to observe the growth again.
     """
     level = max(window.memory_bytes, window.peak_memory_bytes)
     if level <= earlier.level_bytes - earlier.grown_bytes / 2 or window.memory_limit_bytes <= 0:
@@ -201,7 +201,7 @@ def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryFo
 
 
 def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
-    """What to do now about memory that grows.
+    """Choose a remedy for growing memory.
 
     Raises:
         ValueError: the time that a remedy takes is not a finite time of 0 s or more.
@@ -213,7 +213,7 @@ def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
         return Remedy("none", f"{forecast.text}; the job ends before, in {remaining:.0f} steps")
     if forecast.earliest_seconds_left > LEADS * situation.lead_s:
         return Remedy("wait", f"{forecast.text}; time enough, a new worker takes {situation.lead_s:.0f} s")
-    # A larger node costs no more than a new one, and more workers do.
+    # A larger node costs no more than a new one, unlike more workers.
     order: tuple[Act, ...] = ("enlarge", "add_workers", "replace")
     if not situation.has_sharded_tables:
         order = ("replace", "enlarge", "add_workers")
@@ -247,7 +247,7 @@ _NAMES: dict[Act, str] = {
 
 
 def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
-    """Workers that the job needs so that each has enough memory, as earlier remedies have found; 0 if any number does.
+    """Return how many workers the job needs so that each has enough memory, by earlier remedies; 0 if any number does.
 
     Args:
         events: data of the job's events of kind "memory".
@@ -257,13 +257,13 @@ def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
 
 
 def node_memory_bytes(worker_bytes: float, max_bytes: int) -> int:
-    """What a node needs for one worker of that size and its agent, with a reserve, in bytes; at most `max_bytes`."""
+    """Return the bytes that a node needs for one worker of that size and its agent, with a reserve; at most `max_bytes`."""
     needed = worker_bytes / (1 - RESERVE) + AGENT_BYTES
     return min(max_bytes, NODE_MEMORY_STEP * math.ceil(needed / NODE_MEMORY_STEP))
 
 
 def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
-    """What one worker's node needs until the job's end, in bytes, as far as it may have that."""
+    """Return the bytes that one worker's node needs until the job's end, within the limit for nodes."""
     needed = UNKNOWN_END_FACTOR * (1 - RESERVE) * forecast.limit_bytes
     if situation.remaining_steps is not None:
         needed = MARGIN * (forecast.level_bytes + forecast.bytes_per_step * situation.remaining_steps)
@@ -271,11 +271,11 @@ def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
 
 
 def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:
-    """Enough to hold what will have grown until the end, if all of them share it; all that are allowed if nobody knows."""
+    """Return how many workers can share the growth until the end; the maximum if the remaining steps are unknown."""
     if situation.remaining_steps is None:
         return situation.max_workers
-    growth = forecast.bytes_per_step * situation.remaining_steps * situation.num_workers  # of all workers together
-    # What has grown so far is spread anew as well.
+    growth = forecast.bytes_per_step * situation.remaining_steps * situation.num_workers  # growth of all workers together
+    # The growth so far is redistributed as well.
     spread = forecast.grown_bytes * situation.num_workers + growth
     fixed = forecast.level_bytes - forecast.grown_bytes
     room = forecast.limit_bytes * (1 - RESERVE) - fixed

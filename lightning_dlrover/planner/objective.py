@@ -1,4 +1,4 @@
-"""What a user wants of a job, and what it costs to run it in some settings."""
+"""A user's objective for a job, and the cost of running the job in some settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FASTEST_ELASTICITY = 0.05
 
 @dataclass(frozen=True)
 class Prices:
-    """What a resource costs for an hour, in the user's own currency. None: unknown, and never guessed."""
+    """Price of each resource for an hour, in the user's own currency. None: unknown, and never guessed."""
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -35,8 +35,10 @@ class Prices:
         return any(getattr(self, f.name) is not None for f in fields(self))
 
     def per_hour(self, used: Resources) -> float | None:
-        """Money for an hour of `used`; what has no price while others have is free. None where a GPU's price is needed
-        and missing, or nothing has a price."""
+        """Return the money for an hour of `used`. A resource without a price is free if another one has a price.
+
+        The result is None if a GPU's price is needed and missing, or if nothing has a price.
+        """
         if not self.are_known or (used.gpus and self.gpu_hour is None):
             return None
         amounts = ((used.cores, self.core_hour), (used.gpus, self.gpu_hour), (used.memory_gib, self.gib_hour))
@@ -45,7 +47,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one has to ask a scheduler for, all workers together."""
+    """Resources to request from a scheduler, all workers together."""
 
     cores: float
     gpus: int
@@ -53,12 +55,12 @@ class Resources:
 
     @property
     def scalar(self) -> float:
-        """The dearest kind alone, where nothing has a price."""
+        """The dearest kind alone, for comparisons without prices."""
         return float(self.gpus or self.cores)
 
 
 def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -> Resources:
-    """A core for each thread and each loader worker, but never more than the workers may use and the nodes have."""
+    """Return a core for each thread and loader worker, but never more than the workers may use and the nodes have."""
     each = max(1.0, configuration.threads) + configuration.loader_workers
     cores = configuration.num_workers * min(each, max(1.0, configuration.cores))
     if configuration.node_cores:
@@ -69,11 +71,12 @@ def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan is chosen by.
+    """The criterion by which a plan is chosen.
 
-    fastest: ends soonest; with `budget`, among what the money lasts for. Twice the resources have to bring at least
-    2 ** 0.05 = 1.035 times the throughput, or they are left to others.
-    cheapest: costs least; with `deadline_s`, among what ends in time. In core hours (GPU hours on GPUs) without prices.
+    fastest: ends soonest; with `budget`, among the settings that the budget allows. Twice the resources have to bring at
+    least 2 ** 0.05 = 1.035 times the throughput, or they are left to others.
+    cheapest: costs least; with `deadline_s`, among the settings that end in time. Without prices the cost is in core hours,
+    or in GPU hours on GPUs.
     efficient: the best throughput per cost.
 
     Args:
@@ -99,7 +102,7 @@ class Objective:
 
     @property
     def elasticity(self) -> float:
-        """Least relative gain of throughput for a relative gain of cost (Cobb and Douglas' exponent)."""
+        """Minimum relative gain of throughput for a relative gain of cost (Cobb and Douglas' exponent)."""
         return FASTEST_ELASTICITY if self.aim == "fastest" else 1.0
 
     def describe(self) -> str:
@@ -117,11 +120,11 @@ VARIABLES = {
     "budget": "DLROVER_BUDGET",
     "prices": "DLROVER_PRICES",
 }
-"""In which `dlrover run` tells its nodes what the user wants."""
+"""Environment variables through which `dlrover run` passes the user's objective to its nodes."""
 
 
 def objective_from(environ: Mapping[str, str]) -> Objective:
-    """The objective that the environment names; the fastest by default.
+    """Read the objective from the environment; the fastest by default.
 
     Raises:
         ValueError: a variable holds something else.

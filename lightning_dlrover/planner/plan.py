@@ -1,6 +1,6 @@
-"""What a planner decided, on what grounds, and how it turned out.
+"""A planner's decision, its grounds, and its outcome.
 
-A `Decision` travels as `data` of an event of kind "decision". How it is reached is in `autoscale.py`.
+A `Decision` travels as `data` of an event of kind "decision". `autoscale.py` reaches it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 __all__ = ["Candidate", "Decision", "Outcome", "Settings", "has_failed", "outcome", "step_text"]
 
 FAR_OUT = 1.5
-"""A trial whose first window is slower by this factor than the slowest step that was predicted has failed."""
+"""Slowdown at which a trial has failed, relative to the slowest step that was predicted; its first window is enough."""
 
 
-LARGEST = 1e18  # of any quantity; beyond lies a broken record, infinity or a whole number that is no float
+LARGEST = 1e18
+"""Largest magnitude accepted for any quantity. Larger values come from a broken record: infinity, or an int beyond float."""
 
 
 @dataclass(frozen=True, order=True)
 class Settings:
-    """What a plan may change while a job runs. The local batch follows: the global batch is kept."""
+    """The settings that a plan may change while a job runs. The local batch follows, because the global batch is constant."""
 
     num_workers: int
-    loader_workers: int  # of each worker; 0: the worker prepares its batches itself
-    intra_op_threads: int  # of each worker; 0: as many as it has cores
+    loader_workers: int  # per worker; 0: the worker prepares its batches itself
+    intra_op_threads: int  # per worker; 0: one for each of its cores
     prefetch_factor: int  # batches that each loader worker keeps ready; 0 without loader workers
 
     def __post_init__(self) -> None:
@@ -37,29 +38,32 @@ class Settings:
 
     @property
     def short(self) -> str:
-        """`2x4+1/4`: two workers with four threads and one loader worker each, which keeps four batches ready; not two."""
+        """`2x4+1/4`: two workers, each with four threads and one loader worker, which keeps four batches ready.
+
+        The last figure is omitted where it is two.
+        """
         ahead = f"/{self.prefetch_factor}" if self.prefetch_factor != 2 else ""
         return f"{self.num_workers}x{self.intra_op_threads}" + (f"+{self.loader_workers}{ahead}" if self.loader_workers else "")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that were considered."""
+    """Settings that the planner considered."""
 
     settings: Settings
     step_time_s: float
     low_s: float
     high_s: float
-    samples_per_s: float  # of the whole job
-    worth_s: float  # seconds by which the rest of the job ends sooner than without a change; negative if later
-    measured: bool  # these settings were tried with this batch
+    samples_per_s: float  # throughput of the whole job
+    worth_s: float  # seconds by which the rest of the job ends earlier than without a change; negative if later
+    measured: bool  # measured with these settings and this batch
     feasible: bool
-    note: str = ""  # for people: why not, or why
-    on_front: bool = False  # nothing else is both faster and cheaper
-    cores: float = 0.0  # to ask a scheduler for, all workers together; 0: unknown
+    note: str = ""  # the reason in words, for or against
+    on_front: bool = False  # no other candidate is both faster and cheaper
+    cores: float = 0.0  # cores to request from a scheduler, all workers together; 0: unknown
     gpus: int = 0
-    cost_per_hour: float | None = None  # in the currency of the user's prices; None: unknown
-    cost_to_end: float | None = None  # of the rest of the job; None: unknown
+    cost_per_hour: float | None = None  # currency of the user's prices; None: unknown
+    cost_to_end: float | None = None  # cost of the rest of the job; None: unknown
 
     @property
     def num_workers(self) -> int:
@@ -77,16 +81,16 @@ class Decision:
     reason: str  # a sentence for people
     candidates: tuple[Candidate, ...]  # ascending in settings
     observed_step_time_s: float  # before the change
-    predicted_step_time_s: float  # of the chosen settings
-    explored: bool  # chosen to learn, not because it was known to be better
-    objective: str = ""  # what was aimed at, in words
-    num_considered: int = 0  # settings, of which `candidates` holds those that matter
-    num_windows: int = 0  # of this job's steps that the prediction rests on
-    left_s: float | None = None  # work that was left, at the step time observed; None: nobody knew
-    change_cost_s: float = 0.0  # the job stands still for so long, as measured by earlier changes
-    spent: float | None = None  # money until now; None: unknown
-    node_cores: float = 0.0  # that each worker's node needs for the chosen settings; 0: what it has is enough
-    node_memory_bytes: int = 0  # likewise; 0: what it has is enough
+    predicted_step_time_s: float  # step time with the chosen settings
+    explored: bool  # chosen to learn about these settings, not because they were known to be better
+    objective: str = ""  # the objective in words
+    num_considered: int = 0  # settings considered; `candidates` holds only the relevant ones
+    num_windows: int = 0  # windows of this job that the prediction is based on
+    left_s: float | None = None  # remaining work at the observed step time; None: unknown
+    change_cost_s: float = 0.0  # pause of the job for the change, as earlier changes measured it
+    spent: float | None = None  # money spent so far; None: unknown
+    node_cores: float = 0.0  # cores per node that the chosen settings require; 0: the present ones are enough
+    node_memory_bytes: int = 0  # memory per node that the chosen settings require; 0: the present one is enough
 
     @property
     def is_change(self) -> bool:
@@ -130,7 +134,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a decision was worth, once the chosen size was measured."""
+    """The result of a decision, once the chosen settings were measured."""
 
     decision_id: int
     observed_step_time_s: float
@@ -140,7 +144,7 @@ class Outcome:
 
 
 def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
-    """Compare what `decision` predicted with the step time measured after it.
+    """Compare the prediction of `decision` with the step time measured after it.
 
     Raises:
         ValueError: the measured time is not a finite time above 0.
@@ -162,7 +166,7 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
 
 def has_failed(decision: Decision, step_time_s: float) -> bool:
-    """Whether a trial makes steps so slow that a single window of them is enough to leave it."""
+    """Return whether a trial's steps are so slow that a single window of them is enough to abandon it."""
     if not decision.explored or not decision.is_change:
         return False
     return step_time_s > FAR_OUT * max(decision.choice.high_s, decision.observed_step_time_s)
@@ -186,7 +190,7 @@ def _with_settings(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _read(record_type: type[T], data: Mapping[str, Any]) -> T:
-    """`record_type` from its fields, each of exactly its type."""
+    """Build `record_type` from its fields, each of exactly its type."""
     hints = get_type_hints(record_type)
     fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
     required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}

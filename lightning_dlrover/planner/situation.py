@@ -1,4 +1,4 @@
-"""What a decision is based on: what is known about a running job, the model of its steps, and the rules."""
+"""The grounds of a decision: the state of a running job, the model of its steps, and the rules."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["DEFAULT_RULES", "Model", "Rules", "Situation"]
 
 
 class Model(Protocol):
-    """What predicts step times: `StepTimeModel`, or another one it is compared with."""
+    """A predictor of step times: `StepTimeModel`, or another one it is compared with."""
 
     def predict_many(self, configurations: Sequence[Configuration]) -> Sequence[Prediction]: ...
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known about a running job.
+    """The state of a running job.
 
     Args:
-        windows: of rank 0, oldest first; the last one is of what runs now.
+        windows: windows of rank 0, oldest first; the last one shows the present settings.
         node_cores: cores of one node, all its workers together; 0: unknown.
-        remaining_samples: that the whole job has still to train on; None if nobody knows.
-        resize_cost_s: seconds the whole job stands still when workers change, as measured.
-        retune_cost_s: seconds it stands still when the other settings change, as measured.
+        remaining_samples: samples that the whole job has still to train on; None if unknown.
+        resize_cost_s: seconds that the whole job pauses when workers change, as measured.
+        retune_cost_s: seconds that it pauses when the other settings change, as measured.
         age_s: seconds since the job's start.
-        spent: money until now; None: unknown.
+        spent: money spent so far; None: unknown.
         past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
-        suggestion: where jobs like this one have ended; None: there were none.
+        suggestion: final settings of similar jobs; None: there were none.
     """
 
     windows: Sequence[StepProfile]
@@ -64,15 +64,15 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rules:
-    """For how much the planner moves. Shares are of the time, or cost, that is left."""
+    """Thresholds of the planner. Shares are of the remaining time or cost."""
 
-    min_gain: float = 0.02  # that a change has to bring; doubles with each time that the planner itself left those settings
-    min_explore_gain: float = 0.005  # expected improvement that untried settings have to promise
-    max_explore_cost: float = 0.05  # that a trial may cost
+    min_gain: float = 0.02  # minimum gain of a change; doubles with each time that the planner itself left those settings
+    min_explore_gain: float = 0.005  # minimum expected improvement of untried settings
+    max_explore_cost: float = 0.05  # maximum cost of a trial
     max_trials: int = 5
-    max_stretch: float = 4.0  # untried workers are at most so many times what was tried, and at least that part of it
-    trial_s: float = 10.0  # until untried settings are judged
-    horizon_s: float = 3600.0  # time left that is assumed when nobody knows when the job ends
+    max_stretch: float = 4.0  # maximum ratio of untried to tried numbers of workers, in either direction
+    trial_s: float = 10.0  # time until untried settings are judged
+    horizon_s: float = 3600.0  # remaining time assumed when the job's end is unknown
 
 
 DEFAULT_RULES = Rules()

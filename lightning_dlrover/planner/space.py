@@ -1,4 +1,4 @@
-"""Which settings a plan may choose from, and which of them are worth a look.
+"""The settings that a plan may choose from, and the subset worth considering.
 
 Spaces of up to `MAX_ENUMERATED` settings are enumerated, so that the Pareto front is exact. Larger ones are searched
 with NSGA-II of pymoo, an optional dependency.
@@ -25,26 +25,25 @@ Floats = NDArray[np.float64]
 
 MAX_ENUMERATED = 50_000  # 100,000 predictions take half a second
 NUM_GENERATIONS = 60
-SPARE_THREADS = 0.5  # a bit of foreign load is on any machine
+SPARE_THREADS = 0.5  # tolerance for foreign load, which any machine has a bit of
 POPULATION = 100
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may choose from. An empty tuple: stays as it is."""
+    """The range that a plan may choose from. An empty tuple leaves that setting as it is."""
 
     min_workers: int
     max_workers: int
-    loader_workers: tuple[int, ...] = ()  # of each worker
-    intra_op_threads: tuple[int, ...] = ()  # of each worker
-    prefetch_factors: tuple[int, ...] = ()  # where there are loader workers
-    workers_per_node: int = 0  # that a new node starts, all of them or none; 0: workers stay on the nodes there are
-    # What a worker's node may be given, where each worker has one of its own; 0: it has what it has.
+    loader_workers: tuple[int, ...] = ()  # per worker
+    intra_op_threads: tuple[int, ...] = ()  # per worker
+    prefetch_factors: tuple[int, ...] = ()  # used where there are loader workers
+    workers_per_node: int = 0  # workers that a new node starts, all of them or none; 0: workers stay on the present nodes
+    # Maximum for a worker's node, where each worker has one of its own; 0: the node stays as it is.
     max_cores: float = 0.0
     max_memory_bytes: int = 0
-    foreign_cores: float = (
-        0.0  # of the job's cores on a node, kept busy by others: no more threads than now are considered for these
-    )
+    # Cores of the job on a node that other processes keep busy. No more threads than now are considered for these.
+    foreign_cores: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -67,22 +66,22 @@ class Limits:
             )
 
     def allows(self, settings: Settings) -> bool:
-        """Whether workers are within their limits. The other settings may stay where the user has put them."""
+        """Return whether the workers are within their limits. The other settings may keep the user's values."""
         return self.min_workers <= settings.num_workers <= self.max_workers
 
     @property
     def num_settings(self) -> int:
-        """An upper bound of the size of the space."""
+        """An upper bound on the size of the space."""
         others = (self.loader_workers, self.intra_op_threads, self.prefetch_factors)
         return (self.max_workers - self.min_workers + 1) * math.prod(max(1, len(values)) for values in others)
 
 
 def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
-    """Values of the tunable settings worth a look on nodes with so many cores, for `Limits`.
+    """Return, for `Limits`, the values of the tunable settings worth considering on nodes with `node_cores` cores.
 
-    Powers of two: within a factor of two of the best number the rest of it is small.
+    The values are powers of two: within a factor of two of the best number the remaining gain is small.
     Args:
-        cores: that one worker may use.
+        cores: cores that one worker may use.
     """
     powers = tuple(2**k for k in range(11))
     most_loaders = max(1.0, min(16.0, node_cores or cores, cores))
@@ -94,13 +93,13 @@ def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
 
 
 def settings_of(profile: StepProfile) -> Settings:
-    """The settings in which `profile` was measured."""
+    """Return the settings in which `profile` was measured."""
     prefetch_factor = profile.prefetch_factor if profile.loader_workers else 0
     return Settings(profile.num_workers, profile.loader_workers, profile.intra_op_threads, prefetch_factor)
 
 
 def all_settings(limits: Limits, now: Settings) -> list[Settings]:
-    """All that `limits` allow, and what runs now, ascending."""
+    """Return all settings that `limits` allow, and the present ones, ascending."""
     prefetch = limits.prefetch_factors or (now.prefetch_factor or 2,)
     found = {now}
     for workers, loaders, threads in product(
@@ -113,14 +112,14 @@ def all_settings(limits: Limits, now: Settings) -> list[Settings]:
 
 
 def configuration(settings: Settings, current: StepProfile, limits: Limits, node_cores: float) -> Configuration:
-    """The current configuration with other settings, the global batch kept."""
+    """Return the current configuration with other settings and the same global batch."""
     num_nodes = min(current.num_nodes, settings.num_workers)
     if limits.workers_per_node:
         num_nodes = math.ceil(settings.num_workers / limits.workers_per_node)
     is_same = settings.num_workers == current.num_workers
     cores = current.cores
     if settings != settings_of(current):
-        # A larger node where threads and loader workers ask for one; nobody takes cores away from one that is there.
+        # Threads and loader workers may request a larger node. A present node never loses cores.
         cores = max(cores, min(limits.max_cores, max(1, settings.intra_op_threads) + settings.loader_workers))
     return replace(
         configuration_of(current, node_cores),
@@ -137,7 +136,7 @@ def configuration(settings: Settings, current: StepProfile, limits: Limits, node
 
 
 def why_not(settings: Settings, now: Configuration, asked: Configuration, global_batch: int, limits: Limits) -> str:
-    """Why `settings` cannot or should not be run, before any prediction; empty if they can.
+    """Return why `settings` cannot or should not be run, before any prediction; empty if they can.
 
     Threads beyond a node's cores only get in each other's way, so they are not considered, unless they run already.
     """
@@ -150,8 +149,8 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     threads = asked.workers_on_node * asked.threads
     if asked.threads > 1 and threads > asked.node_cores:
         return f"{threads:g} threads on {asked.node_cores:g} cores of a node"
-    # Threads meet at a barrier many times in each step. One that has to share its core makes all others wait.
-    # Workers that are each bound to cores of their own do not get those of a node that none of them has.
+    # Threads meet at a barrier many times in each step, so one that shares its core makes all others wait.
+    # Workers bound to cores of their own do not get the cores of a node that none of them has.
     cores = min(asked.node_cores, asked.workers_on_node * asked.cores)
     free_cores = cores - limits.foreign_cores
     if asked.threads > max(1, now.threads) and threads > free_cores + SPARE_THREADS:
@@ -163,7 +162,7 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
 
 
 def pareto_front(gain: Floats, cost: Floats) -> list[int]:
-    """Indices of what nothing else beats in both `gain` and `cost`, ascending in cost; of equals, the first.
+    """Return the indices of candidates that no other beats in both `gain` and `cost`, ascending in cost; of equals, the first.
 
     Args:
         gain: more is better, shape ``(num_candidates,)``.
@@ -179,7 +178,7 @@ def pareto_front(gain: Floats, cost: Floats) -> list[int]:
 
 
 def search(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]], tuple[Floats, Floats]]) -> list[Settings]:
-    """The settings to consider: all of a small space; of a large one what NSGA-II finds on its Pareto front.
+    """Return the settings to consider: all of a small space; for a large one, NSGA-II's approximation of its Pareto front.
 
     Args:
         evaluate: gain and cost of settings; both infinitely bad where they cannot be run.

@@ -1,13 +1,15 @@
-"""Find the worker that makes the others wait, and say whether replacing it pays. Pure.
+"""Find the worker that makes the others wait, and decide whether replacing it pays. Pure.
 
-In synchronous training all workers have the same step time, so what is compared is what each needs by itself: its own computing
-and its own wait for data, without the time that it is blocked in collectives. Each is compared with the median of the others,
-in each of the newest observations, and named only if nearly all of them say so: a worker that is hit by something now and
-then is no straggler. Time in which a worker was ready but had no core is left out among workers of one host, which all wait for
-the same cores; on a host of its own it counts, for a neighbour that takes the cores makes a node slow like any other fault.
+In synchronous training all workers have the same step time. The comparison therefore uses the time that each needs by itself:
+its own computing and its own wait for data, without the time blocked in collectives. In each of the newest observations, each
+worker is compared with the median of the others. It is named only if nearly all observations agree: an occasional slow step
+makes no straggler.
 
-What a straggler costs is counted with that time: the step is as long as the slowest worker's, so without the straggler it
-would be as long as the second slowest's.
+Time in which a worker was ready but had no core is left out among workers of one host, which all wait for the same cores. For
+a worker alone on its host it counts: a neighbour that takes the cores makes a node slow like any other fault.
+
+The cost of a straggler includes that time. The step is as long as the slowest worker's, so without the straggler it would be as
+long as the second slowest's.
 """
 
 from __future__ import annotations
@@ -29,31 +31,31 @@ Floats = NDArray[np.float64]
 __all__ = ["Replacement", "Straggler", "find_straggler", "judge_replacement"]
 
 SPANS = (12, 24, 48)
-"""A worker is judged by its newest observations of so many steps together, more where times vary much, and ..."""
+"""Numbers of newest steps by which a worker is judged; longer spans are tried where times vary much."""
 
 MIN_OBSERVATIONS = 6
-"""... by at least so many observations."""
+"""Minimum number of observations before a worker can be called a straggler."""
 
 MIN_RATIO = 1.3
-"""To the median of the others; in the median of the observations. Below, replacing would hardly be noticed."""
+"""Minimum median ratio to the median of the others. Below it, a replacement would hardly be noticed."""
 
 MIN_SHARE = 0.8
-"""Of the observations have to show at least half of that excess."""
+"""Fraction of the observations that have to show at least half of that excess."""
 
 NUM_DEVIATIONS = 4.0
-"""The excess exceeds so many standard errors of its median. All workers are judged several times a second."""
+"""Minimum excess in standard errors of its median. The bound is high because all workers are judged several times a second."""
 
 MIN_LOST = 0.05
-"""Of a step the others wait for it. Where workers share cores, a slow one may cost nothing: the others have the cores."""
+"""Minimum fraction of a step that the others wait for it. On shared cores a slow worker may cost nothing: others use them."""
 
 ASSUMED_DEVIATION = 0.3
-"""Of the logarithm of a worker's ratio to the others, at the least while fewer than ..."""
+"""Minimum deviation of the logarithm of a worker's ratio to the others, assumed below `NUM_KNOWN` observations."""
 
 NUM_KNOWN = 24
-"""... so many observations tell how much it varies."""
+"""Observations after which the measured variation of that ratio is used alone."""
 
 MARGIN = 2.0
-"""A replacement must save so many times what it costs: the new worker may turn out slower than the others, too."""
+"""Minimum ratio of a replacement's saving to its cost: the new worker may turn out slower than the others, too."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,13 @@ class Straggler:
     """A worker that makes the others wait."""
 
     global_rank: int
-    part: Literal["compute", "data"]  # what takes it so long
-    own_s: float  # of a step, as compared: median
-    others_s: float  # the same of the median of the others
+    part: Literal["compute", "data"]  # the part of its step that takes longer
+    own_s: float  # own time per step as compared, median
+    others_s: float  # the same time of the others, median
     ratio: float
-    lost_s: float  # by which a step would be shorter without it
+    lost_s: float  # time by which a step would be shorter without it
     step_time_s: float
-    num_steps: int  # that were looked at
+    num_steps: int  # steps observed
 
     @property
     def text(self) -> str:
@@ -84,7 +86,7 @@ class Replacement:
     """Whether to replace a straggler, and why."""
 
     pays: bool
-    saved_s: float  # by which the job would end sooner, the cost not counted
+    saved_s: float  # time by which the job would end earlier, without the cost
     cost_s: float
     reason: str
 
@@ -92,13 +94,13 @@ class Replacement:
 def find_straggler(
     observations: Sequence[OwnTimes], hosts: Sequence[str] = (), loads: Sequence[float] = ()
 ) -> Straggler | None:
-    """The worker that makes the others wait most, or None.
+    """Return the worker that makes the others wait most, or None.
 
     Args:
-        observations: of one round, oldest first.
-        hosts: of each worker, by rank; none: each has its own.
-        loads: relative time that each worker may take to compute, by rank, such as samples over cores; none: all alike. A
-            worker is a straggler only if it is one with and without that: not all is faster on more cores.
+        observations: those of one round, oldest first.
+        hosts: host of each worker, by rank; empty: each has its own.
+        loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: all alike. A
+            straggler must be one with and without this scaling, because not all work is faster on more cores.
     Raises:
         ValueError: the numbers of workers differ, or a load is not above 0.
     """
@@ -125,16 +127,16 @@ def find_straggler(
 def judge_replacement(
     straggler: Straggler, remaining_steps: float | None, resize_cost_s: float, num_earlier: int, horizon_s: float = 3600.0
 ) -> Replacement:
-    """Whether the time that a straggler costs over the rest of the job exceeds that of exchanging it for a new worker.
+    """Decide whether a straggler costs more over the rest of the job than its replacement by a new worker.
 
-    The new worker starts while the others train; what they lose is the one change of the world.
+    The new worker starts while the others train, so the job loses only the time of one change of the world.
 
     Args:
-        remaining_steps: of the job; None if nobody knows.
-        resize_cost_s: how long the whole job stands still for a change of the world.
-        num_earlier: stragglers that this job has replaced already; each one more has to save twice as much, for where new
+        remaining_steps: steps left in the job; None if unknown.
+        resize_cost_s: seconds that the whole job pauses for a change of the world.
+        num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
             workers are slow, too, replacing does not help.
-        horizon_s: time left that is assumed when nobody knows how many steps are.
+        horizon_s: remaining time assumed when the number of steps is unknown.
     Raises:
         ValueError: a number of steps or a cost is negative or not finite.
     """
@@ -153,13 +155,13 @@ def judge_replacement(
 
 @dataclass(frozen=True)
 class _Times:
-    """Observations as they are compared, oldest first; arrays have the shape ``(num_observations, num_workers)``."""
+    """Observations prepared for comparison, oldest first; arrays have the shape ``(num_observations, num_workers)``."""
 
     num_steps: Floats  # shape ``(num_observations,)``
     step_time_s: Floats  # the same
-    total_s: Floats  # that a worker needs by itself
+    total_s: Floats  # time that a worker needs by itself
     data_s: Floats
-    busy_s: Floats  # with the time that it had no core
+    busy_s: Floats  # including the time without a core
     excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
 
     @staticmethod
@@ -183,7 +185,7 @@ class _Times:
 
 
 def _num_newest(observations: Sequence[OwnTimes], span: int) -> int:
-    """How many of the newest observations cover so many steps; 0 if there are too few."""
+    """Return how many of the newest observations cover `span` steps; 0 if there are too few."""
     num_steps = 0
     for count in range(1, len(observations) + 1):
         num_steps += observations[-count].num_steps
@@ -193,24 +195,24 @@ def _num_newest(observations: Sequence[OwnTimes], span: int) -> int:
 
 
 def _judge(times: _Times, count: int) -> list[Straggler]:
-    """Those that the newest `count` observations show to be slow."""
+    """Return the workers that the newest `count` observations show to be slow."""
     recent = times.excess[-count:]
     excess = np.median(recent, axis=0)
     clear = (recent > math.log(MIN_RATIO) / 2).mean(axis=0) >= MIN_SHARE
-    # By the whole round, too: a few observations may happen to be much alike.
+    # The whole round counts, too: a few observations may happen to be much alike.
     deviation = np.maximum(_deviation(recent), _deviation(times.excess))
     if len(times.excess) < NUM_KNOWN:
         deviation = np.maximum(deviation, ASSUMED_DEVIATION)
-    error = 1.2533 * deviation / math.sqrt(count)  # of the median of normal ones
+    error = 1.2533 * deviation / math.sqrt(count)  # standard error of the median of normal values
     slow = clear & (excess >= math.log(MIN_RATIO)) & (excess >= NUM_DEVIATIONS * error)
-    # Medians before the maximum: that of several noisy times is larger than each of them usually is.
+    # Medians before the maximum: the maximum of several noisy times is larger than each of them usually is.
     busy_s = np.median(times.busy_s[-count:], axis=0)
     step_time_s = float(np.median(times.step_time_s[-count:]))
     found = []
     for rank in np.flatnonzero(slow):
         lost_s = min(float(busy_s[rank] - np.delete(busy_s, rank).max()), step_time_s)
         if lost_s < MIN_LOST * step_time_s:
-            continue  # slow, but nobody waits for it
+            continue  # slow, but no other worker waits for it
         total_s, data_s = times.total_s[-count:], times.data_s[-count:]
         own_s = float(np.median(total_s[:, rank]))
         others_s = float(np.median(_median_of_others(total_s)[:, rank]))
@@ -231,25 +233,25 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
 
 
 def _deviation(values: Floats) -> Floats:
-    """Of each column: the standard deviation of a normal distribution with its median absolute deviation."""
+    """Standard deviation, per column, of a normal distribution with the column's median absolute deviation."""
     deviation: Floats = 1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0)
     return deviation
 
 
 def _log_ratio(values: Floats) -> Floats:
-    """Of each worker to the median of the others."""
+    """Log ratio of each worker to the median of the others."""
     ratio: Floats = np.log(np.maximum(values, 1e-9) / np.maximum(_median_of_others(values), 1e-9))
     return ratio
 
 
 def _median_of_others(values: Floats) -> Floats:
-    """For each value the median of the rest of its row; at least two columns."""
+    """Return, for each value, the median of the rest of its row; at least two columns."""
     others = values.shape[1] - 1
     order = np.argsort(values, axis=1)
     place = np.argsort(order, axis=1)
     ascending = np.take_along_axis(values, order, axis=1)
 
-    def at(index: int) -> Floats:  # of the row without the value itself
+    def at(index: int) -> Floats:  # value at `index` in the sorted row without the value itself
         found: Floats = np.where(place > index, ascending[:, [index]], ascending[:, [index + 1]])
         return found
 

@@ -1,7 +1,7 @@
-"""Where to start: what jobs like this one have ended with.
+"""Initial settings for a job, from the final settings of similar jobs.
 
-DLRover-RM's warm start (Wang et al., PVLDB 17(12), 2024): of the k most similar jobs, the settings they ended
-with are smoothed exponentially, the newest last. Pure: the jobs come from `learn/history.py`.
+DLRover-RM's warm start (Wang et al., PVLDB 17(12), 2024) takes the k most similar jobs and smooths their final settings
+exponentially, the newest last. Pure: the jobs come from `learn/history.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_dlrover.planner.space import Limits, settings_of
 __all__ = ["Descriptor", "PastJob", "Suggestion", "descriptor_of", "distance", "nearest", "suggest"]
 
 NUM_NEIGHBOURS = 5
-MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size tells us nothing
-SMOOTHING = 0.5  # of the newest of the nearest jobs; the older ones share the rest
+MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size gives no evidence
+SMOOTHING = 0.5  # weight of the newest of the nearest jobs; the older ones share the rest
 FASTEST = Objective()
-HALF_LIFE_S = 30 * 86400.0  # a job's weight halves with each month: code and machines change
+HALF_LIFE_S = 30 * 86400.0  # decay of a job's weight, which halves with each month: code and machines change
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """What a job is, whatever it runs on; figures that nobody knows are 0."""
+    """A job's properties, independent of the machines it runs on; unknown figures are 0."""
 
     dense_flops: float  # per sample
     dense_bytes: float
@@ -43,17 +43,17 @@ class PastJob:
     """A job of the history, with its windows; those of the best settings are among them."""
 
     job: str
-    at: float  # its end, seconds since the epoch
+    at: float  # seconds since the epoch at its end
     descriptor: Descriptor
     windows: tuple[StepProfile, ...]
 
     def best_within(self, limits: Limits, objective: Objective = FASTEST) -> Settings | None:
-        """Of what was measured with its last global batch, the settings that `objective` would have chosen."""
+        """Return the settings that `objective` would have chosen among those measured with the job's last global batch."""
         losses = {settings: loss for settings, loss in self.losses(objective).items() if limits.allows(settings)}
         return min(losses, key=lambda settings: (losses[settings], settings), default=None)
 
     def losses(self, objective: Objective) -> dict[Settings, float]:
-        """Median step time of each settings, dearer ones made longer: what `objective` minimises, in a unit of its own."""
+        """Return the loss that `objective` minimises, in its own unit: median step times, scaled up for dearer settings."""
         rates = {settings_of(window): self._rate(window, objective) for window in self.windows}
         return {s: time_s * rates[s] ** objective.elasticity for s, time_s in self.step_times_s().items()}
 
@@ -63,7 +63,7 @@ class PastJob:
         return max(1e-9, used.scalar if price is None else price)
 
     def step_times_s(self) -> dict[Settings, float]:
-        """Median step time of each settings."""
+        """Return the median step time of each settings."""
         batch = self.windows[-1].global_batch
         found: dict[Settings, list[float]] = {}
         for window in self.windows:
@@ -74,11 +74,11 @@ class PastJob:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings to start with."""
+    """Initial settings for a job."""
 
     settings: Settings
-    speedup: float  # over what runs now, as it was in those jobs; 1 where they cannot tell
-    gain: float  # the same of what the objective minimises
+    speedup: float  # speed relative to the present settings in those jobs; 1 where they give no comparison
+    gain: float  # the same ratio of the objective's loss
     jobs: tuple[str, ...]
     reason: str
 
@@ -96,9 +96,9 @@ def descriptor_of(profile: StepProfile, node_cores: float) -> Descriptor:
 
 
 def distance(one: Descriptor, other: Descriptor) -> float:
-    """Mean of the absolute log ratios of what both know; infinite between kinds of devices.
+    """Mean of the absolute log ratios of the figures known for both; infinite between kinds of devices.
 
-    What only one of them has (tables, say) counts as a factor of a hundred.
+    A figure that only one of them has, such as tables, counts as a factor of a hundred.
     """
     if one.device != other.device:
         return math.inf
@@ -116,7 +116,7 @@ def distance(one: Descriptor, other: Descriptor) -> float:
 
 
 def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
-    """At most five jobs that are similar enough to learn from, the most similar first."""
+    """Return at most five jobs that are similar enough to learn from, the most similar first."""
     near = [(d, -job.at, job) for job in jobs if (d := distance(descriptor, job.descriptor)) <= MAX_DISTANCE]
     return [job for *_, job in sorted(near, key=lambda item: item[:2])][:NUM_NEIGHBOURS]
 
@@ -130,12 +130,12 @@ def suggest(
     at: float,
     objective: Objective = FASTEST,
 ) -> Suggestion | None:
-    """The settings that similar jobs found best, smoothed by age and likeness; None without such jobs.
+    """Return the settings that similar jobs found best, smoothed by age and similarity; None without such jobs.
 
-    The smoothed figures are those of no job, so the nearest settings among those that a neighbour found best are taken.
+    The smoothed figures belong to no job, so the nearest settings among the neighbours' best ones are taken.
     Args:
-        neighbours: as `nearest` returns them.
-        limits: what a neighbour did with more or fewer workers does not count.
+        neighbours: the result of `nearest`.
+        limits: a neighbour's settings with more or fewer workers do not count.
         at: now, seconds since the epoch.
     """
     able = [(job, best) for job in neighbours if (best := job.best_within(limits, objective)) is not None]

@@ -1,1 +1,1 @@
-"""Embedding tables that are sharded over the workers, and stay so while workers come and go."""
+"""Embedding tables sharded over the workers, also while workers join and leave."""

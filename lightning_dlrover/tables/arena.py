@@ -1,11 +1,11 @@
-"""Memory for tables in which every row of every table has an address of its own, whether this worker holds it or not.
+"""Memory for tables in which every row of every table has an address of its own, on every worker.
 
-What a change of the workers costs is largely memory: pages that are touched for the first time, and rows that stay with their
-worker but are copied into its new shard. Addresses cost nothing, though. Where a shard lies is given by its rows, so rows that
-a worker keeps stay where they are, and only what comes from others needs pages.
+The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker but
+are copied into its new shard. Addresses, in contrast, cost nothing. The rows of a shard determine its address, so rows that a
+worker keeps stay in place, and only rows from other workers need pages.
 
-Pages come in huge ones where the kernel has them: 4 KiB at a time, page faults take several times as long as the bytes do on
-the wire. What was sent away is given back page by page, at once, not when its module happens to be collected.
+Huge pages are used where the kernel has them. With 4 KiB pages, page faults take several times as long as the bytes do on the
+wire. Memory of rows that were sent away is given back page by page at once, not when its module happens to be collected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Addresses:
-    """A stretch of addresses, from a border of huge pages on, that is given back with its last user."""
+    """A range of addresses, aligned to huge pages, that is given back with its last user."""
 
     def __init__(self, num_bytes: int) -> None:
         self._length = num_bytes + HUGE_PAGE
@@ -60,11 +60,11 @@ class _Addresses:
 
 @dataclass
 class _Range:
-    """Where the rows of one table, or of one of its states, lie: offsets in the arena, in bytes."""
+    """Position of the rows of one table, or of one of its states: offsets in the arena, in bytes."""
 
     start: int
-    size: int  # of all rows of the table
-    first: int = 0  # those that are in use now, and their end
+    size: int  # bytes of all rows of the table
+    first: int = 0  # bytes in use now, up to `end`
     end: int = 0
 
 
@@ -72,8 +72,8 @@ class Arena:
     """Places shards by their rows.
 
     Args:
-        num_bytes: of addresses, not of memory: for all rows of all tables at least, and again for what replaces them. As many
-            three times again behind them are for those who choose a place themselves.
+        num_bytes: addresses, not memory: at least enough for all rows of all tables, and as much again for their replacements.
+            Three times as many addresses follow for callers that choose a place themselves.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -81,12 +81,12 @@ class Arena:
         self._addresses = _Addresses(4 * self.num_bytes)
         self._former: dict[Hashable, _Range] = {}
         self._present: dict[Hashable, _Range] = {}
-        self._next = 0  # nothing was placed here or later
+        self._next = 0  # nothing was placed from here on
         self._reserve: _Addresses | None = None  # touched already
         self._reserve_taken = 0
 
     def values(self, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """All of it from a byte on, of one dimension; what was never written reads as zeros."""
+        """Return the whole arena from a byte on, of one dimension; bytes that were never written read as zeros."""
         length = self._addresses.num_bytes - start
         buffer = (ctypes.c_char * length).from_address(self._addresses.start + start)
         buffer.owner = self._addresses  # type: ignore[attr-defined]  # tensors keep the buffer
@@ -95,18 +95,18 @@ class Arena:
     # --- one layout after another ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """From here on a new layout is placed, beside the former one."""
+        """Begin a new layout beside the former one."""
         self.finish()
         self._former, self._present = self._present, {}
 
     def place(self, key: Hashable, size: int, first: int, length: int, at: int | None = None) -> int:
-        """Where bytes `first` to `first + length` of the rows that `key` names are: an offset in bytes.
+        """Return the offset of bytes `first` to `first + length` of the rows under `key`.
 
-        The same key has the same rows at the same place in the next layout, with the values that were left there.
+        The same key has the same rows at the same place in the next layout, with their last values.
 
         Args:
             size: bytes of all rows of the table, the same each time.
-            at: where they begin, from `num_bytes` on, the same each time; None: where there is room.
+            at: offset of the rows, from `num_bytes` on, the same each time; None: wherever there is room.
         """
         if not size:
             return 0
@@ -127,14 +127,14 @@ class Arena:
         return start + first
 
     def _gap(self, size: int) -> int:
-        """A free place of that size: behind all others while there is room, else the first that is large enough."""
+        """Return a free place of that size: behind all others while there is room, else the first large enough gap."""
         align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
         start = -(-self._next // align) * align
         if start + size <= self.num_bytes:
             self._next = start + size
             return start
         taken = sorted({(r.start, r.start + r.size) for r in (*self._former.values(), *self._present.values())})
-        start = 0  # those who have chosen their place are behind all others
+        start = 0  # places that their callers chose are behind all others
         for begins, ends in taken:
             if begins - start >= size:
                 break
@@ -144,10 +144,10 @@ class Arena:
         return start
 
     def finish(self) -> None:
-        """Give back all that the present layout does not use. What was there before it is forgotten."""
+        """Give back all memory that the present layout does not use. The former layout is forgotten."""
         present = {r.start: r for r in self._present.values()}
         for former in (*self._former.values(), *self._present.values()):
-            end = -(-(former.start + former.size) // PAGE) * PAGE  # nothing else is in its last page
+            end = -(-(former.start + former.size) // PAGE) * PAGE  # its last page holds nothing else
             used = present.get(former.start)
             if used is None or used.first == used.end:
                 self._drop(former.start, end)
@@ -157,16 +157,16 @@ class Arena:
         self._former = {}
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give the pages that lie wholly inside a contiguous tensor back to the system: its values are lost.
+        """Give the pages entirely inside a contiguous tensor back to the system; its values are lost.
 
-        Does nothing for memory that is not of this arena.
+        Does nothing for memory outside of this arena.
         """
         start = tensor.data_ptr() - self._addresses.start
         if tensor.is_contiguous() and start >= 0 and start + tensor.nbytes <= self._addresses.num_bytes:
             self._drop(start, start + tensor.nbytes)
 
     def close(self) -> None:
-        """Give all memory back; tensors that are still there read as zeros."""
+        """Give all memory back; remaining tensors read as zeros."""
         self.drop_reserve()
         self.begin()
         self.finish()
@@ -179,17 +179,17 @@ class Arena:
     # --- memory ahead of time ---------------------------------------------------------------------------------------------
 
     def reserve(self, num_bytes: int) -> None:
-        """Touch so much memory now, for what is placed later."""
+        """Touch this much memory now, for later placements."""
         self.drop_reserve()
         if num_bytes:
             self._reserve, self._reserve_taken = _touched(num_bytes), 0
 
     def drop_reserve(self) -> None:
-        """Give back what is still in reserve."""
+        """Give the rest of the reserve back."""
         self._reserve = None
 
     def _take_reserve(self, first: int, end: int) -> None:
-        """Let huge pages of the reserve be those of bytes that have none yet."""
+        """Move huge pages of the reserve to bytes that have none yet."""
         first, end = _inside(first, end, HUGE_PAGE)
         if self._reserve is None or end <= first:
             return
@@ -197,36 +197,36 @@ class Arena:
         if length <= 0:
             return
         source = self._reserve.start + self._reserve_taken
-        # The source's addresses stay ours: somebody else's memory might move in before they are given back. Since Linux 5.7.
+        # The source's addresses stay ours: other memory might be mapped there before they are given back. Since Linux 5.7.
         flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
         if _libc.mremap(source, length, length, flags, self._addresses.start + first) == FAILED:
-            return  # these pages are then touched when they are written
+            return  # these pages are then touched by the first write
         self._reserve_taken += length
 
     def touch(self, tensor_address: int, num_bytes: int) -> None:
-        """Let the pages of some addresses be there before they are written; does nothing where they are not of this arena."""
+        """Touch the pages of some addresses before they are written; does nothing outside of this arena."""
         start = tensor_address - self._addresses.start
         if num_bytes and start >= 0 and start + num_bytes <= self._addresses.num_bytes:
             _populate(tensor_address, num_bytes)
 
 
 def warm(num_bytes: int) -> None:
-    """Touch so much memory and give it back at once.
+    """Touch this much memory and give it back at once.
 
-    Where the system is a guest, a page that it has never used costs its host many times what it costs later on.
+    In a virtual machine, a page's first use costs its host many times as much as later ones.
     """
     if num_bytes:
         _touched(num_bytes)
 
 
 def touch(mapping: mmap.mmap) -> None:
-    """Let a mapping's pages be there before they are used; does nothing where the kernel cannot."""
+    """Touch a mapping's pages before they are used; does nothing if the kernel cannot."""
     _populate(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    # Not `mmap.madvise`: it would keep Python's lock, and all other threads from running, for the seconds that this takes.
-    # Piece by piece, as no other thread can get memory meanwhile.
+    # `mmap.madvise` would hold the GIL, and stop all other threads, for the seconds that this takes.
+    # Done piece by piece, because no other thread can get memory meanwhile.
     start, end = address // PAGE * PAGE, -(-(address + num_bytes) // PAGE) * PAGE
     for at in range(start, end, PIECE):
         _libc.madvise(at, min(PIECE, end - at), MADV_POPULATE_WRITE)  # since Linux 5.14
@@ -240,5 +240,5 @@ def _touched(num_bytes: int) -> _Addresses:
 
 
 def _inside(start: int, end: int, border: int) -> tuple[int, int]:
-    """The part of a range that begins and ends at borders of pages."""
+    """Return the part of a range that begins and ends at page borders."""
     return -(-start // border) * border, end // border * border

@@ -13,7 +13,7 @@ __all__ = ["Block", "part_of"]
 
 @dataclass(frozen=True)
 class Block:
-    """What one worker holds of one table: weights, or one of its optimizer states.
+    """One worker's part of one table: weights, or one of its optimizer states.
 
     Attributes:
         table: `{module}.{table}`.
@@ -29,6 +29,6 @@ class Block:
 
 
 def part_of(block: Block, region: Region) -> torch.Tensor:
-    """The values of `region`, which lies inside the block: a view, of rows only where the values are row-wise."""
+    """Return the values of `region`, which must be inside the block: a view, of rows only where the values are row-wise."""
     rows = block.values[region.row0 - block.region.row0 : region.row1 - block.region.row0]
     return rows if rows.dim() == 1 else rows[:, region.col0 - block.region.col0 : region.col1 - block.region.col0]

@@ -1,8 +1,8 @@
-"""Sharded tables on disk, in the format of `torch.distributed.checkpoint`: written and read by all workers, each its own part.
+"""Sharded tables on disk, in the format of `torch.distributed.checkpoint`. Each worker writes and reads its own part.
 
-A table's weights, and every full-width state of its optimizer, are one tensor each. A row-wise state is one tensor for each
-set of columns that had a value of its own, so that a checkpoint can be read into any other plan: see `exchange` for what
-becomes of these where columns are cut anew.
+A table's weights, and every full-width state of its optimizer, are one tensor each. A row-wise state is one tensor for each set
+of columns that had a value of its own, so that a checkpoint can be read into any other plan. `exchange` describes how these
+values change where columns are cut differently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Chunk:
 
 
 class _Values:
-    """What one worker holds of a large tensor, for the planners below."""
+    """One worker's part of a large tensor, for the planners below."""
 
     def __init__(self, shape: Sequence[int], chunks: Sequence[_Chunk]) -> None:
         self.shape = torch.Size(shape)
@@ -81,7 +81,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # The original replaces what it does not know.
+        # The original replaces values of types that it does not support.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -91,17 +91,17 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def save_tables(tables: ShardedTables, folder: Path) -> None:
-    """Write all tables; to be called by all workers of the default group, who must see the same folder."""
+    """Write all tables. All workers of the default group must call this, and see the same folder."""
     assert tables.plan is not None
     state = {name: _Values(shape, chunks) for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items()}
     save({**state, **_counters(tables)}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)
 
 
 def load_tables(tables: ShardedTables, folder: Path) -> None:
-    """Read all tables, whatever workers and plan they were written by; to be called by all workers of the default group.
+    """Read all tables, whichever workers and plan wrote them. All workers of the default group must call this.
 
     Raises:
-        CheckpointError: a table of the model is not there, or has another size.
+        CheckpointError: a table of the model is missing or has another size.
     """
     assert tables.plan is not None
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -140,7 +140,7 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
                 f"checkpoint {folder}: {name} {what}, this model's has the shape {tuple(shape)}; "
                 "it was written by another model, or with another optimizer of its tables"
             )
-    # Two parts of one worker may start at the same row: they are read one after the other.
+    # Two parts of one worker may start at the same row, so they are read one after the other.
     while any(wanted.values()):
         state: dict[str, Any] = {}
         for name, chunks in wanted.items():
@@ -157,7 +157,7 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
 
 
 def _named(blocks: Sequence[Block], plan: Mapping[str, TablePlan]) -> dict[str, tuple[Sequence[int], list[_Chunk]]]:
-    """What is written under which name: its shape, and this worker's parts of it."""
+    """Return the tensors to write by name, each with its shape and this worker's parts."""
     found: dict[str, tuple[Sequence[int], list[_Chunk]]] = {}
     for block in blocks:
         table, region = plan[block.table], block.region

@@ -1,4 +1,4 @@
-"""What the members of a round do together, beside an exchange: meet, gather plain data, send to each other."""
+"""Collective operations of a round's members beside an exchange: meet, gather plain data, send to each other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_dlrover.rdzv.live.member import Formation
 __all__ = ["all_gather", "meet", "swap"]
 
 SWAP_S = 300.0
-"""For a message to or from a neighbour: gloo does not notice that a peer is gone in the middle of one."""
+"""Seconds until a message to or from a neighbour fails. gloo does not notice a peer's loss in the middle of one."""
 
 
 def all_gather(formation: Formation, obj: Any) -> list[Any]:
-    """Plain data of all members, by rank."""
+    """Return plain data of all members, by rank."""
     if formation.size == 1:
         return [obj]
     return [json.loads(text) for text in transfer.all_gather(json.dumps(obj))]

@@ -1,13 +1,13 @@
-"""Sharded tables in a job whose workers change: handed over when a change is planned, taken from a snapshot when it is not.
+"""Sharded tables while a job's workers change: handed over at planned changes, restored from a snapshot at others.
 
-What lives in a worker's memory is either whole: with that of all other members of one round it makes up all tables. Or it is
-not, after a step or an exchange that broke off, and then nothing of it is used again: everybody goes back to the newest
-snapshot of which every part is left. `ElasticTables.whole_in` says which.
+The state in a worker's memory is either whole or broken. It is whole if it makes up all tables together with the state of all
+other members of one round. It is broken after a failed step or exchange: then none of it is used again, and all workers return
+to the newest snapshot with all parts left. `ElasticTables.whole_in` holds the round in which the state is whole.
 
-A snapshot is agreed on by the vote that workers take between steps anyway (`World.wishes`): when all of them are ready for one,
-all begin a copy of their state at the same place. A thread makes it while training goes on: rows that are trained meanwhile are
-kept as they were before. It sends the copy to the neighbours. When the next vote says that everybody has all it should have,
-the snapshot counts, and the room of the one before it may be used.
+Workers agree on a snapshot in the vote that they take between steps anyway (`World.wishes`). When all of them are ready for
+one, all begin a copy of their state at the same step. A thread copies while training goes on; rows trained meanwhile are kept
+with their former values. The thread sends the copy to the neighbours. A snapshot counts once a vote shows that every worker
+holds all of its parts; then the memory of the previous one may be reused.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ __all__ = ["ElasticTables", "Restored"]
 log = logging.getLogger(__name__)
 
 KEPT_S = 86400.0
-"""For so long snapshots of a job that was killed as a whole wait for it to be started again."""
+"""Seconds to keep the snapshots of a job that was killed as a whole, for its restart."""
 
 PLANNED = ("grow", "shrink", "replace")
-"""Kinds of rounds that are agreed on while training goes on."""
+"""Kinds of rounds that workers agree on while training goes on."""
 
 WrapDense = Callable[[nn.Module, list[str]], nn.Module]
 
 
 @dataclass
 class Restored:
-    """What a snapshot gave beside the tables.
+    """State from a snapshot, beside the tables.
 
     Attributes:
-        state: of this worker, packed; of another one where this worker has none.
-        is_own: whether it is this worker's, so that what it has logged so far counts here.
-        of_lost: packed states of owners that are no members any more, on the one worker that reads their part.
-        batch: where the snapshot was taken.
+        state: packed state of this worker, or of another one where this worker has none.
+        is_own: whether the state is this worker's, so that its logged values count here.
+        of_lost: packed states of owners that are no longer members, on the one worker that reads their part.
+        batch: batch of the snapshot.
     """
 
     state: bytes
@@ -96,9 +96,9 @@ class ElasticTables:
     """One worker's tables in a live job.
 
     Args:
-        tables: of the model.
+        tables: the model's tables.
         world: the job.
-        wrap_dense: makes the module data-parallel but for the parameters named, for the current round.
+        wrap_dense: makes the module data-parallel, except for the named parameters, for the current round.
     """
 
     def __init__(self, tables: ShardedTables, world: World, config: SnapshotConfig, wrap_dense: WrapDense) -> None:
@@ -109,9 +109,9 @@ class ElasticTables:
         self._config = config
         self._wrap_dense = wrap_dense
         self._snapshots: Snapshots | None = None
-        self._is_warm = world.config.max_workers == 1  # there will be no change
-        self._foreseen = 0  # the newest round
-        self._fit = world.num_fits + 1  # whose snapshots there are
+        self._is_warm = world.config.max_workers == 1  # such a job never changes
+        self._foreseen = 0  # newest round with its memory touched ahead
+        self._fit = world.num_fits + 1  # the `fit` of the present snapshots
         if config.interval_s:
             try:
                 job = f"{world.config.prefix}/{world.config.run_id}"
@@ -120,7 +120,7 @@ class ElasticTables:
                     raise SnapshotError("the job's record cannot be read")
                 life = str(record.created_at)
                 store = SnapshotStore(job, world.worker_id, config.max_bytes, config.disk, config.memory, life, self._fit)
-                store.sweep(KEPT_S)  # whatever this job's own history is worth: the others' may be worth more
+                store.sweep(KEPT_S)  # a fixed age, because other jobs' snapshots may be worth more than this job's
                 self._snapshots = Snapshots(world, store, config)
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
@@ -135,27 +135,27 @@ class ElasticTables:
         """Build new tables with all members of the job's first round."""
         members = formation.round.members
         if self.tables.is_built:
-            self.tables.reset()  # a former round of joiners alone came to nothing
+            self.tables.reset()  # a former round with only joiners had failed
         module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
-        self.tables.initialise(all_gather(formation, seed)[0])  # tables that all hold whole must be alike
+        self.tables.initialise(all_gather(formation, seed)[0])  # replicated tables must be equal
         self._is_whole(formation)
         return module
 
     def reshard(self, formation: Formation, standing: Sequence[str]) -> nn.Module:
-        """Bring the tables from the workers of the former round, all of which take part, to those of this one.
+        """Redistribute the tables from the workers of the former round, all of which take part, to those of this one.
 
         Args:
             standing: members that were in the former round.
 
         Raises:
-            WorldError, RuntimeError: one of them is gone; nothing in memory is whole any more.
+            WorldError, RuntimeError: one of them is lost, and the state in memory is broken.
         """
         started = time.perf_counter()
         members = formation.round.members
         old_plan = self._plan_of(formation, standing)
         self.whole_in = 0
         if self._snapshots is not None:
-            self._snapshots.stop()  # what is still being copied can never count, and would take the wire
+            self._snapshots.stop()  # copies under way can never count and would occupy the wire
         new_plan = replan(old_plan, members)
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
@@ -163,7 +163,7 @@ class ElasticTables:
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
         self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), self.tables.release)
-        meet(group)  # nobody closes a connection that another one still reads from
+        meet(group)  # keeps each connection open until its last reader is done
         self.tables.drop_former()
         self._tell(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
@@ -181,11 +181,11 @@ class ElasticTables:
         )
 
     def hand_over(self, target: RoundRecord) -> None:
-        """Give this worker's shards to the members of a planned round that goes on without it."""
+        """Send this worker's shards to the members of a planned round without it."""
         if not self.whole_in or self.tables.plan is None or not target.members:
             return
         plan = self.tables.plan
-        if self._me in _union(target.members, plan):  # else it holds no table
+        if self._me in _union(target.members, plan):  # a worker outside of the union holds no table
             taken_by = self._give_away(target, plan)
             if taken_by is None:
                 return
@@ -196,7 +196,7 @@ class ElasticTables:
             self._snapshots.clear_memory()
 
     def _give_away(self, target: RoundRecord, plan: Plan) -> RoundRecord | None:
-        """Send this worker's shards to the members of a round, or of one that replaces it: that round; None if it failed."""
+        """Send this worker's shards to the members of a round, or of its replacement; return that round, None if it failed."""
         while True:
             union = _union(target.members, plan)
             try:
@@ -219,13 +219,13 @@ class ElasticTables:
         return target
 
     def roll_back(self, formation: Formation, batch: int = 0) -> tuple[nn.Module, Restored] | None:
-        """Bring the tables of the newest complete snapshot to the workers of this round; None if there is none.
+        """Load the tables of the newest complete snapshot on the workers of this round; None if there is none.
 
         Args:
-            batch: where this worker stands with what it has loaded itself; an older snapshot is left alone.
+            batch: this worker's batch in the state that it loaded itself; an older snapshot is ignored.
 
         Raises:
-            RuntimeError: a member is gone.
+            RuntimeError: a member is lost.
         """
         self._forget_earlier_fits()
         members = formation.round.members
@@ -243,8 +243,8 @@ class ElasticTables:
             self._tell_lost(formation, held)
         if name is None or holders is None or name[1] < batch:
             return None
-        holders |= holders_of(name, in_memory)  # nothing is read from disk without need
-        self.broken()  # a vote that failed breaks nothing, but from here on rows change that may still be being copied
+        holders |= holders_of(name, in_memory)  # disk is read only where memory has no copy
+        self.broken()  # a failed vote breaks nothing, but from here on rows change that may still be copied
         reader = _readers(holders, members)
         mine = {p.header.owner: p for p in reversed(parts) if p.header.name == name and reader[p.header.owner] == self._me}
         first = min(members.index(reader[owner]) for owner in reader)
@@ -268,7 +268,7 @@ class ElasticTables:
         return module, restored
 
     def _tell_lost(self, formation: Formation, held: Mapping[str, Sequence[PartHeader]]) -> None:
-        """Which parts of the newest snapshot that was found, none of which is complete, nobody has any more."""
+        """Log the lost parts of the newest snapshot found, where none is complete."""
         found = [header for headers in held.values() for header in headers]
         if not found or formation.rank != 0:
             return
@@ -279,7 +279,7 @@ class ElasticTables:
         self._world.event("snapshot", text, {"round": formation.round.number, "batch": newest.batch, "lost": lost})
 
     def _states(self, formation: Formation, mine: Mapping[str, Part], reader: Mapping[str, str], batch: int) -> Restored:
-        """Every member's own packed state; members that have none take that of the first that has."""
+        """Return every member's own packed state; members without one take the first member's that has one."""
         members = formation.round.members
         states = {owner: bytes(part.state().numpy().tobytes()) for owner, part in mine.items()}
         own = states.get(self._me)
@@ -296,7 +296,7 @@ class ElasticTables:
         return Restored(own, self._me in states, [state for owner, state in states.items() if owner not in members], batch)
 
     def _plan_of(self, formation: Formation, standing: Sequence[str]) -> dict[str, TablePlan]:
-        """The plan of those who stand, also on a joiner."""
+        """Return the plan of the members that stay, also on a joiner."""
         members = formation.round.members
         if len(standing) < len(members):
             giver = standing[0]
@@ -315,14 +315,14 @@ class ElasticTables:
             self._is_warm = True
             held = sum(block.values.nbytes for block in self.tables.blocks())
             if self.tables.device.type == "cpu" and held < available_bytes() // 2:
-                # As much as the first change may need beside what there is.
+                # The first change may need as much memory again as is in use.
                 threading.Thread(target=warm, args=(held,), name="dlrover-warm", daemon=True).start()
         self._forget_earlier_fits()
         if self._snapshots is not None:
             self._snapshots.enter(formation, self.tables)
 
     def _forget_earlier_fits(self) -> bool:
-        """In a later `fit`, drop the snapshots of earlier ones: all count batches from 0. Returns whether one has begun."""
+        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Returns whether one has begun."""
         if self._snapshots is None or self._world.num_fits <= self._fit:
             return False
         self._fit = self._world.num_fits
@@ -330,7 +330,7 @@ class ElasticTables:
         return True
 
     def _follow_fit(self) -> bool:
-        """On all workers at the same place: begin anew with snapshots in a later `fit`, which may be in the same round."""
+        """Restart snapshots in a later `fit`, on all workers at the same step; the round may be the same."""
         if not self._forget_earlier_fits():
             return False
         assert self._snapshots is not None
@@ -339,7 +339,7 @@ class ElasticTables:
         return True
 
     def make_ready(self) -> None:
-        """On a joiner, before it is admitted: touch the memory that its shards are going to take."""
+        """Touch, on a joiner before its admission, the memory that its shards are going to take."""
         round_ = self._world.membership.view.round
         workers = (len(round_.members) if round_ is not None else 0) + 1
         self.tables.reserve(workers)
@@ -348,7 +348,7 @@ class ElasticTables:
             self._snapshots.make_room(self.tables, self.tables.num_bytes // workers)
 
     def _foresee(self) -> None:
-        """Once a change is planned: touch the memory that it takes, while the others agree on it and training goes on."""
+        """Touch the memory for a planned change, while the others agree on it and training goes on."""
         formation, target = self._world.formation, self._world.membership.view.round
         if formation is None or target is None or target.number <= max(self._foreseen, formation.round.number):
             return
@@ -360,18 +360,18 @@ class ElasticTables:
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def wishes(self) -> list[int]:
-        """What this worker says in each vote: the newest snapshot of which it has all it should have, whether it is ready for
-        another one, and whether that should be copied to disk."""
+        """Return this worker's ballot: newest snapshot it holds completely, 1 if it can start another, 1 if that one is due on
+        disk."""
         self._foresee()
         self._follow_fit()
         return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
-        """Between two steps, after a vote: take a snapshot if all are ready. Returns whether one was taken.
+        """Take a snapshot after a vote between two steps if all are ready. Returns whether one was taken.
 
         Args:
             batch: global batches handed out.
-            pack_state: all but the tables.
+            pack_state: returns the state beside the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
         if self._follow_fit():
@@ -381,25 +381,25 @@ class ElasticTables:
         return self._snapshots.voted(wishes[0], bool(wishes[1]), bool(wishes[2]), batch, self.tables, pack_state)
 
     def broken(self) -> None:
-        """A step or exchange has failed: what is in memory is not whole any more, and copies under way stop."""
+        """Mark the state in memory as broken after a failed step or exchange, and stop copies under way."""
         self.whole_in = 0
         if self._snapshots is not None:
             self._snapshots.stop()
 
     @property
     def store(self) -> SnapshotStore | None:
-        """Where this worker's snapshots are; None without them."""
+        """The store of this worker's snapshots; None without them."""
         return self._snapshots.store if self._snapshots is not None else None
 
     def close(self, has_finished: Callable[[], bool]) -> None:
-        """End this worker's part, and the whole job's snapshots if it has finished, which is asked as late as it matters."""
+        """End this worker's part, and all snapshots of a finished job; `has_finished` is called as late as possible."""
         if self._snapshots is not None:
             self._snapshots.close(has_finished)
         self.tables.close()
 
 
 def _union(members: Sequence[str], plan: Plan) -> list[str]:
-    """All that take part in an exchange: the new members in rank order, then who only gives."""
+    """Return all workers of an exchange: the new members in rank order, then workers that only give."""
     owners = {shard.owner for table in plan.values() for shard in table.shards}
     return [*members, *sorted(owners - set(members))]
 
@@ -409,7 +409,7 @@ def _named(round_: int, batch: int, owner: str, members: Sequence[str]) -> PartH
 
 
 def _readers(holders: Mapping[str, Sequence[str]], members: Sequence[str]) -> dict[str, str]:
-    """Who reads each part: its owner where it is there, else whoever reads the least."""
+    """Return the reader of each part: its owner if present, else the worker that reads the least."""
     load = dict.fromkeys(members, 0)
     reader: dict[str, str] = {}
     for owner in sorted(holders, key=lambda o: (o not in holders[o], o)):

@@ -1,14 +1,15 @@
-"""Carry parts of tables from the workers that have them to those that need them, in place and in bounded pieces.
+"""Send parts of tables from the workers that hold them to those that need them, in place and in bounded pieces.
 
-Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it: rows that stay are left
-where they are, or copied while others are on the wire if their columns are cut anew. What a source has given away is freed at
-once, so that a worker hardly needs more memory than the larger of its old and new shards.
+Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it. Rows that stay are left
+in place. If their columns are cut differently, they are copied while others are on the wire. Memory of rows that a source has
+sent away is freed at once, so a worker hardly needs more memory than the larger of its old and new shards.
 
-Values of a row-wise optimizer state belong to a row and the columns of one shard. Where columns are cut anew, a row's value is
-the mean, weighted by width, of those of the shards it is made of: exact when shards are merged (the state is a mean over
-columns, as in row-wise Adagrad); when one is split, each part starts with the value of the whole.
+A value of a row-wise optimizer state belongs to a row and the columns of one shard. Where columns are cut differently, a row's
+value is the mean of its source shards' values, weighted by width. That is exact for merged shards, because the state is a mean
+over columns, as in row-wise Adagrad. After a split, each part starts with the value of the whole.
 
-gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so both ends of a move may be anywhere.
+gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so either end of a move may be on any
+device.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ from lightning_dlrover.tables.layout import (
 __all__ = ["ExchangeStats", "exchange"]
 
 CHUNK_BYTES = 4 << 20
-"""On the wire at once, per message: gloo is fastest from here on."""
+"""Bytes per message on the wire: gloo reaches its full speed from this size on."""
 
 WINDOW = 8
-"""Messages on their way per peer and direction."""
+"""Messages under way per peer and direction."""
 
 STALL_S = 10.0
-"""For one message: gloo tells of a peer that is gone, but not to who waits for the rest of a message that it began."""
+"""Seconds until a message fails. gloo reports a lost peer, except to a worker that waits for the rest of a begun message."""
 
 
 @dataclass
 class ExchangeStats:
-    """What one worker did in an exchange."""
+    """Statistics of one worker in an exchange."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    copied_bytes: int = 0  # in memory
+    copied_bytes: int = 0  # bytes copied in memory
     began_s: float = 0.0  # monotonic clock
     seconds: float = 0.0
 
 
 @dataclass
 class _Message:
-    """What travels, or came, in `wire`, and what is to be done when it has."""
+    """A message in `wire`, to be sent or received, and the action on its completion."""
 
     wire: torch.Tensor
     done: Callable[[], object]
@@ -78,14 +79,14 @@ def exchange(
     """Fill the blocks of `new` from the workers' blocks of `old`. Rows that have the same place in both stay there.
 
     Args:
-        group: whose ranks are `members`: all that give or take. None if nothing travels.
+        group: process group with `members` as its ranks: all workers that give or take. None if nothing is sent.
         moves: the same on all of them.
-        old: what this worker has; the sources of its moves are among it.
-        new: what it is to have.
-        release: called with parts of `old` that nobody needs any more, if this worker takes memory for others meanwhile.
+        old: this worker's present blocks, including the sources of its moves.
+        new: this worker's future blocks.
+        release: called with unneeded parts of `old`, if this worker takes memory for other rows meanwhile.
 
     Raises:
-        RuntimeError: a peer is gone; `new` is then incomplete.
+        RuntimeError: a peer is lost; `new` is then incomplete.
         LayoutError: this worker does not have a shard that a move names.
     """
     part = _OwnPart(me, moves, old, new, release)
@@ -104,15 +105,15 @@ def exchange(
 
     part.begin_sums()
     if group is not None:
-        gloo: Any = group  # its stubs name few of its methods
-        # Some build their tables longer than others: from here on a silent peer is a dead one. A barrier would be NCCL's where
+        gloo: Any = group  # its stubs contain few of its methods
+        # Workers take different times to build their tables; from here on a silent peer is dead. A barrier would use NCCL if
         # the group has it.
         waits.wait_for(gloo.allreduce([torch.zeros(1)]))
     part.stats.began_s = time.monotonic()
     for lane in lanes:
         for _ in range(WINDOW):
             post(lane)
-    # One message of every lane in turn: all workers do it alike, so no two of them wait for each other.
+    # One message of every lane in turn. All workers use the same order, so no two of them wait for each other.
     while any(queues.values()):
         next(kept, None)
         for lane, queue in queues.items():
@@ -128,7 +129,7 @@ def exchange(
 
 
 class _OwnPart:
-    """What one worker gives, takes and keeps in an exchange, message by message. The arguments are those of `exchange`."""
+    """The rows that one worker gives, takes and keeps in an exchange, message by message. Arguments as for `exchange`."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class _OwnPart:
         return sorted({w for m in self._moves for w in (m.source, m.target)} - {self._me})
 
     def begin_sums(self) -> None:
-        """Set to 0 what is put together from several shards: what comes is added up there."""
+        """Set values combined from several shards to 0, because their messages are added up there."""
         for move in (m for m in self._moves if m.target == self._me):
             for block in _target(self._targets, move):
                 if _share(block, move) != 1.0:
@@ -205,7 +206,7 @@ def _is_in_place(source: Block, target: Block, move: Move) -> bool:
 
 
 def _is_new(move: Move, me: str, sources: Mapping[str, Sequence[Block]], targets: Mapping[str, Sequence[Block]]) -> bool:
-    """Whether what this worker is to have takes memory that it does not have yet."""
+    """Return whether a move's target takes memory that this worker does not have yet."""
     return move.source != me or not _is_in_place(_source(sources, move)[0], _target(targets, move)[0], move)
 
 
@@ -217,7 +218,7 @@ def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 
 
 def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
-    """Moves whose rows another one takes from the same shard, too, be it other columns: a row-wise state is needed for both."""
+    """Return moves that share rows of one source shard with another move, even in other columns: both need a row-wise state."""
     by_shard: dict[tuple[str, Region], list[Move]] = {}
     for move in moves:
         by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)
@@ -231,11 +232,11 @@ def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) 
 
 
 def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
-    """Weights and states of one of this worker's shards that has all of a move's region."""
+    """Return weights and states of one of this worker's shards that contains all of a move's region."""
     found = [b for b in blocks.get(move.table, ()) if b.region.overlap(move.region) == move.region]
     if not found:
         raise LayoutError(f"table {move.table!r}: this worker does not have {move.region}, which a move names")
-    # It may hold two copies of a shard, in parts of a snapshot.
+    # Parts of a snapshot may contain two copies of a shard.
     return list({b.what: b for b in reversed(found) if b.region == found[0].region}.values())[::-1]
 
 
@@ -247,7 +248,7 @@ def _target(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
 
 
 def _chunks(block: Block, region: Region) -> Iterator[Region]:
-    """The region in slices of rows of about `CHUNK_BYTES`."""
+    """Yield the region in slices of rows of about `CHUNK_BYTES`."""
     width = 1 if block.values.dim() == 1 else region.num_cols
     rows = max(1, CHUNK_BYTES // (width * block.values.element_size()))
     for first in range(region.row0, region.row1, rows):
@@ -255,7 +256,7 @@ def _chunks(block: Block, region: Region) -> Iterator[Region]:
 
 
 def _share(target: Block, move: Move) -> float:
-    """The weight of what comes in the target's value: below 1 where a row-wise state is put together from several shards."""
+    """Return a source's weight in the target's value: below 1 for a row-wise state combined from several shards."""
     return 1.0 if target.values.dim() > 1 else move.region.num_cols / move.into.num_cols
 
 

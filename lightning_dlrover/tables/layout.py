@@ -1,7 +1,7 @@
-"""Which worker holds which rows and columns of which table, and what has to travel when that changes. Pure.
+"""Distribution of the tables' rows and columns over workers, and the data to send when it changes. Pure.
 
 A table is cut into rectangles: `row_wise` tables by rows, `column_wise` ones by columns, `table_wise` ones not at all. The
-states of its optimizer follow its weights: a full-width state (Adagrad, Adam) has the rectangle's shape, a row-wise one
+states of its optimizer follow its weights. A full-width state (Adagrad, Adam) has the rectangle's shape, a row-wise one
 (row-wise Adagrad) one value per row of the rectangle.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["Layout", "LayoutError", "Move", "Region", "Shard", "least_bytes", "p
 
 
 class LayoutError(ValueError):
-    """Rows of a table that nobody holds."""
+    """Rows of a table that no worker holds."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,14 +39,14 @@ class Region:
         return self.num_rows * self.num_cols
 
     def overlap(self, other: Region) -> Region | None:
-        """What both have, or None."""
+        """Return the intersection of both, or None."""
         both = Region(
             max(self.row0, other.row0), min(self.row1, other.row1), max(self.col0, other.col0), min(self.col1, other.col1)
         )
         return both if both.num_values else None
 
     def without(self, other: Region) -> list[Region]:
-        """What is left of this rectangle, as rectangles that are as wide as can be."""
+        """Return the rest of this rectangle, as rectangles of the greatest possible width."""
         both = self.overlap(other)
         if both is None:
             return [self]
@@ -68,7 +68,7 @@ class Shard:
 
 
 Layout = Mapping[str, Sequence[Shard]]
-"""The shards of every table, by its name. Several workers may hold the same rectangle: replicas."""
+"""Shards of every table, by its name. Several workers may hold the same rectangle: replicas."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,14 @@ class Move:
     region: Region
     source: str
     target: str
-    into: Region  # the target's shard that it is a part of
+    into: Region  # the target's shard that contains it
 
 
 def plan_moves(old: Layout, new: Layout) -> list[Move]:
-    """How every shard of `new` is filled from `old`: what its owner has already stays, the rest comes from whoever sends least.
+    """Return how every shard of `new` is filled from `old`.
 
-    The same on all workers, whoever computes it.
+    Rows that their owner has already stay; the rest comes from the worker that sends least. The result is the same on all
+    workers.
 
     Raises:
         LayoutError: a table, or a part of one, is not in `old`.
@@ -113,7 +114,7 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
 
 
 def _take(table: str, missing: list[Region], source: Shard, shard: Shard, moves: list[Move]) -> list[Region]:
-    """What is still missing after `source` has given what it has of it."""
+    """Return the missing rectangles left after `source` has given its part of them."""
     rest: list[Region] = []
     for part in missing:
         both = part.overlap(source.region)
@@ -124,7 +125,7 @@ def _take(table: str, missing: list[Region], source: Shard, shard: Shard, moves:
 
 
 def bytes_moved(moves: Iterable[Move], row_bytes: Mapping[str, float], value_bytes: Mapping[str, float]) -> float:
-    """What travels between workers: `value_bytes` per value and `row_bytes` per row, by table."""
+    """Return the bytes sent between workers: `value_bytes` per value and `row_bytes` per row, by table."""
     return sum(
         m.region.num_values * value_bytes[m.table] + m.region.num_rows * row_bytes[m.table]
         for m in moves
@@ -133,6 +134,6 @@ def bytes_moved(moves: Iterable[Move], row_bytes: Mapping[str, float], value_byt
 
 
 def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:
-    """The least that any change to equal shares over `new_workers` moves: what each of them lacks of its share."""
+    """Return the least bytes that any change to equal shares over `new_workers` sends: the sum of their missing shares."""
     share = total_bytes / len(new_workers)
     return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)

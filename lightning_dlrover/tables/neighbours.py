@@ -1,7 +1,7 @@
-"""Who keeps copies of whose part of a snapshot, and how they get there.
+"""Choose the workers that keep copies of each part of a snapshot, and send them the copies.
 
-Each worker sends its part to as many others as there are replicas, on other hosts if there are any. One that has the part of
-the snapshot before gets what has changed since; one on the same host reads shared memory.
+Each worker sends its part to as many others as there are replicas, on other hosts if there are any. A neighbour with the part
+of the previous snapshot gets only the changes since then. A neighbour on the same host reads shared memory.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from lightning_dlrover.tables.snapshot_store import SnapshotStore
 __all__ = ["Neighbours", "others"]
 
 EVERYTHING, CHANGES, NOTHING = range(3)
-"""What a neighbour wants of a part."""
+"""Requests of a neighbour for a part."""
 
 PAUSE_S = 0.004
-"""Between two messages to a neighbour: training has the wire first."""
+"""Seconds between two messages to a neighbour: training has priority on the wire."""
 
 Group = dist.ProcessGroup | dist.ProcessGroupGloo
 
 Name = tuple[int, int]
-"""Of a snapshot: round and batch."""
+"""Name of a snapshot: round and batch."""
 
 GoingOn = Callable[[], AbstractContextManager[None]]
-"""Around all that a thread writes into shared memory. Raises `RoundEndedError` once its round has ended."""
+"""Context around every write of a thread to shared memory. Raises `RoundEndedError` once its round has ended."""
 
 
 def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
-    """Ranks that keep copies of a worker's part: on as many other hosts as there are, then on its own, no worker for too many.
+    """Return the ranks that keep copies of a worker's part.
 
-    The first worker of a host has its copies with the first one of the next host, the second with the second, and so on.
+    They are on as many other hosts as possible, then on its own host. Copies are spread evenly over workers: the first worker
+    of a host has its copies with the first one of the next host, the second with the second, and so on.
     """
     size = len(hosts)
     ring = [(rank + step) % size for step in range(1, size)]
-    place = sum(host == hosts[rank] for host in hosts[:rank])  # among the workers of its host
-    turns: dict[int, int] = {}  # of a rank: how often its host is passed over before
+    place = sum(host == hosts[rank] for host in hosts[:rank])  # position among the workers of its host
+    turns: dict[int, int] = {}  # times that a rank's host is passed over before its turn
     for host in set(hosts) - {hosts[rank]}:
         there = [r for r, each in enumerate(hosts) if each == host]
         turns |= {r: (i - place) % len(there) for i, r in enumerate(there)}
@@ -66,10 +67,10 @@ class Neighbours:
     """The workers that exchange copies of their parts with this one in a round.
 
     Args:
-        store: where copies of their parts go.
-        group: of all members; None: nothing is exchanged.
+        store: destination of the copies.
+        group: process group of all members; None: nothing is exchanged.
         keepers: ranks that keep a copy of this worker's part.
-        owners: ranks of whose parts this worker keeps a copy.
+        owners: ranks that this worker keeps copies of.
     """
 
     def __init__(self, store: SnapshotStore, group: Group | None, keepers: Sequence[int], owners: Sequence[int]) -> None:
@@ -79,7 +80,7 @@ class Neighbours:
         self._group = group
 
     def disconnected(self) -> Neighbours:
-        """The same ones, with the connections to them let go."""
+        """Return the same neighbours without the connections to them."""
         return Neighbours(self._store, None, self.keepers, self.owners)
 
     def replicate(
@@ -91,12 +92,12 @@ class Neighbours:
         stopping: threading.Event,
         going_on: GoingOn,
     ) -> None:
-        """Send a part to the neighbours while theirs are received; all in step, so that no two wait for each other.
+        """Send a part to the neighbours while receiving theirs; all in step, so that no two wait for each other.
 
         Args:
-            changed: rows of each block that are not as in the base; None: all.
+            changed: rows of each block that differ from the base; None: all.
             base: the snapshot that the neighbours may have already.
-            keep: the newest snapshot that counts, whose parts stay.
+            keep: the newest snapshot that counts; its parts stay.
             stopping: set when the round has ended.
             going_on: entered while shared memory is written.
 
@@ -128,7 +129,7 @@ class Neighbours:
                 each.finish()
 
     def _introduce(self, said: torch.Tensor, keep: Name | None, going_on: GoingOn) -> dict[int, _Incoming]:
-        """Tell the neighbours what is to come, and learn from others what they send."""
+        """Announce this worker's part to the neighbours, and receive the announcements of others."""
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self.owners}
         swap(self._group, dict.fromkeys(self.keepers, torch.tensor([len(said)])), lengths)
         texts = {rank: torch.empty(int(length.item()), dtype=torch.uint8) for rank, length in lengths.items()}
@@ -146,11 +147,11 @@ class Neighbours:
 
 
 class _Incoming:
-    """A part of another worker that comes: all of it, or what has changed since one that is here, by wire or through memory.
+    """A part of another worker on its way here: all of it, or its changes since a local one, by wire or shared memory.
 
     Attributes:
-        wants: of its owner: EVERYTHING, CHANGES, or NOTHING where this worker finds the part in their host's memory.
-        values: for what comes by wire.
+        wants: request to its owner: EVERYTHING, CHANGES, or NOTHING if this worker finds the part in their host's memory.
+        values: buffer for data from the wire.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class _Incoming:
         try:
             self._writer = store.begin(header, keep)
         except SnapshotError as error:
-            self._problem = error  # its owner is told to send nothing, so that it is not kept waiting
+            self._problem = error  # its owner is asked to send nothing, so that it does not wait
         self._original = store.part_of(header.owner, header.name)
         if self._writer is None or self._original is not None:
             self.wants = NOTHING
@@ -180,18 +181,18 @@ class _Incoming:
             self.values = self._writer.values
 
     def copy_from_host(self, going_on: GoingOn) -> None:
-        """Make the copy of a part that is in this host's memory, if it is."""
+        """Copy a part that is in this host's memory, if it is."""
         if self._writer is None or self._original is None:
             return
         there, here = self._writer.values, self._original.values
         for start in range(0, len(there), CHUNK_BYTES):
             num_bytes = min(CHUNK_BYTES, len(there) - start)
             with going_on():
-                # Not a tensor's copy, which would wake the threads that train.
+                # A tensor's own copy would wake the threads that train.
                 ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, num_bytes)
 
     def finish(self) -> None:
-        """All of it has come."""
+        """Complete the part once all of it has arrived."""
         if self._problem is not None:
             raise self._problem
         assert self._writer is not None

@@ -1,7 +1,7 @@
 """Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
 
-Sharded tables have no gradients that an ordinary optimizer could use: fbgemm's kernels update the rows of a batch while they
-compute its gradients. Only what these kernels compute exactly as the user's optimizer does is translated; the rest is refused.
+Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute its
+gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are rejected.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 __all__ = ["TableOptimizer", "TableOptimizerError", "in_backward"]
 
 ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
-"""Optimizers for which fbgemm has CPU kernels."""
+"""Optimizers with CPU kernels in fbgemm."""
 
 
 class TableOptimizerError(ValueError):
-    """A table cannot be trained by the optimizer that the script gives it."""
+    """A table that its optimizer from the script cannot train."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class TableOptimizer:
 
     Attributes:
         kind: class that torchrec translates to a kernel.
-        arguments: of the kernel; `lr` is the rate at the start.
+        arguments: the kernel's; `lr` is the initial rate.
     """
 
     kind: type
     arguments: Mapping[str, Any]
 
     def differs(self, other: TableOptimizer) -> bool:
-        """Whether more than the learning rate is different."""
+        """Return whether more than the learning rate differs."""
         return self.kind is not other.kind or {**self.arguments, "lr": 0} != {**other.arguments, "lr": 0}
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """How the options of an optimizer's parameter groups become arguments of a kernel.
+    """Translation of an optimizer's parameter group options to arguments of a kernel.
 
     Attributes:
         taken: options that the kernel has, too.
@@ -69,10 +69,10 @@ _RULES = {
 
 
 def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_type: str) -> TableOptimizer:
-    """Return what trains `table` as `optimizer` would.
+    """Return an optimizer that trains `table` as `optimizer` would.
 
     Args:
-        group: the optimizer's parameter group that the table is in.
+        group: the optimizer's parameter group that contains the table.
 
     Raises:
         TableOptimizerError: no kernel does.

@@ -1,8 +1,8 @@
-"""Copies parts of snapshots from shared memory to disk: a process of its own, of the lowest priority, so that nobody waits.
+"""Copies parts of snapshots from shared memory to disk in a separate process of the lowest priority, so that nothing waits.
 
-Its worker writes one line of JSON per part into its standard input: `from` and `to`; an empty line says that this one is done.
-A part that is overwritten meanwhile is not kept: its first bytes say so (see `snapshot`). The process ends when its input does.
-Only the standard library is imported.
+Its worker writes one line of JSON per part into its standard input: `from` and `to`. An empty line on its output acknowledges a
+part. A part that is overwritten meanwhile is not kept, as its first bytes show (see `snapshot`). The process ends when its
+input does. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["Persister", "keep_newest", "persist"]
 
 CHUNK_BYTES = 8 << 20
 HEAD_BYTES = 4096
-"""Enough to see whether a part is still the same: its header begins with the snapshot's name."""
+"""Bytes that show whether a part is still the same: its header begins with the snapshot's name."""
 
 NUM_KEPT = 2
-"""Snapshots that stay on disk."""
+"""Number of snapshots that stay on disk."""
 
 PREFIX = struct.Struct("<8sQQQ")
-"""Before a part's header: magic, whether it is complete, length of the header, offset of the values."""
+"""Prefix of a part's header: magic, whether it is complete, length of the header, offset of the values."""
 
 MAX_HEADER_BYTES = 1 << 28
 
 
 class Persister:
-    """The worker's side: starts the process when it is first needed."""
+    """The worker's side: starts the process at its first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._num_waiting = 0
 
     def persist(self, source: Path, target: Path) -> None:
-        """Let a part be copied; returns at once. An older one that is still being copied goes first."""
+        """Start the copy of a part and return at once. An older part that is still being copied is finished first."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-m", __name__]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -47,7 +47,7 @@ class Persister:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._num_waiting = 0
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was ended: another one is started for the next part
+        with contextlib.suppress(BrokenPipeError):  # the process was ended; another one is started for the next part
             self._process.stdin.write(json.dumps({"from": str(source), "to": str(target)}).encode() + b"\n")
             self._process.stdin.flush()
             self._num_waiting += 1
@@ -63,7 +63,7 @@ class Persister:
         return self._num_waiting > 0
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Let it end with the part that it is at."""
+        """Let the process end after its present part."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -79,7 +79,7 @@ class Persister:
 
 
 def persist(source: Path, target: Path) -> bool:
-    """Copy a part; False if it was overwritten meanwhile, or is gone."""
+    """Copy a part; False if it was overwritten meanwhile or is missing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
@@ -103,10 +103,10 @@ def persist(source: Path, target: Path) -> bool:
 
 
 def keep_newest(target: Path) -> None:
-    """Remove what is of no use any more beside `target`, a worker's part of the newest snapshot that it has on disk.
+    """Remove obsolete parts beside `target`, a worker's part of its newest snapshot on disk.
 
-    That is all of the snapshots before the newest complete ones, also of workers that have left; and of those that the others
-    have not completed, this worker's older parts.
+    All snapshots before the newest complete ones go, including parts of workers that have left. Of newer snapshots that the
+    others have not completed, this worker's older parts go.
     """
     folders = sorted((folder for folder in target.parent.parent.iterdir() if folder.is_dir()), reverse=True)
     complete = [folder for folder in folders if _is_complete(folder)][:NUM_KEPT]
@@ -117,16 +117,16 @@ def keep_newest(target: Path) -> None:
         elif folder in mine[NUM_KEPT:] and folder not in complete:
             with contextlib.suppress(OSError):
                 (folder / target.name).unlink()
-                folder.rmdir()  # unless others' parts are still there
+                folder.rmdir()  # fails while others' parts are still there
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Not what was being copied when its process was killed: whether it stayed the same meanwhile, nobody has looked."""
+    """Return the finished parts; a copy cut short by its process's end is left out, because it was never verified."""
     return sorted(path for path in folder.glob("*-*-*") if not path.name.startswith("."))
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the parts of all workers of a snapshot are there: each of them says how many there are."""
+    """Return whether the parts of all workers of a snapshot are there; each part's header contains their number."""
     parts = parts_in(folder)
     with contextlib.suppress(OSError, ValueError, LookupError, struct.error), parts[0].open("rb") as part:
         _, _, length, _ = PREFIX.unpack(part.read(PREFIX.size))

@@ -1,7 +1,7 @@
-"""Where the shards of embedding tables go when the workers change, so that little travels and the load stays even. Pure.
+"""Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
 
-The first plan of a job is torchrec's own. Later ones keep what it decided (each table's kind, where its columns are cut) and
-only say anew who holds what: shards stay with their owner where the balance allows.
+The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only reassign
+owners. Shards stay with their owner where the balance allows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_dlrover.tables.layout import (
 __all__ = ["Plan", "PlanError", "TablePlan", "layout_of", "plan_from_dict", "plan_to_dict", "replan"]
 
 TOLERANCE = 0.1
-"""Of the mean load: nothing moves to even out less."""
+"""Minimum imbalance that moves a shard, as a fraction of the mean load."""
 
 WHOLE_KINDS = ("table_wise", "table_row_wise", "table_column_wise")
-"""One worker holds the table: the "node" within which torchrec splits it further is one worker in an elastic job."""
+"""Kinds with one owner per table. The "node" within which torchrec splits it further is one worker in an elastic job."""
 
 
 class PlanError(ValueError):
@@ -32,13 +32,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class TablePlan:
-    """How one table is sharded.
+    """Sharding of one table.
 
     Attributes:
         kind: torchrec's name of the sharding type.
         kernel: torchrec's name of the compute kernel.
-        rows, cols: of the whole table.
-        shards: in torchrec's order.
+        rows, cols: size of the whole table.
+        shards: all shards in torchrec's order.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class TablePlan:
 
 
 Plan = Mapping[str, TablePlan]
-"""Of all tables, by `{module}.{table}`."""
+"""Plan of all tables, by `{module}.{table}`."""
 
 
 def layout_of(plan: Plan) -> Layout:
@@ -57,14 +57,14 @@ def layout_of(plan: Plan) -> Layout:
 
 
 def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
-    """The plan for other workers.
+    """Return the plan for other workers.
 
     Args:
-        plan: for the workers so far.
+        plan: the plan for the workers so far.
         members: worker ids in rank order.
 
     Raises:
-        PlanError: there is no worker, or a kind that cannot be placed anew.
+        PlanError: there is no worker, or a kind that cannot be reassigned.
     """
     if not members:
         raise PlanError("there is no worker to hold the tables")
@@ -92,7 +92,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
 
 
 def _row_blocks(table: TablePlan, members: Sequence[str]) -> list[Shard]:
-    """Equal blocks of rows in rank order, as torchrec wants them."""
+    """Return equal blocks of rows in rank order, as torchrec requires."""
     block = math.ceil(table.rows / len(members))
     return [
         Shard(worker, Region(min(i * block, table.rows), min((i + 1) * block, table.rows), 0, table.cols))
@@ -101,7 +101,7 @@ def _row_blocks(table: TablePlan, members: Sequence[str]) -> list[Shard]:
 
 
 def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Who holds each bundle of shards that stay together."""
+    """Return the owner of each bundle of shards that stay together."""
     costs = _costs(bundles)
     owners = {key: shards[0].owner for key, shards in bundles.items() if shards[0].owner in members}
     loads = dict.fromkeys(members, 0.0)
@@ -116,7 +116,7 @@ def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequen
         highest = max(members, key=lambda w: (loads[w], -members.index(w)))
         lowest = min(members, key=lambda w: (loads[w], members.index(w)))
         excess = loads[highest] - mean
-        # Without the margin a bundle as large as the gap would go to and fro.
+        # Without the margin, a bundle as large as the gap would move back and forth.
         most = loads[highest] - loads[lowest] - TOLERANCE * mean
         movable = [k for k, w in owners.items() if w == highest and costs[k] <= most]
         if not movable or excess <= TOLERANCE * mean:
@@ -129,7 +129,7 @@ def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequen
 
 
 def _costs(bundles: Mapping[tuple[str, int], Sequence[Shard]]) -> dict[tuple[str, int], float]:
-    """Load of each bundle: half its share of all memory, half its share of what a sample's lookups read."""
+    """Return each bundle's load: half its share of all memory, half its share of the values that a sample's lookups read."""
     values = {key: sum(s.region.num_values for s in shards) for key, shards in bundles.items()}
     widths = {key: sum(s.region.num_cols for s in shards) for key, shards in bundles.items()}
     all_values, all_widths = sum(values.values()) or 1, sum(widths.values()) or 1
@@ -140,15 +140,15 @@ def _costs(bundles: Mapping[tuple[str, int], Sequence[Shard]]) -> dict[tuple[str
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Of strings and numbers only."""
+    """Return the plan as strings and numbers only."""
     return {name: asdict(table) for name, table in plan.items()}
 
 
 def plan_from_dict(data: Mapping[str, Any]) -> dict[str, TablePlan]:
-    """What `plan_to_dict` was given.
+    """Return the plan that `plan_to_dict` encoded.
 
     Raises:
-        PlanError: it is something else.
+        PlanError: the data has another form.
     """
     try:
         return {name: TablePlan(**{**table, "shards": tuple(_shards(table["shards"]))}) for name, table in dict(data).items()}

@@ -1,8 +1,8 @@
-"""The embedding tables of one model, as torchrec holds them on this worker: built, found, filled and given back.
+"""The embedding tables of one model, as torchrec holds them on this worker.
 
-`ShardedTables.build` makes the sharded modules for one world, as often as the world changes, in place: the dense parameters and
-whoever refers to them stay as they are. `ShardedTables.blocks` finds the memory of weights and optimizer states, which is read
-and written in place.
+`ShardedTables.build` creates the sharded modules for one world, again after each change of the world. It works in place: the
+dense parameters and all references to them stay as they are. `ShardedTables.blocks` returns the memory of weights and optimizer
+states, which is read and written in place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning_dlrover.tables.touched import TouchedRows
 __all__ = ["ShardedTables"]
 
 INIT_ROWS = 4096
-"""Rows that are initialised from one seed, so that a table's first values do not depend on how it is sharded."""
+"""Number of rows initialised from one seed, so that a table's first values do not depend on its sharding."""
 
 
 class ShardedTables:
@@ -57,13 +57,13 @@ class ShardedTables:
 
     Args:
         module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too: their values are not used.
-        device: where the tables are trained.
+        device: device of the training.
         constraints: torchrec's, by table name, for the first plan.
         sharders: torchrec's, for other modules or with fused parameters; by default those of the two collections.
 
     Raises:
         TorchrecMissingError: torchrec cannot be imported.
-        PlanError: a module that cannot be sharded anew.
+        PlanError: a module that cannot be sharded again.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ShardedTables:
         self.module = module
         self.device = device
         self.plan: dict[str, TablePlan] | None = None
-        self.optimizers: dict[str, TableOptimizer] = {}  # taken from the user's, by parameter name
-        self.frozen: set[str] = set()  # names of those that no optimizer has; the parameters of sharded tables are views
+        self.optimizers: dict[str, TableOptimizer] = {}  # derived from the user's, by parameter name
+        self.frozen: set[str] = set()  # names of tables without an optimizer; the parameters of sharded tables are views
         self._are_apart = False  # see `train_with`
-        self._rates: tuple[Any, dict[str, float]] | None = None  # set last, and in which build
+        self._rates: tuple[Any, dict[str, float]] | None = None  # rates set last, and their build
         self._constraints = dict(constraints or {})
         self._sharders = list(sharders) if sharders is not None else default_sharders()
         self._templates = Templates(module, {sharder.module_type for sharder in self._sharders}, device)
@@ -92,39 +92,39 @@ class ShardedTables:
         return any(getattr(sharder, "fused_params", None) for sharder in self._sharders)
 
     def train_with(self, optimizers: Mapping[str, TableOptimizer], are_apart: bool) -> None:
-        """Apply these in the backward pass, by parameter name; from the next `build` on.
+        """Apply these optimizers in the backward pass, by parameter name, from the next `build` on.
 
         Args:
-            are_apart: their learning rates may come to differ, which those of tables in one kernel cannot.
+            are_apart: whether their learning rates may diverge, which is impossible for tables in one kernel.
         """
         self.optimizers = dict(optimizers)
         self._are_apart = are_apart
         self._templates.train_with(optimizers, are_apart)
 
     def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:
-        """Two tables of different parameter groups that one kernel may train with one learning rate; None if all are separate.
+        """Return two tables of different parameter groups that may share a kernel, and so its learning rate; else None.
 
         Args:
-            groups: by parameter name.
+            groups: the parameter groups, by parameter name.
         """
         return None if self._are_apart else self._templates.inseparable(groups)
 
     def without_optimizer(self) -> set[str]:
-        """Names of parameters that nothing trains in their backward pass, though they are not for the user's optimizers."""
+        """Return names of parameters that have no optimizer in the backward pass, and must have none of the user's."""
         if self._has_fused_params:
             return set()
         names = set()
         for name, _, parameter in self._templates.parameters():
             constraint = self._constraints.get(name.split(".")[-2])
             is_whole = constraint is not None and constraint.sharding_types == ["data_parallel"]
-            if not self.is_built:  # by the user's `configure_optimizers`
+            if not self.is_built:  # the user's `configure_optimizers` applied it
                 copy_applied_optimizer(self.module.get_parameter(name), parameter)
             if not is_whole and not applied_optimizer(parameter):
                 names.add(name)
         return names
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
-        """Set the learning rates of tables that are trained in their backward pass, by parameter name."""
+        """Set the learning rates of tables trained in the backward pass, by parameter name."""
         if self._rates is not None and self._rates[0] is self.plan and self._rates[1] == rates:
             return
         self._rates = (self.plan, dict(rates))
@@ -140,7 +140,7 @@ class ShardedTables:
         return self.plan is not None
 
     def first_plan(self, members: Sequence[str], batch_size: int | None = None) -> dict[str, TablePlan]:
-        """torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
+        """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
         collections = self._templates.by_path
         return first_plan(self.module, collections, self.device, self._sharders, self._constraints, members, batch_size)
 
@@ -152,21 +152,20 @@ class ShardedTables:
         members: Sequence[str],
         wrap_dense: Callable[[nn.Module, list[str]], nn.Module] = lambda module, ignored: module,
     ) -> nn.Module:
-        """Shard the module for the current default process group, whose ranks are `members`.
+        """Shard the module for the current default process group; `members` are its ranks.
 
-        Rows that this worker held before are where they were. All others are for the caller to fill, see `initialise` and
-        `exchange`: zeros, or what was left there. What was built before for another world is replaced; its memory stays until
-        `drop_former`.
+        Rows that this worker held before stay in place. The caller must fill all others, see `initialise` and `exchange`: they
+        hold zeros or old values. A former build for another world is replaced; its memory stays until `drop_former`.
 
         Args:
-            plan: where every table goes.
-            wrap_dense: makes the module data-parallel but for the parameters named.
+            plan: sharding of every table.
+            wrap_dense: makes the module data-parallel, except for the named parameters.
 
         Returns:
             The module to call.
 
         Raises:
-            PlanError: the plan is of other tables.
+            PlanError: the plan has other tables.
         """
         from torchrec.distributed.types import ShardingEnv
 
@@ -184,14 +183,14 @@ class ShardedTables:
                 plan=torchrec_plan(self._templates.by_path, self.device, plan, members),
                 sharders=self._sharders,
             )
-        self._arena.drop_reserve()  # what was too much
+        self._arena.drop_reserve()  # the part that was not needed
         for path, template in self._templates.by_path.items():
             keep_order(self.module.get_submodule(path), template)
         self.plan = dict(plan)
         return wrapped
 
     def _check(self, plan: Plan) -> None:
-        """Name the table that differs, as in a snapshot of another script: torchrec would tell of shapes of tensors."""
+        """Raise an error that names the differing table, as in another script's snapshot: torchrec would only name shapes."""
         ours = {name: (config.num_embeddings, config.embedding_dim) for name, config in self._templates.configs().items()}
         theirs = {name: (table.rows, table.cols) for name, table in plan.items()}
         for name in sorted(ours.keys() | theirs.keys()):
@@ -203,7 +202,7 @@ class ShardedTables:
                 )
 
     def reserve(self, num_workers: int) -> int:
-        """Touch the memory that a worker of so many needs for its tables, where it is available. Returns how much, in bytes."""
+        """Touch the memory that each of `num_workers` needs for its tables, if available. Returns the number of bytes."""
         wanted = self.num_bytes // num_workers if self.device.type == "cpu" else 0
         if wanted > available_bytes() // 2:
             return 0
@@ -212,11 +211,11 @@ class ShardedTables:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tables and the states of their optimizers, about: those kept as they are when tables are trained on CPU."""
+        """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
         return self._templates.num_bytes
 
     def foresee(self, plan: Plan, worker: str) -> Callable[[], None]:
-        """What touches the memory of rows that `worker`, which is this one, will have to take from others; for any thread."""
+        """Return a function, for any thread, that touches the memory of rows that `worker`, this one, will receive."""
         blocks = self.blocks()
         missing: list[tuple[int, int]] = []  # address and bytes
         growth = -sum(block.values.nbytes for block in blocks)
@@ -232,7 +231,7 @@ class ShardedTables:
                         missing.append((address, part.num_rows * row_bytes))
 
         def touch_missing() -> None:
-            left = growth  # what takes the place of rows that are given away is touched when those are gone
+            left = growth  # memory in place of rows that are sent away is touched after they are gone
             for address, num_bytes in missing:
                 self._arena.touch(address, min(num_bytes, max(0, left)))
                 left -= num_bytes
@@ -244,17 +243,17 @@ class ShardedTables:
         self._arena.finish()
 
     def release(self, values: torch.Tensor) -> None:
-        """Give back the memory of rows of a former build that nobody needs any more."""
+        """Give back the memory of rows of a former build that are no longer needed."""
         self._arena.release(values)
 
     def reset(self) -> None:
-        """Give the tables back; the module holds none, on `meta`, until the next `build`."""
+        """Give the tables back; until the next `build`, the module holds them on `meta`, without values."""
         self._templates.install()
         self._arena.close()
         self.plan = None
 
     def initialise(self, seed: int) -> None:
-        """Give every table its first values, which depend on the seed and its name only, not on how it is sharded."""
+        """Set the first values of every table, which depend only on the seed and its name, not on its sharding."""
         configs = self._templates.configs()
         for block in self.blocks():
             if block.what != "weight" or not block.region.num_values:
@@ -275,7 +274,7 @@ class ShardedTables:
     # --- finding -------------------------------------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """All that this worker holds, in an order that is the same each time."""
+        """Return all blocks that this worker holds, always in the same order."""
         found: list[Block] = []
         for path, kernel in self._templates.kernels():
             tables = kernel.config.embedding_tables
@@ -288,11 +287,11 @@ class ShardedTables:
         return found
 
     def track(self) -> TouchedRows:
-        """Note from now on which rows are trained, until the next `build`."""
+        """Track from now on which rows are trained, until the next `build`."""
         return TouchedRows(list(self._templates.kernels()), self.blocks())
 
     def counters(self) -> dict[str, torch.Tensor]:
-        """What fused optimizers count, such as Adam's steps: the same on all workers, and part of the replicated state."""
+        """Return counters of fused optimizers, such as Adam's steps: equal on all workers, part of the replicated state."""
         found = {}
         for path, kernel in self._templates.kernels():
             for name in ("iter", "iter_cpu"):
@@ -302,17 +301,17 @@ class ShardedTables:
         return found
 
     def parameter_names(self) -> set[str]:
-        """Names, in the module's state dict, of all tables, however they are sharded."""
+        """Return the names of all tables in the module's state dict, independent of their sharding."""
         return {name for name, _, _ in self._templates.parameters()}
 
     def data_parallel_names(self) -> set[str]:
-        """Names of tables that every worker holds whole and its own optimizer trains."""
+        """Return the names of tables that every worker holds whole and trains with its own optimizer."""
         assert self.plan is not None
         plan = self.plan
         return {name for name, table, _ in self._templates.parameters() if plan[table].kind == "data_parallel"}
 
     def aside(self) -> AbstractContextManager[None]:
-        """Leave the tables out of the module, for what concerns the rest of it only, such as its state dict."""
+        """Remove the tables from the module for the duration of code that needs the rest only, such as its state dict."""
         return self._templates.aside()
 
     def close(self) -> None:

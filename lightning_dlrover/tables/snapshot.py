@@ -1,11 +1,11 @@
 """Snapshots of a job's state in the hosts' memory, which outlives the workers that wrote them.
 
-A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which all workers hold alike.
-It is made of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of shared memory: two
-slots for each, so that the former part is valid until the next one is. A part is complete or not there; which snapshots are
-complete is for the workers to find out together, `newest_complete` says how.
+A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which is equal on all workers.
+It consists of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of shared memory.
+Each has two slots, so that the former part is valid until the next one is. A part is either complete or absent. The workers
+find out together which snapshots are complete, see `newest_complete`.
 
-The files stay when a worker is killed, so another one on the same host, also one that is started later, finds them.
+The files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["Part", "PartHeader", "Place", "SnapshotError", "holders_of", "newest
 
 MAGIC = b"DLRSNAP1"
 PIECE_BYTES = 8 << 20
-"""Copied at once, by who may be told to stop."""
+"""Bytes copied at once by a thread that may have to stop."""
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot cannot be taken or read."""
+    """A snapshot that cannot be taken or read."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a part the values of one block are.
+    """Position of one block's values in a part.
 
     Attributes:
-        shape, dtype: of the values; `region` in the table that they are of.
-        offset: in bytes from the beginning of the part's values.
+        shape, dtype: those of the values; `region` is their place in the table.
+        offset: bytes from the beginning of the part's values.
     """
 
     table: str
@@ -56,16 +56,16 @@ class Place:
 
 @dataclass(frozen=True)
 class PartHeader:
-    """What a part says about itself.
+    """Description of a part, stored with it.
 
     Attributes:
         batch: global batches that were handed out before the snapshot.
-        round: number of the round in which it was taken; with `batch`, the snapshot's name.
-        members: all workers whose parts belong to it, in rank order.
-        owner: the worker whose state it is.
-        plan: of all tables, as plain data.
+        round: number of the round of the snapshot; with `batch`, the snapshot's name.
+        members: all workers with a part in it, in rank order.
+        owner: the worker of this state.
+        plan: the plan of all tables, as plain data.
         blocks: the owner's shards.
-        state_offset, state_bytes: where the packed rest of the state is.
+        state_offset, state_bytes: position of the packed rest of the state.
     """
 
     batch: int
@@ -83,7 +83,7 @@ class PartHeader:
 
     @property
     def name(self) -> tuple[int, int]:
-        """Of the snapshot. Later ones are greater: what a later round was rolled back to counts for more than what it undid."""
+        """Name of the snapshot. Later ones are greater: a state after a rollback outranks the state that it undid."""
         return (self.round, self.batch)
 
     def encode(self) -> bytes:
@@ -91,10 +91,10 @@ class PartHeader:
 
     @staticmethod
     def decode(data: bytes) -> PartHeader:
-        """What `encode` made.
+        """Return the header that `encode` wrote.
 
         Raises:
-            SnapshotError: it is something else.
+            SnapshotError: the data has another form.
         """
         try:
             found = json.loads(data)
@@ -117,7 +117,7 @@ class PartHeader:
 
 @dataclass(frozen=True)
 class Part:
-    """A complete part in this host's memory, or on disk."""
+    """A complete part in this host's memory or on disk."""
 
     header: PartHeader
     holder: str
@@ -125,7 +125,7 @@ class Part:
     is_in_memory: bool = True
 
     def blocks(self) -> list[Block]:
-        """The owner's shards; views of the part."""
+        """Return the owner's shards as views of the part."""
         return [Block(p.table, p.what, p.region, _view(self.values, p)) for p in self.header.blocks]
 
     def state(self) -> torch.Tensor:
@@ -136,9 +136,9 @@ class PartWriter:
     """A part that is being written; not valid before `commit`.
 
     Attributes:
-        slot: 0 or 1, where it is.
-        base: name of the part of the same owner that is there already, value for value in the same places, so that it is
-            enough to write what has changed since; None: there is none.
+        slot: 0 or 1.
+        base: name of an earlier part of the same owner in the same memory, with each value in the same place. Then only the
+            changes since it need to be written. None: there is none.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class PartWriter:
         changed: Callable[[Block], torch.Tensor | None] = lambda block: None,
         each: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """Copy shards of the owner's, all or some of them, and the packed rest of its state, if it is given.
+        """Copy some or all of the owner's shards, and the packed rest of its state if given.
 
         Args:
-            changed: rows of a block that are not as in the base; None: all are copied.
+            changed: rows of a block that differ from the base; None: all are copied.
             each: entered for the copy of every few MiB.
         """
         for block in blocks:
@@ -189,7 +189,7 @@ class PartWriter:
         return _view(self.values, self._places[block.table, block.what, block.region])
 
     def commit(self) -> Part:
-        """From here on the part is valid, also when this process dies."""
+        """Mark the part as valid, also beyond this process's death."""
         self._mapping[8:16] = struct.pack("<Q", 1)
         return Part(self.header, self._holder, self.values)
 
@@ -197,7 +197,7 @@ class PartWriter:
 def part_header(
     batch: int, round_: int, members: Sequence[str], owner: str, plan: dict[str, Any], blocks: Sequence[Block], state_bytes: int
 ) -> PartHeader:
-    """The header of a part that holds `blocks` and so many bytes of other state."""
+    """Return the header of a part that holds `blocks` and `state_bytes` of other state."""
     places, offset = [], 0
     for b in blocks:
         places.append(
@@ -207,14 +207,14 @@ def part_header(
     return PartHeader(batch, round_, tuple(members), owner, plan, tuple(places), offset, state_bytes)
 
 
-# --- what has changed ---------------------------------------------------------------------------------------------------------
+# --- changes ------------------------------------------------------------------------------------------------------------------
 
 
 def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The changed rows of a part's blocks, then its packed state, as bytes to be sent to who has the base.
+    """Return the changed rows of a part's blocks and its packed state, as bytes for a worker that has the base.
 
     Args:
-        rows: of each block; None: all of it.
+        rows: changed rows of each block; None: all of it.
     """
     pieces: list[torch.Tensor] = []
     for block, changed in zip(part.blocks(), rows, strict=True):
@@ -226,7 +226,7 @@ def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def size_of_changes(header: PartHeader, counts: Sequence[int]) -> int:
-    """Bytes that `changes_of` gives for so many rows of each block; -1: all of it.
+    """Return the size of `changes_of` for this many rows of each block; -1: all of it.
 
     Raises:
         SnapshotError: these cannot be numbers of rows.
@@ -242,13 +242,13 @@ def size_of_changes(header: PartHeader, counts: Sequence[int]) -> int:
 
 
 def put_changes(writer: PartWriter, counts: Sequence[int], changes: torch.Tensor) -> None:
-    """Write what `changes_of` gave over the base."""
+    """Write the result of `changes_of` over the base."""
     at = 0
 
     def take(num_bytes: int) -> torch.Tensor:
         nonlocal at
         at += num_bytes
-        return changes[at - num_bytes : at].clone()  # values may begin anywhere
+        return changes[at - num_bytes : at].clone()  # copied because values may begin at any address
 
     for place, n in zip(writer.header.blocks, counts, strict=True):
         there = _view(writer.values, place)
@@ -263,7 +263,7 @@ def put_changes(writer: PartWriter, counts: Sequence[int], changes: torch.Tensor
 
 
 def newest_name(held: Mapping[str, Iterable[PartHeader]]) -> tuple[int, int] | None:
-    """Of the newest snapshot of which every part is held by somebody; None: there is none."""
+    """Return the name of the newest snapshot with a holder for every part; None if there is none."""
     owners: dict[tuple[int, int], set[str]] = {}
     members: dict[tuple[int, int], tuple[str, ...]] = {}
     for header in (header for headers in held.values() for header in headers):
@@ -273,20 +273,20 @@ def newest_name(held: Mapping[str, Iterable[PartHeader]]) -> tuple[int, int] | N
 
 
 def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]] | None:
-    """Who has the parts of the newest snapshot of which every part is held by somebody.
+    """Return the holders of the newest snapshot with a holder for every part.
 
     Args:
         held: headers of the parts that each worker can read.
 
     Returns:
-        Workers, by the owner of the part that they have; None: there is no such snapshot. See `newest_name` for its name.
+        Workers, by the owner of the part that they hold; None: there is no such snapshot. See `newest_name` for its name.
     """
     name = newest_name(held)
     return holders_of(name, held) if name is not None else None
 
 
 def holders_of(name: tuple[int, int], held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]]:
-    """Who has which part of a snapshot: workers, by the owner of the part."""
+    """Return the workers that hold each part of a snapshot, by the owner of the part."""
     holders: dict[str, list[str]] = {}
     for worker, headers in held.items():
         for header in headers:
@@ -296,7 +296,7 @@ def holders_of(name: tuple[int, int], held: Mapping[str, Iterable[PartHeader]]) 
 
 
 def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
-    """Copy values without waking the threads that train, which a tensor's own copy would."""
+    """Copy values without waking the threads that train, unlike a tensor's own copy."""
     if here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous():
         ctypes.memmove(there.data_ptr(), here.data_ptr(), here.nbytes)
     else:

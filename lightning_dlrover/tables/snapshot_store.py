@@ -1,7 +1,7 @@
-"""Where the parts of snapshots lie: in files of the hosts' shared memory, and on disk.
+"""Storage for the parts of snapshots: files in the hosts' shared memory, and on disk.
 
 Each worker has two slots for its own part and for each copy, so that the former part is valid until the next one is. The files
-stay when a worker is killed, so another one on the same host, also one that is started later, finds them.
+remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ROOT = Path("/dev/shm")
 ALIGN = 4096
 
 SLACK_BYTES = 8 << 20
-"""A part's memory may be larger than the part, by so much and a quarter."""
+"""Bytes, beside a quarter of a part, by which its memory may exceed the part."""
 
 
 class SnapshotStore:
     """The parts that this host's workers of one job hold.
 
     Args:
-        job: names the job; workers of another one see nothing of it.
-        life: tells it from former jobs of that name, whose parts are removed.
+        job: name of the job; workers of other jobs do not see its parts.
+        life: distinguishes it from former jobs of that name; their parts are removed.
         holder: this worker.
         fit: number of the script's `fit`, from 1; parts of earlier ones are removed.
-        max_bytes: that this worker may take for parts, its own and copies; None: half of what is free in shared memory now.
-        disk: folder, seen by all hosts, in which parts are kept for the case that all hosts' memory is lost.
+        max_bytes: limit for this worker's parts, its own and copies; None: half of the free shared memory at the start.
+        disk: folder, visible to all hosts, for copies that survive the loss of all hosts' memory.
 
     Raises:
-        SnapshotError: shared memory is not there, or the folder in it belongs to somebody else.
+        SnapshotError: shared memory is missing, or another user owns the folder in it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SnapshotStore:
         self._is_closed = False
 
     def begin_fit(self, number: int) -> None:
-        """Keep the snapshots of a later `fit` of the script, and remove those of earlier ones: all count batches from 0."""
+        """Switch to the snapshots of a later `fit`, and remove those of earlier ones, because each counts batches from 0."""
         self._mappings = {}
         self.folder = self.folder.with_name(self._name_of_fit(number))
         self._disk = self._disk.with_name(self.folder.name) if self._disk is not None else None
@@ -87,7 +87,7 @@ class SnapshotStore:
         return f"{self._job}-{self._life}" + (f"-{number}" if number > 1 else "")
 
     def _remove_former(self, fit: int) -> None:
-        """Remove what former jobs of this name have left, and earlier fits of this one, not later ones: this worker may lag."""
+        """Remove the parts of former jobs of this name and of earlier fits, but not of later ones: this worker may lag."""
         earlier = {self._name_of_fit(number) for number in range(1, fit)}
         for parent in (self.folder.parent, *([self._disk.parent] if self._disk is not None else [])):
             for former in parent.glob(f"{self._job}-*"):
@@ -108,10 +108,10 @@ class SnapshotStore:
         """Make room for a part, in place of the older one of the same owner that this worker holds.
 
         Args:
-            keep: name of the newest snapshot that counts: its part stays, also when there is a newer one.
+            keep: name of the newest snapshot that counts; its part stays, even if there is a newer one.
 
         Raises:
-            SnapshotError: it would take more memory than is allowed, or than there is.
+            SnapshotError: it would take more memory than is allowed or available.
         """
         paths = [self._path(header.owner, slot) for slot in (0, 1)]
         path = min(paths, key=lambda p: ((name := self._name(p)) == keep, name))
@@ -134,7 +134,7 @@ class SnapshotStore:
             and PREFIX.unpack_from(mapping)[3] == start
         )
         base = former.header.name if former is not None and is_base else None
-        os.utime(path)  # what is written through a mapping does not make it any younger, see `sweep`
+        os.utime(path)  # a write through a mapping does not update the file's time, see `sweep`
         mapping[: PREFIX.size] = PREFIX.pack(MAGIC, 0, len(encoded), start)
         mapping[PREFIX.size : PREFIX.size + len(encoded)] = encoded
         return PartWriter(mapping, header, self.holder, start, paths.index(path), base)
@@ -144,12 +144,12 @@ class SnapshotStore:
         return part.header.name if part is not None else (-1, -1)
 
     def reserve(self, owner: str, num_bytes: int) -> None:
-        """Make room for both parts of an owner, each of so many bytes, and touch it.
+        """Reserve and touch memory for both parts of an owner, each of `num_bytes`.
 
         Raises:
-            SnapshotError: it is more memory than is allowed, or than there is.
+            SnapshotError: it is more memory than is allowed or available.
         """
-        size = num_bytes + (1 << 20)  # headers
+        size = num_bytes + (1 << 20)  # reserve for headers
         if 2 * size > self.max_bytes:
             raise SnapshotError(
                 f"two snapshots of {size >> 20} MiB are more than the {self.max_bytes >> 20} MiB that are allowed "
@@ -164,7 +164,7 @@ class SnapshotStore:
             return mapping
         try:
             with self._open_file(path) as file:
-                # Now, not when a page is first touched: that would end the process.
+                # Allocated now, because a failure at the first use of a page would end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
         except OSError as error:
@@ -175,14 +175,14 @@ class SnapshotStore:
         with self._creating:
             if self._is_closed:
                 raise SnapshotError("no memory is taken for snapshots any more: this worker's part of the job has ended")
-            self._make_folder()  # somebody may have cleaned up there
+            self._make_folder()  # the folder may have been removed
             return path.open("a+b")
 
     def _shrink(self, path: Path, size: int) -> None:
-        """Give back what a part took that was much larger, as of a worker that has given rows to others since."""
+        """Give back the memory of a part that was much larger, such as before its worker gave rows to others."""
         with contextlib.suppress(OSError):
             if path.stat().st_size > 1.25 * size + SLACK_BYTES:
-                self._mappings.pop(path, None)  # nobody reads there any more: what was in it is about to be overwritten
+                self._mappings.pop(path, None)  # the former content has no readers left and is about to be overwritten
                 os.truncate(path, size)
 
     def _path(self, owner: str, slot: int) -> Path:
@@ -191,24 +191,24 @@ class SnapshotStore:
     # --- reading -------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """All complete parts on this host, of workers that have ended, too; then those on disk."""
+        """Return all complete parts on this host, also of workers that have ended; then those on disk."""
         paths = parts_in(self.folder)
         if self._disk is not None:
             paths += [path for folder in sorted(self._disk.glob("*")) for path in parts_in(folder)]
         return [part for path in paths if (part := self._read(path)) is not None]
 
     def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:
-        """The owner's own part of a snapshot, if it is in this host's memory and complete."""
+        """Return the owner's own part of a snapshot, if it is in this host's memory and complete."""
         paths = (self.folder / f"{short(owner)}-{short(owner)}-{slot}" for slot in (0, 1))
         found = [part for path in paths if path.exists() and (part := self._read(path)) is not None]
         return next((part for part in found if part.header.name == name and part.header.owner == owner), None)
 
     def on_disk(self, name: tuple[int, int]) -> tuple[Path, Path] | None:
-        """Where this worker's own part of a snapshot is, and where on disk it belongs; None if it is not there."""
+        """Return the path of this worker's own part of a snapshot, and its target on disk; None if it is missing."""
         if self._disk is None:
             return None
         path = next((p for slot in (0, 1) if self._name(p := self._path(self.holder, slot)) == name), None)
-        # Of one name whatever the slot, so that older ones are found.
+        # One name for both slots, so that older parts are found.
         target = self._path(self.holder, 0).name
         return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / target) if path is not None else None
 
@@ -236,7 +236,7 @@ class SnapshotStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that this worker's parts take."""
+        """Bytes of memory that this worker's parts take."""
         total = 0
         for path in self.folder.glob(f"{short(self.holder)}-*"):
             with contextlib.suppress(OSError):
@@ -244,7 +244,7 @@ class SnapshotStore:
         return total
 
     def drop_others(self, members: Sequence[str], owners: Sequence[str]) -> None:
-        """Remove what workers hold that are not members any more, and this worker's copies of other parts than of `owners`."""
+        """Remove parts held by former members, and this worker's copies of parts of workers other than `owners`."""
         holders = {short(member) for member in members}
         wanted = {short(owner) for owner in (*owners, self.holder)}
         for path in self._files():
@@ -253,12 +253,12 @@ class SnapshotStore:
                 self._remove(path)
 
     def close(self) -> None:
-        """Create no file any more, whatever a thread that was left behind still does."""
+        """Create no more files, not even from a thread that was left behind."""
         with self._creating:
             self._is_closed = True
 
     def clear(self) -> None:
-        """Remove everything for good: the job has ended."""
+        """Remove everything permanently, because the job has ended."""
         self.close()
         self.clear_memory()
         if self._disk is not None:
@@ -267,12 +267,12 @@ class SnapshotStore:
             self.folder.rmdir()
 
     def clear_memory(self) -> None:
-        """Remove what is in memory: nobody on this host will read it."""
+        """Remove all parts in memory, because no worker on this host will read them."""
         for path in self._files():
             self._remove(path)
 
     def _files(self) -> list[Path]:
-        """Of all workers of this host; not what somebody else has put here."""
+        """Return the files of all workers of this host, without foreign files."""
         return [path for path in self.folder.glob("*-*-*") if path.name.count("-") == 2]
 
     def _remove(self, path: Path) -> None:
@@ -281,7 +281,7 @@ class SnapshotStore:
             path.unlink()
 
     def sweep(self, older_than_s: float) -> None:
-        """Remove what jobs have left behind that were killed long ago and never came back."""
+        """Remove the parts of jobs that were killed long ago and never restarted."""
         for folder in self.folder.parent.iterdir():
             with contextlib.suppress(OSError):
                 newest = max((p.stat().st_mtime for p in (folder, *folder.iterdir())), default=0.0)

@@ -1,7 +1,8 @@
-"""When a worker takes part in a snapshot, and which one counts.
+"""A worker's part in taking snapshots, and the decision on which snapshot counts.
 
-All begin a copy of their state at the same place, when a vote says that all are ready. A thread makes the copy and sends it to
-the neighbours while training goes on. When the next vote says that everybody has all it should have, the snapshot counts.
+When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread makes the copy and
+sends it to the neighbours while training goes on. The snapshot counts when the next vote shows that every worker holds all its
+parts.
 """
 
 from __future__ import annotations
@@ -46,25 +47,28 @@ __all__ = ["SnapshotConfig", "Snapshots"]
 log = logging.getLogger(__name__)
 
 MAX_STALL = 0.01
-"""Part of the time that copying may take: snapshots are rarer where it would take more."""
+"""Maximum fraction of the time for copying. Snapshots become rarer where it would be exceeded."""
 
 NICENESS = 15
-"""Of the thread that touches memory and copies to neighbours: training has the cores first. Not while it copies what changes:
-the longer that takes, the more rows are kept as they were, which costs more than the copy itself."""
+"""Niceness of the thread that touches memory and sends copies to neighbours, because training has priority.
+
+It does not apply to the copy of changing rows. The longer that takes, the more former values must be kept, and that costs more
+than the copy itself.
+"""
 
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """When snapshots are taken and how many copies there are.
+    """Interval of snapshots and number of copies.
 
     Attributes:
-        interval_s: least seconds between two of them; 0 switches them off.
+        interval_s: minimum seconds between two of them; 0 switches them off.
         replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
             is lost with its host.
-        max_bytes: of shared memory that one worker may take; None: half of what is free at the start.
-        memory: folder whose files are in the host's memory.
-        disk: folder that all hosts see, for copies that outlast the hosts: written by a process beside each worker.
-        disk_interval_s: least seconds between two snapshots that are copied there.
+        max_bytes: maximum shared memory for one worker; None: half of the memory that is free at the start.
+        memory: folder with its files in the host's memory.
+        disk: folder visible to all hosts, for copies that outlast the hosts. A process beside each worker writes them.
+        disk_interval_s: minimum seconds between two snapshots that are copied there.
     """
 
     interval_s: float = 60.0
@@ -88,22 +92,24 @@ class Snapshots:
         self._world = world
         self.store = store
         self._config = config
-        self._work: Future[int] | None = None  # becomes the number of the snapshot that it has completed here
+        self._work: Future[int] | None = None  # its result is the number of the snapshot completed here
         self._formation: Formation | None = None
         self._neighbours = Neighbours(store, None, [], [])
-        self._num_groups = 0  # that were connected in this round
-        self._stopping = threading.Event()  # of the round: its thread is to give up
-        self._lock = threading.Lock()  # held while shared memory is written: by the thread of a round that lasts only
-        self._number = 0  # of snapshots taken in this round, from 1; 0: room for them was made
-        self._counted = 0  # the newest of them that everybody has
-        self._name: tuple[int, int] | None = None  # of the newest one taken
-        self._keep: tuple[int, int] | None = None  # of the newest one that counts
-        self._touched: TouchedRows | None = None  # since each of the two slots of this worker's own parts was written
-        self._changed: list[torch.Tensor | None] = []  # rows of each block in the newest part not as in its base; None: all
+        self._num_groups = 0  # groups connected in this round
+        self._stopping = threading.Event()  # makes the round's thread give up
+        self._lock = threading.Lock()  # held during writes to shared memory: only the thread of the present round writes
+        self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
+        self._counted = 0  # newest of them that is complete on all workers
+        self._name: tuple[int, int] | None = None  # newest snapshot taken
+        self._keep: tuple[int, int] | None = None  # newest snapshot that counts
+        # Rows trained since each of the two slots of this worker's own parts was written.
+        self._touched: TouchedRows | None = None
+        # Rows of each block in the newest part that differ from its base; None: all.
+        self._changed: list[torch.Tensor | None] = []
         self._base: tuple[int, int] | None = None
         self._persister = Persister()
-        self._is_for_disk = False  # the newest one taken
-        self._number_for_disk = 0  # the newest one that was given to be copied there; 0: of an earlier round
+        self._is_for_disk = False  # whether the newest one taken goes to disk
+        self._number_for_disk = 0  # newest one passed to the copy to disk; 0: of an earlier round
         self._on_disk_at = time.monotonic()
         self._taken_at = 0.0
         self._stall_s = 0.0
@@ -112,7 +118,7 @@ class Snapshots:
         return self.store.parts()
 
     def clear_memory(self) -> None:
-        """No worker of the job is left on this host."""
+        """Remove the parts in memory, because no worker of the job is left on this host."""
         self.stop()
         self.store.close()
         self.store.clear_memory()
@@ -121,14 +127,14 @@ class Snapshots:
         self._keep = name
 
     def forget(self, fit: int) -> None:
-        """A later `fit` of the script begins: no snapshot of an earlier one counts any more."""
+        """Begin a later `fit` of the script: no snapshot of an earlier one counts any more."""
         self.stop()
         self._persister.close(timeout_s=0.0)
         self.store.begin_fit(fit)
         self._keep = self._name = self._base = None
 
     def enter(self, formation: Formation, tables: ShardedTables) -> None:
-        """A new round, whose first snapshot is due at once: the older ones' parts may leave with their workers."""
+        """Begin a new round. Its first snapshot is due at once, because the older ones' parts may leave with their workers."""
         self.stop()
         is_again = self._formation is not None and self._formation.round.number == formation.round.number
         self._num_groups = self._num_groups + 1 if is_again else 1
@@ -144,14 +150,14 @@ class Snapshots:
         owners = [r for r in range(formation.size) if formation.rank in others(r, hosts, self._config.replicas)]
         group = None
         if formation.size > 1 and self._config.replicas:
-            # Of another name where the first round began with a rollback: the former group's addresses are still there.
+            # The name changes if the first round began with a rollback, because the former group's addresses still exist.
             group = self._world.connect(formation.round, f"snapshots/{self._num_groups}", formation.round.members)
         self._neighbours = Neighbours(self.store, group, keepers, owners)
         held = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks())
         self._work = self._begin(self.make_room, tables, held)
 
     def _begin(self, run: Callable[..., int], *args: Any) -> Future[int]:
-        """In a thread of its own, which is left behind when the round ends: gloo may wait long for what will never come."""
+        """Run in a thread of its own, which is left behind at the round's end: gloo may wait long for lost messages."""
         result: Future[int] = Future()
 
         def work() -> None:
@@ -164,7 +170,7 @@ class Snapshots:
         return result
 
     def stop(self) -> None:
-        """Let the thread give up; what it has not completed does not count, and it writes nothing any more."""
+        """Stop the thread: an incomplete snapshot does not count, and nothing more is written."""
         with self._lock:
             self._stopping.set()
         self._work = None
@@ -183,12 +189,12 @@ class Snapshots:
 
     @property
     def _would_overwrite_what_is_written_to_disk(self) -> bool:
-        """The next snapshot but one takes the room of that which is being copied there. A disk that hangs is not waited for."""
+        """Whether the next snapshot but one would reuse the memory of one on its way to disk. A hung disk is not waited for."""
         is_late = time.monotonic() - self._on_disk_at > self._config.disk_interval_s
         return self._number > self._number_for_disk and self._persister.is_busy and not is_late
 
     def _done(self) -> int:
-        """The newest snapshot of which this worker has all it should have."""
+        """Return the newest snapshot that is complete on this worker."""
         if self._work is None:
             return self._number
         if not self._work.done():
@@ -222,7 +228,7 @@ class Snapshots:
         self._taken_at = time.monotonic()
         try:
             writer, blocks = self._take(batch, tables, pack_state)
-        except (SnapshotError, OSError) as error:  # somebody may clean up in shared memory at any moment
+        except (SnapshotError, OSError) as error:  # shared memory may be cleaned up at any moment
             self._work = Future()
             self._work.set_exception(error)  # see `_done`
             return False
@@ -232,7 +238,7 @@ class Snapshots:
         return True
 
     def _counts(self) -> None:
-        """Everybody has all it should have of the newest snapshot."""
+        """Handle the newest snapshot's completion on all workers."""
         assert self._formation is not None
         members = self._formation.round.members
         if self._counted == 1:
@@ -251,7 +257,7 @@ class Snapshots:
             self._persister.persist(*paths)
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:
-        """Begin this worker's part; what training cannot change unseen is left for `_complete` to copy, and returned."""
+        """Begin this worker's part, and return the blocks with tracked changes, which `_complete` copies later."""
         assert self._formation is not None
         assert self._touched is not None
         assert tables.plan is not None
@@ -281,7 +287,7 @@ class Snapshots:
         neighbours: Neighbours,
         stopping: threading.Event,
     ) -> int:
-        """Copy the shards, as they were when the part was begun, while training goes on; let the neighbours have the copy."""
+        """Copy the shards with their values at the part's begin, while training goes on; send the copy to the neighbours."""
         going_on = partial(self._while_it_lasts, stopping)
         for block, rows in zip(blocks, self._changed, strict=True):
             if touched.is_tracked(block):
@@ -297,18 +303,18 @@ class Snapshots:
 
     @contextmanager
     def _while_it_lasts(self, stopping: threading.Event) -> Iterator[None]:
-        """Around all that a thread writes into shared memory: once its round has ended, the next one writes there."""
+        """Guard every write to shared memory: after a round's end, only the next round's thread writes there."""
         with self._lock:
             if stopping.is_set():
                 raise RoundEndedError("the round ended")
             yield
 
     def make_room(self, tables: ShardedTables, num_bytes: int) -> int:
-        """Touch the memory of this worker's own parts: at the first two snapshots that would be most of the time they take."""
+        """Touch the memory of this worker's own parts, which would take most of the time of the first two snapshots."""
         _give_way()
         names = tables.parameter_names()
         dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in names)
-        with suppress(SnapshotError):  # the snapshot itself will say so
+        with suppress(SnapshotError):  # the snapshot itself will report it
             self.store.reserve(self._world.worker_id, num_bytes + 4 * dense + (1 << 20))
         return 0
 
@@ -316,16 +322,16 @@ class Snapshots:
         self.stop()
         self.store.close()
         if has_finished():
-            self._persister.close(timeout_s=0.0)  # nobody will read what it copies
+            self._persister.close(timeout_s=0.0)  # its copies will never be read
             self.store.clear()
             return
         self._persister.close()
-        if has_finished():  # the others, who have cleaned up, while this worker's part was copied to disk
+        if has_finished():  # others may have cleaned up while this worker's part was copied to disk
             self.store.clear()
 
 
 def _give_way() -> None:
-    """Let the thread that calls this have a core only where training leaves one."""
+    """Lower the calling thread's priority, so that it gets a core only where training leaves one."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 

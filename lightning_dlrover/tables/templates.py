@@ -26,14 +26,14 @@ __all__ = ["Templates"]
 
 
 class Templates:
-    """The unsharded embedding collections of a module, on `meta`. torchrec shards copies of them, anew for every world.
+    """The unsharded embedding collections of a module, on `meta`. torchrec shards fresh copies of them for every world.
 
     Args:
         module: holds the collections; copies take their places in it.
         module_types: types that one of the sharders can shard.
 
     Raises:
-        PlanError: there is none, or one that cannot be sharded anew.
+        PlanError: there is no collection, or one that cannot be sharded again.
     """
 
     def __init__(self, module: nn.Module, module_types: Collection[type], device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Templates:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the collections out of the module, sharded or not."""
+        """Remove the collections from the module for a while, sharded or not."""
         parts = {path: self._module.get_submodule(path) for path in self.by_path}
         try:
             for path in parts:
@@ -67,13 +67,13 @@ class Templates:
             for path, part in parts.items():
                 set_submodule(self._module, path, part)
 
-    # --- what is in the module -----------------------------------------------------------------------------------------
+    # --- contents of the module ----------------------------------------------------------------------------------------
 
     def path_of(self, module: nn.Module) -> str:
         return next(path for path in self.by_path if self._module.get_submodule(path) is module)
 
     def kernels(self) -> Iterator[tuple[str, Any]]:
-        """All kernels of the sharded collections, each with the path of its collection."""
+        """Yield all kernels of the sharded collections, each with the path of its collection."""
         for path in self.by_path:
             for kernel in kernels_in(self._module.get_submodule(path)):
                 yield path, kernel
@@ -81,18 +81,18 @@ class Templates:
     # --- tables and their parameters -----------------------------------------------------------------------------------
 
     def configs(self) -> dict[str, Any]:
-        """torchrec's, by table."""
+        """Return torchrec's configurations, by table."""
         return {key_of(path, c.name): c for path, template in self.by_path.items() for c in configs_of(template)}
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Name in the module's state dict, table, and parameter of all tables."""
+        """Yield the name in the module's state dict, the table, and the parameter of all tables."""
         for path, template in self.by_path.items():
             for name, parameter in template.named_parameters():
                 yield key_of(path, name), key_of(path, name.split(".")[-2]), parameter
 
     @property
     def num_bytes(self) -> int:
-        """Of all tables and the states of their optimizers, about: those kept as they are when tables are trained on CPU."""
+        """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
         total = 0
         for _, _, parameter in self.parameters():
             optimizers = [each.__name__ for each in applied_optimizer(parameter)]
@@ -102,20 +102,20 @@ class Templates:
 
     @property
     def num_addresses(self) -> int:
-        """For weights and row-wise states of all tables; twice, as they may be cut anew by columns; half of it for gaps."""
+        """Addresses for weights and row-wise states of all tables, twice for a new cut of columns, and half of it for gaps."""
         return sum(3 * (p.nbytes + 4 * p.shape[0]) + (16 << 20) for _, _, p in self.parameters())
 
     # --- optimizers ----------------------------------------------------------------------------------------------------
 
     def train_with(self, optimizers: Mapping[str, TableOptimizer], are_apart: bool) -> None:
-        """Apply these in the backward pass of copies that are installed from now on, by parameter name."""
+        """Apply these optimizers, by parameter name, in the backward pass of copies that are installed from now on."""
         for name, _, parameter in self.parameters():
             if (optimizer := optimizers.get(name)) is not None:
-                # In any case, so that a kernel holds none of the tables that the script has applied an optimizer to.
+                # Applied in any case, so that a kernel holds no table with an optimizer applied by the script.
                 apply_optimizer(parameter, optimizer.kind, {**optimizer.arguments, "use_one_tbe_per_table": are_apart})
 
     def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:
-        """Two tables of one collection in different groups; None: there are none."""
+        """Return two tables of one collection in different groups; None: there are none."""
         for path, template in self.by_path.items():
             names = [key for name, _ in template.named_parameters() if (key := key_of(path, name)) in groups]
             for name in names[1:]:

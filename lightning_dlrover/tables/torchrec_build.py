@@ -1,4 +1,4 @@
-"""How torchrec's sharded modules are built here: in memory that has its place already, again for every world, and quietly."""
+"""Builds torchrec's sharded modules in preallocated memory, again for every world, and without torchrec's warnings."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def first_plan(
     members: Sequence[str],
     batch_size: int | None,
 ) -> dict[str, TablePlan]:
-    """torchrec's own choice for `members`, worker ids in rank order. Deterministic.
+    """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic.
 
     Args:
-        collections: by their paths in `module`.
+        collections: the collections by their paths in `module`.
         constraints: torchrec's, by table name.
     """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -76,7 +76,7 @@ def first_plan(
 
 
 def torchrec_plan(collections: Mapping[str, nn.Module], device: torch.device, plan: Plan, members: Sequence[str]) -> Any:
-    """A plan in torchrec's form: worker ids become ranks."""
+    """Return a plan in torchrec's form: worker ids become ranks."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
@@ -109,7 +109,7 @@ def torchrec_plan(collections: Mapping[str, nn.Module], device: torch.device, pl
 
 @functools.cache
 def gather_uneven_batches() -> None:
-    """Let row-wise tables be trained with shares of a batch that differ by a sample: gloo gathers equal ones only."""
+    """Allow row-wise tables to be trained with shares of a batch that differ by a sample: gloo gathers only equal ones."""
     from torchrec.distributed import comm_ops
 
     class Distributed(types.ModuleType):
@@ -127,7 +127,7 @@ def gather_uneven_batches() -> None:
             return work if async_op else work.wait()
 
     comm_ops.dist = Distributed("torch.distributed")
-    # Of torchrec's calls, in every worker's output.
+    # torchrec's own calls cause these warnings in every worker's output.
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning)
 
 
@@ -152,12 +152,12 @@ def patched(owner: Any, name: str, value: object) -> Iterator[None]:
         if is_own:
             setattr(owner, name, former)
         else:
-            delattr(owner, name)  # what is inherited shows again
+            delattr(owner, name)  # restores the inherited attribute
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torchrec's advice about its own calls, which are ours to answer for, out of the user's output."""
+    """Keep torchrec's advice about its own calls out of the user's output, because these calls are our responsibility."""
     logger = logging.getLogger("torchrec")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -171,7 +171,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_worker_per_node() -> Iterator[None]:
-    """torchrec's "node" must divide every world size, which only one worker does; read while modules are built."""
+    """Make torchrec's "node" one worker while modules are built, because it must divide every world size."""
     names = ("LOCAL_WORLD_SIZE", "TORCHREC_RESOLVED_POD_SIZE")
     former = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -186,19 +186,19 @@ def one_worker_per_node() -> Iterator[None]:
 
 
 class Placer:
-    """Says where the shards of tables lie that are about to be built."""
+    """Places the shards of tables that are about to be built."""
 
     def __init__(self, arena: Arena, path_of: Callable[[nn.Module], str]) -> None:
         self.path_of = path_of
-        self.path = ""  # of the collection that is being built
-        self.configs: Sequence[Any] = ()  # of the tables that are held together
+        self.path = ""  # path of the collection being built
+        self.configs: Sequence[Any] = ()  # tables held together
         self._arena = arena
 
     def weights(self, dtype: torch.dtype) -> torch.Tensor:
         return self._arena.values(dtype)
 
     def weight_offsets(self, dtype: torch.dtype) -> list[int]:
-        """Of every table in `weights`, in values."""
+        """Return the offset of every table in `weights`, in values."""
         return self._offsets("weight", dtype, is_row_wise=False)
 
     def row_wise_states(self) -> torch.Tensor:
@@ -211,13 +211,14 @@ class Placer:
         return self._arena.values(torch.float32, self._start_of_full_states(weights))
 
     def full_state_offsets(self, weights: torch.dtype, weight_offsets: Sequence[int]) -> list[int]:
-        """Those of the weights: fbgemm takes a weight's number for that of its state, whatever it is told."""
+        """Return the weights' offsets: fbgemm uses a weight's index for its state, whatever offsets it is given."""
         start = self._start_of_full_states(weights)
         self._offsets("state0", torch.float32, is_row_wise=False, beside=[start + 4 * at for at in weight_offsets])
         return list(weight_offsets)
 
     def _start_of_full_states(self, weights: torch.dtype) -> int:
-        """In bytes: behind all weights, and those of half as wide ones, which are further apart, behind the others'."""
+        """Return the start in bytes: behind all weights, and for weights of half the width, which are further apart, behind
+        the others' states."""
         return self._arena.num_bytes * (2 if weights.itemsize < 4 else 1)
 
     def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, beside: Sequence[int] | None = None) -> list[int]:
@@ -231,13 +232,13 @@ class Placer:
                 region, of_row = regions[0], row_bytes[0]
                 key: Any = (self.path, name, what, dtype, region.col0, region.col1)
                 size, first = configs[0].num_embeddings * of_row, region.row0 * of_row
-            else:  # torchrec takes several shards of one table to lie side by side
+            else:  # torchrec requires several shards of one table side by side
                 key, size, first = (self.path, name, what, dtype, *regions), sum(sizes), 0
             at = beside[len(found)] - first if beside is not None and size else None
             start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
             places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
             found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
-        # A shard without rows lies where the next one does, as with torchrec, whose kernels conclude from it how to add up.
+        # A shard without rows has the next one's place, as in torchrec: its kernels derive from that how to add up.
         for i in reversed(range(len(found))):
             if found[i] is None:
                 found[i] = found[i + 1] if i + 1 < len(found) else 0
@@ -246,7 +247,7 @@ class Placer:
 
 @contextlib.contextmanager
 def fast_build(placer: Placer, sharders: Sequence[Any]) -> Iterator[None]:
-    """Let fbgemm take memory where `placer` says, and nobody initialise it: that would touch all of it, three times."""
+    """Make fbgemm use memory from `placer`, without initialisation, which would touch all of it three times."""
     from torchrec.distributed import batched_embedding_kernel as kernels
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -284,7 +285,7 @@ def _noting_path(placer: Placer, shard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _in_arena(placer: Placer) -> type:
-    """A kernel whose tables lie where `placer` puts them, in place of the one that torchrec makes."""
+    """Return a kernel with its tables at the addresses from `placer`, in place of torchrec's kernel."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -297,7 +298,7 @@ def _in_arena(placer: Placer) -> type:
             precision = kwargs.get("weights_precision", SparseType.FP32)
             optimizer = kwargs.get("optimizer", EmbOptimType.EXACT_SGD)
             buffers: dict[str, torch.Tensor] = {}
-            offsets: list[list[int]] = []  # in the order in which fbgemm asks for them
+            offsets: list[list[int]] = []  # ordered like fbgemm's requests
             is_on_host = all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs)
             is_float = precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16)
             if is_on_host and is_float and any(spec[0] * spec[1] for spec in embedding_specs):
@@ -320,7 +321,7 @@ def _in_arena(placer: Placer) -> type:
             with patched(training, "construct_split_state", placed):
                 super().__init__(embedding_specs, *args, **kwargs)
             if "weights" in buffers:
-                # All addresses, of which this worker's rows are few: nothing that an optimizer or a summary should count.
+                # It spans all addresses, of which this worker uses few, so optimizers and summaries must not count it.
                 object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))
 
     return InArena

@@ -1,4 +1,4 @@
-"""The parts of torchrec's modules: found, copied and put in place.
+"""Access to the parts of torchrec's modules: find, copy and replace them.
 
 All private names of torchrec are in this file, and those that torch gives to parameters with an optimizer of their own.
 `torchrec_build` replaces public ones only.
@@ -44,17 +44,17 @@ INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-de
 
 
 class TorchrecMissingError(ImportError):
-    """torchrec is needed and not there, or does not load."""
+    """torchrec is needed, but missing or impossible to load."""
 
 
 def has_tables(module: nn.Module) -> bool:
-    """Whether `module` has embedding collections of torchrec that are to be sharded. Imports torchrec only if so."""
+    """Return whether `module` has embedding collections of torchrec to shard. Imports torchrec only if so."""
     names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith("torchrec.")}
     return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
 
 
 def check_torchrec() -> None:
-    """Raise `TorchrecMissingError` with the line that installs it, unless torchrec can be used."""
+    """Raise `TorchrecMissingError` with the command that installs torchrec, unless it can be used."""
     if importlib.util.find_spec("torchrec") is None:
         raise TorchrecMissingError(f"sharded embedding tables need torchrec, which is not installed: {INSTALL_LINE}")
     try:
@@ -105,14 +105,14 @@ def region_of(metadata: Any) -> Region:
 
 
 def held_by(config: Any) -> Region:
-    """Of a sharded table, what this worker has."""
+    """Return this worker's region of a sharded table."""
     return (
         region_of(config.local_metadata) if config.local_metadata else Region(0, config.num_embeddings, 0, config.embedding_dim)
     )
 
 
 def on_meta(collection: nn.Module) -> nn.Module:
-    """A copy without values; what was applied to the parameters is remembered on those of the copy."""
+    """Return a copy without values; optimizers applied to the parameters are transferred to the copy's."""
     memo: dict[int, Any] = {}
     for parameter in collection.parameters():
         clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
@@ -127,7 +127,7 @@ def on_meta(collection: nn.Module) -> nn.Module:
 
 
 def with_parameters(template: nn.Module) -> nn.Module:
-    """A fresh copy of a template, for torchrec to shard: it writes into what was applied to the parameters."""
+    """Return a fresh copy of a template for torchrec, which modifies the optimizers applied to the parameters."""
     collection = on_meta(template)
     for parameter in collection.parameters():
         if hasattr(parameter, "_optimizer_classes"):
@@ -153,21 +153,21 @@ def kernels_in(sharded: Any) -> Iterator[Any]:
 
 def optimizer_states(emb_module: Any, num_tables: int) -> list[list[torch.Tensor]]:
     if not hasattr(emb_module, "split_optimizer_states"):
-        return [[] for _ in range(num_tables)]  # trained by an optimizer of the user's
+        return [[] for _ in range(num_tables)]  # the user's own optimizer trains it
     states = emb_module.split_optimizer_states()
-    # SGD has none at all, rather than none for each table.
+    # SGD returns one empty list, rather than an empty list for each table.
     return [list(of_table) for of_table in states] or [[] for _ in range(num_tables)]
 
 
 def keep_order(sharded: nn.Module, template: nn.Module) -> None:
-    """Let pooled embeddings be in the order of the unsharded collection: torchrec's follows who holds which table."""
+    """Keep pooled embeddings in the unsharded collection's order; torchrec's order depends on the tables' owners."""
     if not hasattr(template, "embedding_bag_configs"):
         return
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
     configs = configs_of(template)
     features = [feature for config in configs for feature in config.feature_names]
-    # A feature that several tables look up has a name for each of them.
+    # A feature that several tables look up has one name per table.
     wanted = [f"{f}@{c.name}" if features.count(f) > 1 else f for c in configs for f in c.feature_names]
 
     def in_order(pooled: Any) -> Any:
@@ -185,7 +185,7 @@ def keep_order(sharded: nn.Module, template: nn.Module) -> None:
 
 
 def forget_groups() -> None:
-    """Make torchrec build its sub-groups anew: the others would wait for a newcomer's part in building them."""
+    """Make torchrec rebuild its sub-groups: otherwise the others would wait for a newcomer to take part in building them."""
     from torchrec.distributed import collective_utils, comm
 
     collective_utils._INITIALIZED = False
@@ -194,7 +194,7 @@ def forget_groups() -> None:
 
 
 def applied_optimizer(parameter: nn.Parameter) -> list[type]:
-    """Classes of the optimizers that are applied to a parameter in its backward pass."""
+    """Return the classes of the optimizers applied to a parameter in its backward pass."""
     found: list[type] = getattr(parameter, "_optimizer_classes", [])
     return found
 
@@ -206,14 +206,14 @@ def apply_optimizer(parameter: nn.Parameter, kind: type, arguments: Mapping[str,
 
 
 def copy_applied_optimizer(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Apply an optimizer as it is applied to another parameter, if it is and none is here."""
+    """Apply another parameter's optimizer, if it has one and this parameter has none."""
     if hasattr(source, "_optimizer_classes") and not hasattr(target, "_optimizer_classes"):
         target._optimizer_classes = source._optimizer_classes  # type: ignore[attr-defined]
         target._optimizer_kwargs = source._optimizer_kwargs  # type: ignore[attr-defined]
 
 
 def shard(wrap_dense: Callable[[nn.Module, list[str]], nn.Module], **arguments: Any) -> nn.Module:
-    """Make a `DistributedModelParallel` whose dense part is wrapped by `wrap_dense`, and return the module that it calls."""
+    """Create a `DistributedModelParallel`, let `wrap_dense` wrap its dense part, and return the module that it calls."""
     from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 
     class Wrapper(DataParallelWrapper):  # type: ignore[misc]

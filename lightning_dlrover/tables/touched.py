@@ -1,4 +1,4 @@
-"""The rows of a worker's tables that were looked up, and so trained, since a snapshot was begun."""
+"""The rows of a worker's tables that were looked up, and so trained, since the start of a snapshot."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from lightning_dlrover.tables.torchrec_parts import held_by, key_of, region_of
 __all__ = ["TouchedRows"]
 
 KEPT = 4
-"""The bit of a row that was kept for a copy."""
+"""Flag of a row with a former value kept for a copy."""
 
 MAX_CHANGED = 0.3
-"""Part of a table's rows: of more, all are copied, which is faster than picking them. Then nobody has to know which."""
+"""Maximum fraction of a table's rows to be copied one by one. Beyond it, copying all is faster and needs no list of rows."""
 
 NUM_NOTED = 64
-"""Steps whose rows are flagged together."""
+"""Number of steps with rows flagged in one pass."""
 
 
 class TouchedRows:
-    """Which rows of a worker's shards were trained since each of two moments, called 0 and 1. One byte per row.
+    """The rows of a worker's shards that were trained since each of two moments, called 0 and 1. One byte per row.
 
-    Only rows that are looked up are changed by optimizers in the backward pass. So while somebody copies the shards as they are
-    at one moment, from `begin_copy` to `end_copy`, training may go on: what a row was like is kept before it is trained.
+    Optimizers in the backward pass change only rows that are looked up. Training may therefore go on while a thread copies the
+    shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
 
     Args:
-        kernels: of torchrec, each with the path of its collection.
-        blocks: what they hold.
+        kernels: torchrec's kernels, each with the path of its collection.
+        blocks: their memory.
     """
 
     def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
         self._masks: dict[tuple[str, Region], tuple[torch.Tensor, set[int]]] = {}
         self._kernels: list[_OfKernel] = []
         self._hooks: list[RemovableHandle] = []
-        self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # while there is a copy being made
-        self._lock = threading.Lock()  # held while rows are kept: by the thread that trains, when another one ends the copy
+        self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # not None while a copy is being made
+        self._lock = threading.Lock()  # held while the training thread keeps rows, because another thread ends the copy
         held: dict[tuple[str, Region], list[Block]] = {}
         for block in blocks:
             held.setdefault((block.table, block.region), []).append(block)
         for path, kernel in kernels:
             tables = []
             for config in kernel.config.embedding_tables:
-                num_rows = 0  # trained by an optimizer that may change all rows
+                num_rows = 0  # none tracked: its optimizer may change all rows
                 if config.local_metadata is not None:
                     num_rows = region_of(config.local_metadata).num_rows
                 tables.append(_Tracked(held[key_of(path, config.name), held_by(config)], num_rows, config.num_features()))
@@ -62,7 +62,7 @@ class TouchedRows:
             self._hooks.append(kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel)))
 
     def close(self) -> None:
-        """Note nothing any more."""
+        """Stop tracking."""
         for hook in self._hooks:
             hook.remove()
 
@@ -80,11 +80,11 @@ class TouchedRows:
             tables.flags.index_fill_(0, rows, 3 | KEPT)
 
     def is_tracked(self, block: Block) -> bool:
-        """Whether it is known which rows of the block are trained."""
+        """Return whether the trained rows of the block are tracked."""
         return (block.table, block.region) in self._masks
 
     def begin_copy(self) -> None:
-        """The blocks are to be copied as they are now."""
+        """Begin a copy of the blocks in their present state."""
         self._catch_up()
         with self._lock:
             for mask, _ in self._masks.values():
@@ -92,13 +92,13 @@ class TouchedRows:
             self._kept = []
 
     def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
-        """All is copied: rows, of shape ``(n,)``, that were trained since `begin_copy`, and their values until then."""
+        """End the copy; return rows, of shape ``(n,)``, that were trained since `begin_copy`, and their former values."""
         with self._lock:
             kept, self._kept = self._kept or [], None
             return kept
 
     def since(self, moment: int, block: Block) -> torch.Tensor | None:
-        """Rows of the block, from its first, that were trained since a moment; None: they are not known, or too many."""
+        """Return the block's rows, from its first, that were trained since a moment; None if unknown or too many."""
         self._catch_up()
         mask, moments = self._masks.get((block.table, block.region), (None, set()))
         if mask is None or moment not in moments or _are_too_many(mask, moment):
@@ -106,7 +106,7 @@ class TouchedRows:
         return (mask & (1 << moment)).nonzero().flatten()
 
     def mark(self, moment: int) -> None:
-        """The moment is now."""
+        """Set the moment to now."""
         self._catch_up()
         for mask, moments in self._masks.values():
             mask &= 0xFF ^ (1 << moment)
@@ -119,7 +119,7 @@ class TouchedRows:
 
 
 class _Tracked(NamedTuple):
-    """One table of a kernel: the blocks of its shard, of which so many rows are tracked, and how many features look it up."""
+    """One table of a kernel: the blocks of its shard, the number of tracked rows, and the number of features that use it."""
 
     blocks: Sequence[Block]
     num_rows: int
@@ -130,16 +130,16 @@ class _OfKernel:
     """One byte for every tracked row of the tables that one kernel holds, in one tensor.
 
     Attributes:
-        followed: of each table, the moments since which it is worth telling apart the rows that were trained.
+        followed: moments since which few enough rows were trained to list them, per table.
     """
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:
         *starts, end = itertools.accumulate((table.num_rows for table in tables), initial=0)
-        self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one: of all rows that are not tracked
+        self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one is shared by all rows that are not tracked
         self.masks = [self.flags[start : start + table.num_rows] for start, table in zip(starts, tables, strict=True)]
         self.followed: list[set[int]] = [set() for _ in tables]
         self._noted: list[tuple[torch.Tensor, Sequence[int]]] = []  # values and lengths of steps that are not flagged yet
-        self._num_unchecked = 0  # rows that were flagged since somebody looked how many are
+        self._num_unchecked = 0  # rows flagged since the last check of their number
         self._blocks = [table.blocks for table in tables]
         self._starts = [*starts, end]
         first = [start if table.num_rows else end for start, table in zip(starts, tables, strict=True)]
@@ -148,7 +148,7 @@ class _OfKernel:
         self._rows_of_key = torch.tensor([table.num_rows for table in tables]).repeat_interleave(by_key)
 
     def note(self, features: Any) -> None:
-        """Remember what is looked up; `catch_up` flags it. One step at a time, most of it would be waiting for memory."""
+        """Record the looked-up rows for `catch_up` to flag. Flagging each step by itself would mostly wait for memory."""
         if not any(self.followed):
             return
         lengths = features.length_per_key()
@@ -157,7 +157,7 @@ class _OfKernel:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Flag the rows of all steps that were noted."""
+        """Flag the rows of all recorded steps."""
         if self._noted:
             noted, self._noted = self._noted, []
             places = self._places(noted)
@@ -169,7 +169,7 @@ class _OfKernel:
                     moments -= {moment for moment in moments if _are_too_many(mask, moment)}
 
     def rows_of(self, features: Any) -> torch.Tensor:
-        """The places in `flags` of all rows that are looked up, of shape ``(num_values,)``."""
+        """Return the places in `flags` of all looked-up rows, of shape ``(num_values,)``."""
         lengths = features.length_per_key()
         return self._places([(features.values()[: sum(lengths)], lengths)])
 
@@ -180,12 +180,12 @@ class _OfKernel:
             of.repeat(len(noted)).repeat_interleave(by_key, output_size=len(rows))
             for of in (self._first_of_key, self._rows_of_key)
         )
-        # Row 0 is what fbgemm takes for what is no row.
+        # fbgemm uses row 0 for invalid indices.
         places: torch.Tensor = first + rows.masked_fill((rows < 0) | (rows >= limit), 0)
         return places
 
     def split(self, rows: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Ascending places in `flags` by block: rows of each one's own."""
+        """Split ascending places in `flags` by block, and yield each one's own rows."""
         borders = torch.searchsorted(rows, torch.tensor(self._starts)).tolist()
         for index, blocks in enumerate(self._blocks):
             of_table = rows[borders[index] : borders[index + 1]] - self._starts[index]

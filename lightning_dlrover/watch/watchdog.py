@@ -1,7 +1,7 @@
-"""Watch over a job while it trains: workers that make the others wait, that hang, or whose memory grows to its limit.
+"""Watch over a job while it trains: workers that make the others wait, that hang, or that are about to run out of memory.
 
-One thread per worker. It acts on its own only where the job cannot: what a straggler costs and whether replacing it pays is
-decided by `planner/stragglers.py`, and carried out by whoever starts and ends nodes. Everything it finds is an event.
+One thread per worker. It acts on its own only where the job cannot. `planner/stragglers.py` computes a straggler's cost and
+decides whether replacing it pays; the controller that starts and ends nodes carries it out. Every finding is an event.
 """
 
 from __future__ import annotations
@@ -63,46 +63,46 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 
 DEFAULT_RESIZE_COST_S = 0.5
-"""Assumed until the job has measured a change of the world of its own."""
+"""Seconds assumed until the job has measured a change of the world of its own."""
 
 REMEDIES = ("replace", "enlarge", "add_workers")
-"""Acts that another worker comes of."""
+"""Acts that end in another worker."""
 
 DEFAULT_LEAD_S = 30.0
-"""From asking for a worker to the round with it, assumed until the job has measured it."""
+"""Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
 
 JUDGE_AGAIN_S = 10.0
-"""A straggler whose replacement does not pay is judged again after so long, while it is one."""
+"""Seconds until a straggler is judged again if its replacement does not pay, while it remains one."""
 
 GIL_TIMEOUT_S = 15.0
-"""Seconds without a chance to run after which the watch reports that no Python thread of this worker could."""
+"""Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
 
 UNSAFE_STACKS_VARIABLE = "DLROVER_UNSAFE_STACKS"
-"""Set to 1: after `GIL_TIMEOUT_S` the stacks are written to standard error, by faulthandler's thread, which needs no GIL.
+"""Set to 1: after `GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
 
-Off by default: the thread reads frames that may change meanwhile. A worker that is not stuck but was stopped, or starved by an
-overloaded machine, may crash in that.
+Off by default: the thread reads frames that may change meanwhile. That may crash a worker that is not stuck but was stopped, or
+starved by an overloaded machine.
 """
 
 TELL_AGAIN_S = 600.0
 """Seconds between two reports that no Python thread could run."""
 
 MAX_EVENT_BYTES = 60_000
-"""Of the stacks in one event, those of all workers together."""
+"""Maximum size of the stacks in one event, all workers together."""
 
 
 @dataclass(frozen=True)
 class HangPatience:
-    """For how long a worker may make no progress, in seconds."""
+    """Seconds that a worker may make no progress."""
 
-    floor_s: float = 60.0  # in a training step, at the least; 0: hangs are not looked for
-    factor: float = 20.0  # times the usual step, if that is longer
-    first_s: float = 600.0  # first steps in a round, validation, checkpoints, changes of the world
-    answer_s: float = 10.0  # for all workers to say where they stand
-    again_s: float = 600.0  # until the same hang is told again
+    floor_s: float = 60.0  # minimum limit within a training step; 0 disables the search for hangs
+    factor: float = 20.0  # multiple of the usual step time, if that is longer
+    first_s: float = 600.0  # limit for first steps in a round, validation, checkpoints and changes of the world
+    answer_s: float = 10.0  # time for all workers to report their position
+    again_s: float = 600.0  # interval between reports of the same hang
 
     def limit_s(self, phase: str, steps_in_round: int, step_time_s: float) -> float:
-        """How long a worker may stay where it is; infinity where it is no hang however long it lasts."""
+        """Return how long a worker may stay in this phase; infinity where no duration counts as a hang."""
         if phase in ("setup", "debugger"):
             return math.inf  # a joiner may wait as long as the job runs
         usual_s = max(self.floor_s, self.factor * step_time_s)
@@ -117,14 +117,14 @@ class Watchdog:
         self._stragglers = _Stragglers(live)
         self._memory = _Memory(live)
         self._closing = threading.Event()
-        # In a thread of its own: the other one waits for etcd now and then, which is no time without the GIL.
+        # Runs in a thread of its own: the other thread waits for etcd now and then, and that is no time without the GIL.
         self._gil = _GilWatch(os.environ)
         self._gil.start()
         self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
         self._thread.start()
 
     def saw(self, window: StepProfile) -> None:
-        """One more window of this worker's steps."""
+        """Record one more window of this worker's steps."""
         self._memory.windows.append(window)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -140,7 +140,7 @@ class Watchdog:
         while not self._closing.wait(POLL_S):
             now = time.monotonic()
             try:
-                # A process that was stopped, or a host that slept, has missed its own polls.
+                # A stopped process, or one on a host that slept, has missed its own polls.
                 self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
                 self._stragglers.look(now)
                 self._memory.look(now)
@@ -150,13 +150,13 @@ class Watchdog:
                     log.warning("nobody looks for hangs and stragglers until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on unwatched; what went wrong is said with its traceback.
+                # Training must go on without the watch. The traceback records the failure.
                 log.exception("the watch over this worker failed")
             polled_at = time.monotonic()
 
 
 class _GilWatch:
-    """Reports times in which no Python thread could run, as when C code holds the GIL: nobody here can answer meanwhile."""
+    """Reports times without any running Python thread, as when C code holds the GIL. This process cannot answer meanwhile."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1"
@@ -180,10 +180,10 @@ class _GilWatch:
             faulthandler.cancel_dump_traceback_later()
 
     def look(self, now: float) -> None:
-        """To be called regularly, from a thread that does nothing else."""
+        """Check once; call this regularly from a thread that does nothing else."""
         if self._is_unsafe and (stream := sys.__stderr__) is not None and now - self._armed_at > GIL_TIMEOUT_S / 4:
             self._armed_at = now
-            with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed, or no file
+            with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed or not a file
                 faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=stream)
         silent_s, self._looked_at = now - self._looked_at, now
         if GIL_TIMEOUT_S < silent_s < math.inf and now - self._told_at > TELL_AGAIN_S:
@@ -204,7 +204,7 @@ class _GilWatch:
 
 
 class _Hangs:
-    """Answers when somebody asks where this worker stands, and asks when it makes no progress."""
+    """Answers requests for this worker's position, and requests the others' when it makes no progress itself."""
 
     def __init__(self, live: LiveTraining, patience: HangPatience) -> None:
         self._live = live
@@ -212,8 +212,8 @@ class _Hangs:
         self._patience = patience
         request = self._membership.stacks_request()
         self._answered = request.number if request is not None else 0
-        self._asked: tuple[StacksRequest, float] | None = None  # by this worker, and when
-        self._told_at: float | None = None  # this hang; by whomever
+        self._asked: tuple[StacksRequest, float] | None = None  # this worker's own request, and its time
+        self._told_at: float | None = None  # report of this hang, by any worker
         self._progress: Progress | None = None
         self._since = time.monotonic()
 
@@ -257,7 +257,7 @@ class _Hangs:
         self._answered = request.number
 
     def _conclude(self, now: float) -> None:
-        """Say what the answers show, once all are there or too long awaited."""
+        """Report the hang once all answers are there or the wait for them is over."""
         assert self._asked is not None
         request, asked_at = self._asked
         answers = self._membership.stacks(request.number)
@@ -277,10 +277,10 @@ class _Hangs:
 
 
 def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: list[str]) -> tuple[str, dict[str, Any]]:
-    """Text and data of the event that tells of a hang; equal stacks are kept once.
+    """Return text and data of the event that reports a hang; equal stacks are kept once.
 
     Args:
-        missing: workers that have not answered.
+        missing: workers without an answer.
     """
     waiting = [a for a in answers if a.in_collective]
     others = [a for a in answers if not a.in_collective]
@@ -314,13 +314,13 @@ def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: lis
 
 
 class _Stragglers:
-    """On rank 0: judges every worker by what the votes have brought, and has a straggler replaced where that pays."""
+    """On rank 0: judges every worker by the times in the votes, and requests a straggler's replacement where that pays."""
 
     def __init__(self, live: LiveTraining) -> None:
         self._live = live
         self._membership: Membership = live.world.membership
         self._num_heard = 0
-        self._named = ("", False)  # worker, and whether it is being replaced
+        self._named = ("", False)  # the worker, and whether its replacement was requested
         self._judged_at = self._next_look = 0.0
 
     def look(self, now: float) -> None:
@@ -334,7 +334,7 @@ class _Stragglers:
         if not observations or any(w not in records for w in members):
             return  # the world is changing
         found = find_straggler(observations, hosts=[records[w].host for w in members], loads=live.loads)
-        self._next_look = now + 20 * (time.monotonic() - now)  # with hundreds of workers that takes its time
+        self._next_look = now + 20 * (time.monotonic() - now)  # limits the load: with hundreds of workers the search takes long
         if found is None:
             return
         worker = members[found.global_rank]
@@ -384,17 +384,17 @@ class _Stragglers:
 
 
 class _Memory:
-    """Predicts when this worker's memory reaches its limit, and has something done about it before."""
+    """Predicts when this worker's memory reaches its limit, and requests a remedy before that."""
 
     def __init__(self, live: LiveTraining) -> None:
         self._live = live
         self._membership: Membership = live.world.membership
         self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
-        self._first_round = 0  # that this worker was a member of; 0: not known yet
-        self._looked_at = 0.0  # end of the newest window looked at
-        self._told: tuple[int, Act] = (0, "none")  # round, and what was done in it
+        self._first_round = 0  # first round with this worker; 0: not known yet
+        self._looked_at = 0.0  # end of the newest window examined
+        self._told: tuple[int, Act] = (0, "none")  # round, and the act of this worker in it
         self._acted_at = 0.0
-        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and since when
+        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and the time since then
 
     def look(self, now: float) -> None:
         if self._membership.view.replacements != self._awaited[0]:
@@ -415,7 +415,7 @@ class _Memory:
         number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
         if act == "checkpoint":
             return
-        # One worker is replaced at a time. Where none has come for long, such as in a full cluster, none will in time.
+        # Workers are replaced one at a time. If none has arrived for long, as in a full cluster, none will arrive in time.
         awaits_worker = bool(view.replacements) or act in REMEDIES
         is_urgent = forecast.earliest_seconds_left < lead_s
         awaited_since = self._awaited[1] if view.replacements else self._acted_at
@@ -456,9 +456,9 @@ class _Memory:
         log.warning("memory of this worker: %s", remedy.reason)
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
-        """What was foreseen for the worker in whose place this one came for its memory's sake; None if it did not.
+        """Return the forecast for the worker that this one replaced because of its memory; None if it replaced none.
 
-        Rounds tell what came before what: clocks of several hosts do not.
+        Rounds give the order of events, because the clocks of several hosts do not.
         """
         workers = self._membership.view.workers
         asked = [
@@ -501,7 +501,7 @@ class _Memory:
                 return replace(now, node_memory_mb=memory_mb)
 
             membership.update_plan(larger)
-            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")  # others can wait for their turn
+            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")  # other changes can wait for their turn
         if remedy.act == "add_workers":
             plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
 
@@ -523,7 +523,7 @@ class _Memory:
         return True
 
     def _tried(self, past: list[EventRecord], windows: list[StepProfile]) -> list[Act]:
-        """What was done before and has left this worker, or the one whose place it took, no smaller."""
+        """Return earlier remedies that made neither this worker nor the one it replaced smaller."""
         tried: list[Act] = []
         here = [w for w in windows if w.round_number == windows[-1].round_number][:NUM_SETTLING]
         level = max(w.memory_bytes for w in here)
@@ -542,13 +542,13 @@ class _Memory:
 
 
 def _round_of(event: EventRecord) -> int:
-    """The round that an event tells of; 0 if there is none in it."""
+    """Return the round in an event; 0 if it has none."""
     number = event.data.get("number" if event.kind == "round" else "round")
     return number if isinstance(number, int) else 0
 
 
 def _lead_s(past: list[EventRecord]) -> float:
-    """How long it took, from asking for a worker to the round with it, when this job did so last."""
+    """Return the seconds between the last request for a worker in this job and the round with it."""
     taken = DEFAULT_LEAD_S
     asked_at: float | None = None
     for event in past:
