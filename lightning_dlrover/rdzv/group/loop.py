@@ -59,9 +59,7 @@ class Pace:
         self.steps_in_round = 0  # steps that this worker has ended in the round
         self._step_end = 0.0
         self._was_held_up = False  # whether the current step includes a change of the world
-        self._held_up_since: tuple[float, int] | None = (
-            None  # end of the last step before a change, and the number of workers then
-        )
+        self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, and workers then
         self._next_vote = 0
 
     def step_ended(self) -> None:
