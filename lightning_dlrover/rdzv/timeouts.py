@@ -19,11 +19,11 @@ _LONGEST_S = 30 * 24 * 3600.0
 class Timeouts:
     """Timeouts of a job's agents and workers, in seconds."""
 
-    lease_ttl_s: float = 5.0  # without a keep-alive an agent or worker is dead after this time; etcd's minimum is 2
+    lease_ttl_s: float = 5.0  # seconds without a keep-alive until an agent or worker counts as dead; etcd's minimum is 2
     wait_timeout_s: float = 600.0  # limit on waiting for enough workers; ignored while the job has a controller
     form_timeout_s: float = 120.0  # limit on forming a round; members may be saving a checkpoint before they enter it
-    start_timeout_s: float = 60.0  # after this time the job starts without announced workers that are missing
-    regroup_timeout_s: float = 120.0  # after this time a broken round's survivors that do not answer are left out
+    start_timeout_s: float = 60.0  # limit on waiting for announced workers before the job starts without them
+    regroup_timeout_s: float = 120.0  # limit on waiting for a broken round's survivors before others go on without them
     collective_timeout_s: float = 1800.0  # limit on one collective of the training script
     etcd_timeout_s: float = 5.0  # limit on etcd's response to one request
 

@@ -51,6 +51,5 @@ class Registration:
             if written.succeeded:
                 self._revision = written.revision
                 break
-            # The record expired with an earlier lease, or holds a write of ours whose response was lost. No other process
-            # writes it.
+            # The record expired with an earlier lease, or holds our own write with a lost response. No other process writes it.
             self._revision = written.values[0].mod_revision if written.values else 0

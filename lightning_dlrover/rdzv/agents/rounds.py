@@ -1,4 +1,4 @@
-"""Decide when elastic agents form a round, and of whom: TorchElastic's contract as pure functions.
+"""Decide when elastic agents form a round, and with which members: TorchElastic's contract as pure functions.
 
 The record of a waiting agent names the round that it has left (`round_number`). So a round is over exactly when each of its
 members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered it. Before
@@ -165,7 +165,7 @@ def _has_entered(view: AgentView, agent_id: str) -> bool:
 
 
 def waits(view: AgentView) -> dict[str, str]:
-    """Describe for people what each agent waits for; empty for an agent whose workers run."""
+    """Describe each agent's wait for people; empty while its workers run."""
     waiting, running = candidates(view), participants(view)
     found = {}
     for agent, seen in view.agents.items():

@@ -164,10 +164,10 @@ class EtcdClient:
     def txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()) -> Txn:
         """Carry out `success` if every condition holds, else `failure`, atomically.
 
-        After a lost response the transaction is retried. Its conditions may then be false because of its own first attempt. A
-        retry that failed therefore still counts as succeeded if one of its `success` puts is in etcd with the same bytes and
-        lease, written since the first attempt. Without puts it counts as succeeded if all keys to delete are gone. `values` is
-        empty in both cases.
+        After a lost response the transaction is retried. Its conditions may then be false because of its own first attempt. So
+        a failed retry still counts as succeeded if one of its `success` puts, written since the first attempt, is in etcd with
+        the same bytes and lease. Without puts it counts as succeeded if all keys to delete are gone. `values` is empty in both
+        cases.
 
         This is exact if the bytes or the lease can only come from this call (a name, a nonce). Two callers that write identical
         bytes cannot be distinguished.

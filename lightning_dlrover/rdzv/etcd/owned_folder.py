@@ -21,7 +21,7 @@ class OwnedFolder:
     """A new temporary folder, as `tempfile.TemporaryDirectory`.
 
     Args:
-        prefix: prefix of its name; folders with this prefix whose owners are dead are removed first.
+        prefix: prefix of its name; folders with this prefix and a dead owner are removed first.
         root: folder to create it in; None: the system's folder for temporary files.
     """
 

@@ -149,7 +149,7 @@ class LoneWorld:
     def agreed(self) -> tuple[int | None, int]:
         return None, 1
 
-    # --- what needs others -------------------------------------------------------------------------------------------
+    # --- unavailable without others ----------------------------------------------------------------------------------
 
     @property
     def config(self) -> NoReturn:

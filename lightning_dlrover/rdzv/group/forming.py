@@ -247,7 +247,7 @@ def _connect_briefly(target: RoundRecord) -> Store | None:
 
 
 def _store_at(target: RoundRecord, answer_s: float) -> TCPStore:
-    """Connect to a round's store, whose port must respond within `answer_s`."""
+    """Connect to a round's store; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
     return TCPStore(
         target.store_address,

@@ -118,8 +118,8 @@ class RoundSockets:
 
     Args:
         member: holds the round that is formed or being formed; this class changes it under the lock.
-        server: this worker's store, whose connections are spared.
-        etcd: endpoints whose connections are spared.
+        server: this worker's store; its connections are spared.
+        etcd: etcd's endpoints; connections to them are spared.
         has_nccl: whether groups must also be aborted.
     """
 

@@ -37,4 +37,4 @@ class RoundGroups:
     def join(self, timeout_s: float) -> None:
         """Wait for each thread that drops groups: if it returns while the process ends, it aborts the process."""
         for thread in self._dropping:
-            thread.join(timeout_s)  # with a timeout, as the thread may hang
+            thread.join(timeout_s)  # limited, because the thread may hang

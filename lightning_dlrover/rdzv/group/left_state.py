@@ -1,7 +1,7 @@
 """Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
 
 An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers write the
-state into a folder in shared memory, and the next group of the agent reads it.
+state into a folder in shared memory. The agent's next group of workers reads it.
 
 The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
 killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one before.

@@ -48,7 +48,7 @@ class Pace:
 
     Args:
         check_interval_s: approximate seconds between votes. A vote overlaps with a step, so it costs little.
-        wishes: called for each vote; returns numbers whose minima over all workers are then in `World.wishes`.
+        wishes: called for each vote; returns numbers. `World.wishes` then holds the minimum of each over all workers.
     """
 
     def __init__(self, world: AnyWorld, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
@@ -126,7 +126,7 @@ class Pace:
         return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
-# --- who has the state --------------------------------------------------------------------------------------------------------
+# --- handing over the state ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class _Loop:
             yield from self._steps()
 
     def _raise_if_aborted(self) -> None:
-        """Check the round before an optimizer's step with NCCL, whose gradients may come from an aborted reduction."""
+        """Check the round before an optimizer's step: with NCCL, gradients may come from an aborted reduction."""
         if self.is_in_step and self._formation.size > 1 and self._world.broken:
             raise self._world.broken_error()
 

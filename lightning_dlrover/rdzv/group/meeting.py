@@ -7,8 +7,8 @@ collectives, mix up values, or are aborted when sizes differ. Three measures tur
    have one size. Votes travel in the same group, so a vote can also be compared with a collective.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
    `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
-   order, so a worker that is ahead of another in one group is not behind it in the other. If it is, they wait for each other
-   for ever. This holds whenever the numbers are read, so a slow worker is never mistaken for one that runs another program.
+   order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
+   other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
    The same holds for two workers with equal counts that wait for different collectives in the round's group.
 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
    that one worker has left out. Votes include the number of the step.
@@ -65,20 +65,20 @@ POLL_S = 0.005
 """Seconds between two checks for a worker that is awaited at a place."""
 
 NUM_COMPARED = 16
-"""Number of workers whose counts are read at once; the next read continues with the next ones."""
+"""Number of workers in one read of counts; the next read continues with the next workers."""
 
 NUM_HEADER = 4
 """Numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign."""
 
 NUM_RECENT = 8
-"""Number of compared collectives whose texts are kept for an error message."""
+"""Number of newest compared collectives to keep for an error message."""
 
 
 class MismatchError(WorldError):
     """Workers have met in different collectives. The program is wrong, and a new round cannot repair it."""
 
 
-# --- who is ahead -------------------------------------------------------------------------------------------------------------
+# --- comparing counts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Meeting:
         capacity: maximum numbers in a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
-        activity: describes what this worker is doing.
+        activity: describes this worker's current activity.
         is_in_step: returns whether this worker is inside a training step.
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
     """
@@ -267,7 +267,7 @@ class Meeting:
         if getattr(options, "asyncOp", False):
             return  # an asynchronous one overlaps with computation
         if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
-            return  # with those of SyncBatchNorm, for example, the host would wait for the others in each layer
+            return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:

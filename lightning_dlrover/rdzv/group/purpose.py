@@ -62,7 +62,7 @@ def shown(frame: FrameType | None) -> Place:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """Return the place of a call whose innermost frame is `frame`."""
+    """Return the place of a call, given its innermost frame."""
     caller, outermost = "", ""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Detect workers whose processes are gone or cannot be reached from here."""
+"""Detect workers that are dead or cannot be reached from here."""
 
 from __future__ import annotations
 

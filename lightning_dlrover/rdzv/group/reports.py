@@ -75,7 +75,7 @@ class Reports:
         )
 
     def _lost_members(self) -> list[str]:
-        """Return members of the last round formed by this worker whose process is gone."""
+        """Return dead members of the round that this worker formed last."""
         if (formation := self._formation()) is None:
             return []
         members = formation.round.members

@@ -42,7 +42,7 @@ class JobStanding:
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def check_joiner(self, fingerprint: str) -> None:
-        """Raise a `MembershipError` if a worker whose model has this fingerprint cannot join."""
+        """Raise a `MembershipError` if a worker with this model fingerprint cannot join."""
         job = self._membership.view.job
         if job is not None and job.fingerprint and job.fingerprint != fingerprint:
             raise MembershipError(

@@ -41,8 +41,8 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
     """Make waits that Python code begins without a timeout fail once the round in which they began is over.
 
     Args:
-        round_: returns the number of the round that this process is in, and whether its group was severed so long ago that
-            gloo has woken every waiter that it will wake. Raises the reason if an error ended the round.
+        round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
+            every waiter that it will wake. Raises the reason if an error ended the round.
         all_waits: False limits this to waits in `wait_for`, because the host does not wait for NCCL.
     """
     global _find_round, _guards_all
@@ -142,7 +142,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     """Make DDP's passes end with their round as well: DDP waits for gradients and buffers outside of Python's control.
 
     Gradients are reduced as by DDP itself, and awaited from Python just before. A model that has, or will get, a communication
-    hook is left unchanged. So is a static graph, whose first pass reduces gradients later than that.
+    hook is left unchanged. So is a static graph, because its first pass reduces gradients later than that.
     """
     if torch_names.has_gradient_hook(replica) or replica.static_graph:
         return

@@ -201,7 +201,7 @@ class AgentRecord:
     host: str
     pid: int
     num_workers: int  # workers this agent starts
-    # running: it has entered round `round_number`, whose workers run or are about to. finished: all its workers succeeded.
+    # running: it has entered round `round_number`, and its workers run or are about to. finished: all its workers succeeded.
     state: Literal["waiting", "running", "finished"]
     labels: dict[str, str] = field(default_factory=dict)
     round_number: int = 0  # agent round it takes part in; waiting: it joins only a later round

@@ -23,7 +23,7 @@ def announce(
     Args:
         view: the view on which the round was decided.
         decided_s: seconds from the last change of the records to the write of this round.
-        buried: workers whose records the convener itself has removed.
+        buried: workers that the convener itself has buried.
         event: receives kind, text and data of each line.
     """
     for worker_id in losses(view, round_):

@@ -40,7 +40,7 @@ __all__ = [
 T = TypeVar("T")
 
 EXIT_ALL_DRAINED = 143
-"""Exit code of a worker whose job was stopped before it was done, the same as of a process ended by SIGTERM."""
+"""Exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM."""
 
 REACH_AGAIN_S = 5.0
 """Seconds between two attempts of a joiner to reach a member that it is cut off from."""
@@ -97,7 +97,7 @@ class CannotMeetError(Exception):
 
 @dataclass(frozen=True)
 class Formation:
-    """A round whose process group is up."""
+    """A round with its process group in place."""
 
     round: RoundRecord
     hellos: Mapping[str, bytes]  # hello of every member, by worker id
@@ -137,10 +137,10 @@ class Means(Protocol):
         """Write this worker's record, retrying while etcd is unavailable; raises `EvictedError` if the record is gone."""
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        """Remove the records of workers whose process is certainly gone."""
+        """Remove the records of workers that are certainly dead."""
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        """Return the workers whose port accepts no connection from here, without refusing it either."""
+        """Return the workers that neither accept nor refuse a connection from here."""
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         """Form the process group of a round that this worker is a member of.

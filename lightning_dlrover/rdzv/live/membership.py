@@ -259,7 +259,7 @@ class Membership:
                 self._client.txn(write.compare, write.ops)
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
-        """Probe workers and bury those whose process is certainly gone."""
+        """Probe workers and bury those that are certainly dead."""
         records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
         # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
         records = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
@@ -270,7 +270,7 @@ class Membership:
                 # A dead worker stays dead: the next probe or its lease expiry removes the record.
                 log.debug("run %s: could not bury %s: %s", self._config.run_id, dead, error)
 
-    # --- what workers write for others ----------------------------------------------------------------------------------
+    # --- records for others ---------------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> None:
         """Ask to leave the job: the next planned round is formed without this worker.
@@ -436,7 +436,7 @@ class Membership:
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
             except Exception:
-                # A worker whose membership thread has ended would never detect another round.
+                # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
 
     @property

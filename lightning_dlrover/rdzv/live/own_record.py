@@ -96,7 +96,7 @@ class OwnRecord:
             while not (written := self._try_write(put)).succeeded:
                 entry = self._client.get(self.key)
                 if entry is not None and entry.create_revision == self._created:
-                    self._modified = entry.mod_revision  # our own write whose response was lost, or another client's garbage
+                    self._modified = entry.mod_revision  # our own write, if its response was lost, or another client's garbage
                 elif not self._come_back():
                     self.evicted = True
                     raise EvictedError(self.evicted_text)

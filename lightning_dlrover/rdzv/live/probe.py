@@ -14,7 +14,7 @@ __all__ = ["dead_workers", "silent_workers"]
 
 
 def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
-    """Return the ids of workers whose process is certainly gone: their host refuses connections to their port.
+    """Return the ids of workers that are certainly dead: their host refuses connections to their port.
 
     A worker that does not answer at all (host gone, process stopped) is not in the list. Its lease decides.
     """
@@ -22,7 +22,7 @@ def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> lis
 
 
 def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
-    """Return the ids of workers whose port neither accepts nor refuses a connection: cut off, or their host is gone."""
+    """Return the ids of workers that neither accept nor refuse a connection: they are cut off, or their host is gone."""
     return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code not in (0, errno.ECONNREFUSED)]
 
 

@@ -112,7 +112,7 @@ class Patience:
 
     start_s: float = 60.0  # wait until all announced workers have registered or are ready
     regroup_s: float = 120.0  # wait until all survivors have detected the broken round; they may be saving a checkpoint
-    return_s: float = 10.0  # wait until workers whose leases expired while etcd was unreachable have registered again
+    return_s: float = 10.0  # wait until workers with leases that expired in an outage of etcd have registered again
     apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
 
 
@@ -153,7 +153,7 @@ def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
 
 
 def waits(view: View) -> dict[str, str]:
-    """Describe for people what each worker waits for; empty for a worker that trains."""
+    """Describe each worker's wait for people; empty for a worker that trains."""
     is_about_to = next_round(view, 0.0) is not None
     return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
 
@@ -371,7 +371,7 @@ def _leaving(view: View, num_joiners: int) -> set[str]:
     assert view.round is not None
     assert view.job is not None
     others = [w for w in view.round.members if w not in view.drains]
-    too_many = len(others) - view.cap  # for example after the only worker's replacement has joined to receive the state
+    too_many = len(others) - view.cap  # happens after the only worker's replacement has joined to receive the state
     can_go = len(others) + num_joiners - view.job.min_workers
     replaced = [w for w in others if w in view.replacements]
     return {*view.drains, *replaced[: max(0, min(can_go, max(num_joiners, too_many)))]}

@@ -75,6 +75,6 @@ def read_view(
         workers=workers,
         agents=folder(keys.agents, AgentRecord),
         drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-        # A request by others outlasts a worker whose lease has expired. That worker's place is free already.
+        # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
         replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
     )
