@@ -1,7 +1,7 @@
-"""Who is in the job: the etcd rendezvous of TorchElastic, and live-elastic process groups for any PyTorch loop.
+"""Membership of a job: the etcd rendezvous of TorchElastic, and live-elastic process groups for any PyTorch loop.
 
-The public names; docs/plain_pytorch.md shows their use. They are loaded on first use: agents and the command line import this
-package too and must not pay for importing torch.
+This module exports the public names, and docs/plain_pytorch.md shows their use. They are loaded on first use because agents and
+the command line also import this package and must not pay for importing torch.
 """
 
 from __future__ import annotations

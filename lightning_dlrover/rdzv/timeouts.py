@@ -1,6 +1,6 @@
-"""The timeouts of a job that `--rdzv-conf` sets: read by the agent, handed to its workers in environment variables.
+"""Timeouts of a job, set with `--rdzv-conf`. The agent reads them and passes them to its workers in environment variables.
 
-A field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
+The field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _LONGEST_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that the agents and workers of a job wait, and for what."""
+    """Timeouts of a job's agents and workers, in seconds."""
 
-    lease_ttl_s: float = 5.0  # without a sign of life: an agent or worker is dead. etcd makes it 2 at least
-    wait_timeout_s: float = 600.0  # for enough workers; a job with a controller waits for as long as that is there
-    form_timeout_s: float = 120.0  # until all members of a round have arrived; they may be saving a checkpoint
-    start_timeout_s: float = 60.0  # for announced workers, before the job starts without them
-    regroup_timeout_s: float = 120.0  # for survivors of a broken round, before the others go on without them
-    collective_timeout_s: float = 1800.0  # for a collective of the training script
-    etcd_timeout_s: float = 5.0  # for the answer to one request to etcd
+    lease_ttl_s: float = 5.0  # seconds without a keep-alive until an agent or worker counts as dead; etcd's minimum is 2
+    wait_timeout_s: float = 600.0  # limit on waiting for enough workers; ignored while the job has a controller
+    form_timeout_s: float = 120.0  # limit on forming a round; members may be saving a checkpoint before they enter it
+    start_timeout_s: float = 60.0  # limit on waiting for announced workers before the job starts without them
+    regroup_timeout_s: float = 120.0  # limit on waiting for a broken round's survivors before others go on without them
+    collective_timeout_s: float = 1800.0  # limit on one collective of the training script
+    etcd_timeout_s: float = 5.0  # limit on etcd's response to one request
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Timeouts:
-        """What `to_environment` has written, and defaults.
+        """Read the variables that `to_environment` wrote; those that are not set keep their defaults.
 
         Raises:
-            ValueError: a variable is no number of seconds, or out of range; it is named.
+            ValueError: a variable is not a number of seconds or is out of range. The message names it.
         """
         values = {}
         for name in cls.names():
@@ -53,10 +53,10 @@ class Timeouts:
 
 
 def seconds(name: str, text: str) -> float:
-    """The value of a timeout.
+    """Parse the value of a timeout.
 
     Raises:
-        ValueError: not a number, or out of range.
+        ValueError: the text is not a number, or out of range.
     """
     try:
         value = float(text)

@@ -1,8 +1,8 @@
-"""The stores that an elastic agent gets, which answer what nobody else would answer.
+"""Stores for elastic agents that respond where an agent would otherwise wait in vain.
 
-TorchElastic's agent exchanges ranks and meets at its end in the store of *its* round. In a live job the set
-of nodes changes under a running agent: a late agent would wait 300 s for ranks that running agents do not
-write again, and a leaving one for agents that have gone.
+TorchElastic's agent exchanges ranks, and meets the others at its end, in the store of *its* round. In a live job the set of
+nodes changes under a running agent. A late agent would wait 300 s for ranks that running agents do not write again, and a
+leaving agent for agents that are gone.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
 _NUM_MEMBERS = _EXIT_BARRIER + "/num_members"
 
-_LOOK_S = 0.2  # how soon an agent that waits for ranks sees that its round has broken up; local, costs no request
+_LOOK_S = 0.2  # seconds between an agent's checks for a broken round while it waits for ranks; local, without a request
 _CHECK_S = 20.0
 
 
 class RoundAgent(Protocol):
-    """What a round's store tells its agent, and asks it about the others."""
+    """Interface of an agent for its round's store."""
 
     def starts(self, num_workers: int) -> None: ...
 
     def round_has_broken_up(self) -> bool:
-        """Whether a member of this round is gone, so that not all may come to what they were to do together."""
+        """Whether a member of this round is gone, so that a common operation may never complete."""
 
     def must_restart(self) -> None:
-        """The workers that are started next have made-up ranks."""
+        """Note that the workers started next have provisional ranks."""
 
     def has_finished(self) -> None: ...
 
     def wait_for_others(self, timeout_s: float) -> None:
-        """Return when all living members have finished, or when waiting has no point."""
+        """Wait until all living members have finished, or until waiting has no point."""
 
 
 class RoundStore(EtcdStore):
-    """The store of a normal round: etcd, except where an agent would wait for one that has died.
+    """The store of a normal round: etcd, except where an agent would wait for a dead one.
 
-    Ranks that nobody is left to assign are made up: the workers that start with them are restarted at once, in a round
-    without the dead. The exit barrier is kept by the agents' records, of which the dead have none.
+    If no agent is left to assign ranks, provisional ones are used. Workers that start with them are restarted at once, in a
+    round without the dead. The exit barrier uses the agents' records, and dead agents have none.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, node_rank: int, num_nodes: int, agent: RoundAgent) -> None:
@@ -89,7 +89,7 @@ class RoundStore(EtcdStore):
             return super().add(key, value)
         with _torch_errors():
             self._agent.has_finished()
-        return 0  # not the last one: whoever waits learns it from the records
+        return 0  # never the last one: waiting agents read the records instead
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if all(key.startswith(_EXIT_BARRIER) for key in keys):
@@ -101,10 +101,10 @@ class RoundStore(EtcdStore):
         return EtcdStore(self._client, self.prefix, self.timeout)
 
     def _exchanged(self, paths: list[str]) -> Mapping[str, KeyValue]:
-        """What all the paths hold; what there is of it when the round has broken up.
+        """Wait for the values of all paths and return them; only the present ones if the round has broken up.
 
         Raises:
-            DistStoreError: the round goes on, but something is missing after the store's timeout.
+            DistStoreError: the round goes on, but a value is missing after the store's timeout.
         """
         awaited = set(paths)
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -137,15 +137,15 @@ class RoundStore(EtcdStore):
 
 
 class LiveAgentStore(Store):
-    """Answers everything the agent asks by itself, at once; ranks are true at joining time.
+    """Respond to all of the agent's requests locally and at once; ranks are true at joining time.
 
-    The workers find each other through etcd and agree on ranks of their own, so nothing depends on these.
+    The workers find each other through etcd and agree on their own ranks, so nothing depends on these.
     """
 
     def __init__(self, num_workers_before: int, on_local_world_size: Callable[[int], None], timeout_s: float = 300.0) -> None:
         """
         Args:
-            num_workers_before: workers of the agents that are alive already; the first global rank of ours.
+            num_workers_before: number of workers of agents that are already alive, and first global rank of ours.
         """
         super().__init__()
         self._num_workers_before = num_workers_before
@@ -183,7 +183,7 @@ class LiveAgentStore(Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        pass  # the exit barrier: the others of the job may go on for hours
+        pass  # no exit barrier: the job's other agents may go on for hours
 
     @property
     def timeout(self) -> timedelta:

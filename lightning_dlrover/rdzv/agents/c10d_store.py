@@ -1,6 +1,6 @@
 """c10d's key-value store on etcd, usable from Python and from the C++ of gloo and NCCL.
 
-Decides nothing about the job: whoever makes the store gives it a prefix of its own and deletes that prefix.
+Decides nothing about the job. The creator of a store chooses a prefix for it and deletes that prefix later.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ __all__ = ["MAX_VALUE_BYTES", "EtcdStore", "is_in_use"]
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests above 1.5 MiB
 _MAX_OPS_PER_TXN = 100  # etcd refuses more than 128
 
-# A key's bytes as a name in etcd, where names are text: NUL, which begins an escape, and bytes that are not UTF-8 are escaped.
+# Names in etcd are text here, but keys are bytes. NUL, which begins an escape, and bytes that are not UTF-8 are escaped.
 _ESCAPED_NUL, _ESCAPED_BYTE, _QUEUED = "\0\1", "\0\2", "\0\3"
 
-# pybind11 calls our methods only while the *Python* object lives, but C++ (a PrefixStore, a process group)
-# keeps just its own half alive: without this reference `PrefixStore("x", EtcdStore(...))` would lose every
-# override.
+# pybind11 calls our methods only while the *Python* object lives, but C++ (a PrefixStore, a process group) keeps only its own
+# half alive. Without this reference `PrefixStore("x", EtcdStore(...))` would lose every override.
 _open_stores: set[EtcdStore] = set()
 
 
@@ -56,31 +55,30 @@ def is_in_use(client: EtcdClient) -> bool:
 
 
 class EtcdStore(Store):
-    """A `torch.distributed.Store` whose keys lie under one prefix in etcd.
+    """A `torch.distributed.Store` that keeps its keys under one prefix in etcd.
 
-    Semantics are TCPStore's: `get` and `wait` block until the keys exist or the timeout is over
-    (`DistStoreError`), an etcd that cannot be reached raises `DistNetworkError`. Values have at most
-    `MAX_VALUE_BYTES`. Closing does not delete the keys.
+    The semantics are those of TCPStore: `get` and `wait` block until the keys exist or the timeout is over (`DistStoreError`).
+    An unreachable etcd raises `DistNetworkError`. Values have at most `MAX_VALUE_BYTES`. Closing does not delete the keys.
 
-    torch's bridge from C++ to stores written in Python knows neither `list_keys` nor queues nor keys that are not
-    UTF-8: a `PrefixStore` around this store raises `NotImplementedError` or `UnicodeDecodeError` for these.
+    torch's bridge from C++ to stores written in Python does not support `list_keys`, queues, or keys that are not UTF-8. For
+    these, a `PrefixStore` around this store raises `NotImplementedError` or `UnicodeDecodeError`.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, timeout: timedelta = timedelta(seconds=300)) -> None:
         """
         Args:
-            client: shared, not closed by this store.
+            client: shared client; this store does not close it.
             prefix: folder of keys for this store alone, such as ``/dlrover/run/store/7/``.
         """
         super().__init__()
         self._client = client
         self.prefix = prefix.rstrip("/") + "/"
-        self.set_timeout(timeout)  # kept in C++, where a PrefixStore around this store sets it, too
+        self.set_timeout(timeout)  # kept in C++, where a PrefixStore around this store also sets it
         self._writer = _Writer(client, self.prefix)
         _open_stores.add(self)
 
     def close(self) -> None:
-        """Let the object be collected; needs no call at the end of a process."""
+        """Allow the object to be garbage-collected. Not needed at the end of a process."""
         _open_stores.discard(self)
 
     # -- plain reads and writes
@@ -130,7 +128,7 @@ class EtcdStore(Store):
     # -- read, modify, write
 
     def add(self, key: str, value: int) -> int:
-        """The sum after adding; a missing key counts as 0."""
+        """Add to a value and return the sum. A missing key counts as 0."""
 
         def increase(current: bytes | None) -> bytes:
             try:
@@ -144,8 +142,7 @@ class EtcdStore(Store):
         self._modify(key, lambda current: (current or b"") + _as_bytes(value))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """The value afterwards; `expected_value` itself when the key is missing and something was
-        expected."""
+        """Return the value afterwards, or `expected_value` itself if it is not empty and the key is missing."""
         expected, desired = _as_bytes(expected_value), _as_bytes(desired_value)
 
         def exchange(current: bytes | None) -> bytes | None:
@@ -155,7 +152,7 @@ class EtcdStore(Store):
         return expected if after is None else after
 
     def _modify(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
-        """The value after an atomic change; `change` returns None to leave it as it is."""
+        """Change a value atomically and return the result; `change` returns None to keep the value."""
         path = self._path(key)
         with _torch_errors():
             while True:
@@ -176,15 +173,15 @@ class EtcdStore(Store):
             self._writer.write(absent(path), Put(path, self._payload(key, value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """The value that was pushed first.
+        """Remove and return the oldest value.
 
         Raises:
-            QueueEmptyError: `block` is False and there is none.
-            DistStoreError: there was none within the timeout.
+            QueueEmptyError: `block` is False and the queue is empty.
+            DistStoreError: the queue stayed empty until the timeout.
         """
         while True:
             with _torch_errors():
-                for kv in self._queued(key):  # the first, unless others are faster
+                for kv in self._queued(key):  # the oldest, unless other consumers are faster
                     if self._writer.write(created(kv.key) == kv.create_revision, Delete(kv.key)):
                         return kv.value
                 if not block:
@@ -196,7 +193,7 @@ class EtcdStore(Store):
             return len(self._queued(key))
 
     def _queued(self, key: str) -> list[KeyValue]:
-        """Entries of a queue, oldest first."""
+        """Return the entries of a queue, oldest first."""
         _, found = self._client.get_prefix(self._path(key) + _QUEUED)
         return sorted(found, key=lambda kv: kv.create_revision)
 
@@ -228,7 +225,7 @@ class EtcdStore(Store):
         return f"{self.prefix}key/{_escaped(_as_bytes(key))}"
 
     def _get(self, paths: Sequence[str]) -> dict[str, KeyValue]:
-        """Those of the names that exist."""
+        """Return the entries of the names that exist."""
         found: dict[str, KeyValue] = {}
         for begin in range(0, len(paths), _MAX_OPS_PER_TXN):
             chunk = [Get(path) for path in paths[begin : begin + _MAX_OPS_PER_TXN]]
@@ -245,7 +242,7 @@ class EtcdStore(Store):
         return payload
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> Mapping[str, KeyValue]:
-        """Everything that exists under the names of `keys`, once each of them has a value or something queued."""
+        """Wait until each of `keys` has a value or a queued entry, and return all their entries."""
         paths = [self._path(key) for key in keys]
         with _torch_errors():
             found = self._get(paths)
@@ -275,26 +272,26 @@ class EtcdStore(Store):
 
 
 class _Writer:
-    """Conditional writes of a store and its clones, each made once though its answer may get lost.
+    """Conditional writes of a store and its clones, each applied exactly once even if its response is lost.
 
-    Every write also leaves its number under one key of this writer's own, by which it is recognised when it is repeated.
+    Every write also stores its number under one key of this writer. A retry recognises the write by that number.
     """
 
     def __init__(self, client: EtcdClient, prefix: str) -> None:
         self._client = client
         self._key = f"{prefix}op/{uuid.uuid4().hex}"
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # one at a time: the next number would hide the last one
+        self._lock = threading.Lock()  # one write at a time: the next number would hide the last one
 
     def write(self, condition: Compare, op: Op) -> bool:
-        """Whether the condition held."""
+        """Write if the condition holds; return whether it did."""
         with self._lock:
             number = Put(self._key, str(next(self._numbers)).encode())
             return self._client.txn([condition], [number, op]).succeeded
 
 
 class _torch_errors:
-    """Turns an unreachable etcd into the exception that callers of a c10d store expect."""
+    """Convert errors of an unreachable etcd into the exception that callers of a c10d store expect."""
 
     def __enter__(self) -> None:
         pass
@@ -323,7 +320,7 @@ def _unescaped(name: str) -> str:
 
 
 def _chunks_of(puts: Sequence[Op], max_bytes: int) -> list[list[Op]]:
-    """The puts in order, in pieces that fit into one transaction each."""
+    """Split the puts in order into pieces that fit into one transaction each."""
     chunks: list[list[Op]] = [[]]
     size = 0
     for put in puts:

@@ -1,4 +1,4 @@
-"""What an agent was started with: torchrun's options and the values of --rdzv-conf."""
+"""Configuration of an agent: torchrun's options and the values of --rdzv-conf."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HandlerConfig:
-    """Everything the handler was told: --rdzv-endpoint, --rdzv-id, --nnodes and --rdzv-conf."""
+    """The handler's options: --rdzv-endpoint, --rdzv-id, --nnodes and --rdzv-conf."""
 
     etcd: EtcdConfig
     run_id: str
     limits: Limits
     key_prefix: str = DEFAULT_PREFIX
     local_address: str | None = None
-    join_timeout_s: float = 600.0  # until a round has room; not counted while a controller is there
-    last_call_timeout_s: float = 3.0  # how long a round with enough nodes waits for more
+    join_timeout_s: float = 600.0  # limit on waiting for a round with room; the clock stops while there is a controller
+    last_call_timeout_s: float = 3.0  # seconds that a round with enough nodes waits for more
     close_timeout_s: float = 30.0
-    timeouts: Timeouts = field(default_factory=Timeouts)  # of this agent and its workers
-    live: bool = False  # the script is known to re-form in process: never wait for more nodes, never restart
-    num_workers: int = 1  # of this node, until the agent tells
-    history_ttl_s: float = HISTORY_TTL_S  # the run's records outlast its last agent and worker by so long
+    timeouts: Timeouts = field(default_factory=Timeouts)  # timeouts of this agent and its workers
+    live: bool = False  # True if the script re-forms in process: never wait for more nodes, never restart
+    num_workers: int = 1  # workers of this node, until the agent reports the number
+    history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
 
     @staticmethod
     def from_parameters(params: RendezvousParameters) -> HandlerConfig:
         """Read `--rdzv-conf`.
 
         Raises:
-            ValueError: an unknown key or a malformed value, named.
+            ValueError: a key is unknown or its value malformed; the message names it.
         """
         conf = dict(params.config)
-        # LaunchConfig adds these for other backends; they say nothing to this one.
+        # LaunchConfig adds these for other backends; this one does not use them.
         for foreign in ("timeout", "rank"):
             conf.pop(foreign, None)
 
@@ -91,7 +91,7 @@ class HandlerConfig:
 
 def _lifetime(text: str) -> float:
     if not 60 <= (value := float(text)) <= 9e9:
-        # Should all of a running job be cut off from etcd for so long, it would be forgotten.
+        # If a whole running job is cut off from etcd for this long, its records expire.
         raise ValueError("it must be at least 60 seconds")
     return value
 

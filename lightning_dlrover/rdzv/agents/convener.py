@@ -1,9 +1,9 @@
-"""Convene the elastic agents: one of them watches all others, forms their rounds and tells them what they must know.
+"""Convene the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
 
-What is to be written is decided in `agent_rounds.py`; this module decides who may write it. The convener is whoever created
-the election key; the key goes with its agent's lease, then another agent takes over. Each write is fenced on the key and on
-what it replaces, so a convener that was taken for dead changes nothing. Everybody else watches three small keys, hence a
-change costs a job of n agents one write and n notifications, and a look at all agents is taken in one place only.
+`agent_rounds.py` decides the content of a write; this module decides which agent may write it. The convener is the agent that
+created the election key. The key expires with its agent's lease, and then another agent takes over. Each write is fenced on the
+key and on the value that it replaces, so a convener that was declared dead cannot change anything. All other agents watch three
+small keys. A change therefore costs a job of n agents one write and n notifications, and only one agent reads all records.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = ["AgentConvener", "RecordReader"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_IDLE_S = 5.0  # changes wake the convener; this only bounds what a missed wake-up costs
+_IDLE_S = 5.0  # seconds between looks; changes wake the convener, so this only bounds the cost of a missed wake-up
 _RETRY_S = 0.2
-# Counts go out at once when they have rested for so long, times the agents to be told: at most 1000 notifications per second.
+# Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
-_CAMPAIGN_PER_AGENT_S = 0.0005  # when a convener has died, so many agents ask for its place in turn, not all at once
+_CAMPAIGN_PER_AGENT_S = 0.0005  # seconds per agent over which candidacies are spread after a convener's death
 
 
 class RecordReader:
-    """Decodes each version of a record once; for one thread.
+    """Decode each version of a record once. For use by one thread.
 
-    An agent that is still joining stops at garbage; one that has joined ignores it and goes by the last readable version.
+    An agent that is still joining stops at garbage. An agent that has joined ignores it and uses the last readable version.
     """
 
     def __init__(self, run_id: str, is_joining: Callable[[], bool]) -> None:
@@ -70,10 +70,10 @@ class RecordReader:
         self._read: dict[str, tuple[int, Any]] = {}  # revision and record of each key
 
     def read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
-        """The record of an entry; None where there is none to go by.
+        """Return the record of an entry, None if no version of it is usable.
 
         Raises:
-            RecordError: garbage, and this agent is still joining.
+            RecordError: the entry is garbage, and this agent is still joining.
         """
         if entry is None:
             return None
@@ -91,13 +91,13 @@ class RecordReader:
         return record
 
     def forget_all_but(self, keys: Collection[str]) -> None:
-        """Drop what was kept for keys that are gone, once it is most of what is kept."""
+        """Drop the cached records of deleted keys, once they make up most of the cache."""
         if len(self._read) > 2 * len(keys) + 16:
             self._read = {key: kept for key, kept in self._read.items() if key in keys}
 
 
 class AgentConvener:
-    """An agent's candidacy for the office, and its term in it; a thread of its own runs only meanwhile."""
+    """An agent's candidacy for the office, and its term in it. A thread of its own runs only during these."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class AgentConvener:
     ) -> None:
         """
         Args:
-            last_call_s: how long a round with enough agents waits for more.
-            reader: raises for a record that must not be ignored; that ends the term, and `on_error` is told.
+            last_call_s: seconds that a round with enough agents waits for more.
+            reader: raises for a record that must not be ignored, which ends the term and calls `on_error`.
         """
         self._client = client
         self._keys = keys
@@ -129,11 +129,11 @@ class AgentConvener:
         self._told_at = 0.0
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
-        """Become the convener unless somebody is; returns at once.
+        """Stand for convener unless there is one. Returns at once.
 
         Args:
-            watched: shows the election key.
-            num_agents: about how many agents ask at the same time.
+            watched: mirror that includes the election key.
+            num_agents: approximate number of candidates.
         """
         with self._lock:
             if self._stopped.is_set() or (self._thread is not None and self._thread.is_alive()):
@@ -167,7 +167,7 @@ class AgentConvener:
                 return
 
     def _win(self, watched: Mirror, lease: Lease) -> int:
-        """The term that is ours, or 0."""
+        """Return the term that we have won, or 0."""
         key, value = self._keys.agent_convener, self._agent_id.encode()
         entry = watched.get(key)
         if entry is None:
@@ -177,7 +177,7 @@ class AgentConvener:
         return entry.create_revision if entry is not None and is_ours else 0
 
     def _convene(self, term: int) -> None:
-        """Do what is to be done, for as long as the election key is ours."""
+        """Convene for as long as the election key is ours."""
         logger.debug("agent %s convenes", self._agent_id)
         self._enough_since = None
         with Mirror(self._client, self._keys.live, self._wake.set) as mirror:
@@ -196,12 +196,12 @@ class AgentConvener:
                     except EtcdError as error:
                         logger.warning("agents' convener %s must wait: %s", self._agent_id, error)
                         pause_s = _RETRY_S
-                # Half of a core at most: what happens during a look is looked at together.
+                # Use at most half of a core. Changes during a look are then handled together in the next one.
                 self._stopped.wait(min(0.2, time.monotonic() - began))
                 self._wake.wait(pause_s)
 
     def _act(self, entries: dict[str, KeyValue], term: int) -> float:
-        """Write what is due; returns after how many seconds to look again although nothing has changed."""
+        """Write what is due; return the seconds after which to look again even without a change."""
         view = self._view(entries)
         now = time.monotonic()
         pause_s = _IDLE_S
@@ -239,7 +239,7 @@ class AgentConvener:
 
     def _write(self, key: str, value: bytes, entries: dict[str, KeyValue], term: int) -> bool:
         keys = self._keys
-        # A round and its confirmation depend on each other: neither may change behind the other's back.
+        # A round and its confirmation depend on each other, so each write is conditional on both.
         seen: list[Compare] = [
             modified(name) == (entries[name].mod_revision if name in entries else 0)
             for name in (keys.agent_round, keys.agent_notice)

@@ -1,4 +1,4 @@
-"""The variables in which an agent's workers, which inherit its environment, find the job."""
+"""Environment variables that describe the job to an agent's workers, which inherit them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["export"]
 
 
 def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) -> None:
-    """Tell the workers, which inherit the agent's environment, where the job's state is."""
+    """Export the location of the job's records to the workers, which inherit the agent's environment."""
     etcd, limits = config.etcd, config.limits
     values = {
         "DLROVER_ENDPOINT": etcd.endpoints,
@@ -28,6 +28,6 @@ def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) 
     }
     for name, value in values.items():
         if value is None:
-            os.environ.pop(name, None)  # left from an outer job, it would not fit this endpoint
+            os.environ.pop(name, None)  # a variable left from an outer job would not fit this endpoint
         else:
             os.environ[name] = value

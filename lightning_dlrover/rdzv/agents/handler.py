@@ -1,10 +1,9 @@
-"""The TorchElastic rendezvous backend `etcd-v3`: what `torchrun --rdzv-backend=etcd-v3` talks to.
+"""The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`.
 
-Scripts that know nothing of us get TorchElastic's contract: a change of membership restarts all workers. Once
-workers that can be re-formed in process have registered (`JobRecord.live`), joins and leaves are theirs:
-agents start and end workers, and never restart those of others. Which agents form a round is decided in
-`rounds.py`, by the agent that convenes (`convener.py`); an agent itself watches three keys and writes
-its own record.
+Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed in
+process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own workers, and
+never restart those of others. The agent that convenes (`convener.py`) decides with `rounds.py` which agents form a round. Each
+agent watches three keys and writes its own record.
 """
 
 from __future__ import annotations
@@ -83,20 +82,20 @@ BACKEND = "etcd-v3"
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_POLL_S = 0.5  # the mirror wakes us; this only bounds what a missed wake-up costs
-_WORD_TTL_S = 5.0  # how long at least an agent that has signed off is remembered; a dead convener may have to be replaced first
-_CHECK_S = 20.0  # between two looks at whether the mirror missed something; more would load etcd when there are many agents
+_POLL_S = 0.5  # seconds between polls; the mirror wakes us, so this only bounds the cost of a missed wake-up
+_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead convener may have to be replaced meanwhile
+_CHECK_S = 20.0  # seconds between checks for changes that the mirror missed; with many agents more checks would load etcd
 
 
-_NODES_FINISHED = "its nodes have finished"  # why a run of plain scripts is closed
+_NODES_FINISHED = "its nodes have finished"  # reason for closing a run of plain scripts
 _FINISHED = JobRecord("finished", live=True, min_workers=1, max_workers=1, version="")
 
 
 class RunIsOverError(RendezvousClosedError, SystemExit):
-    """Nobody can join the run any more.
+    """No agent can join the run any more.
 
-    A `SystemExit`, too, so that torchrun ends with its code; else it would print thirty lines of traceback under the one that
-    matters, which is logged before.
+    It is also a `SystemExit`, so that torchrun ends with its code. Otherwise torchrun would print thirty lines of traceback
+    below the one line that matters, which is logged before.
     """
 
     def __init__(self, text: str, exit_code: int) -> None:
@@ -105,7 +104,7 @@ class RunIsOverError(RendezvousClosedError, SystemExit):
 
 
 def create_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The creator that torch looks for under the entry point group `torchrun.handlers`."""
+    """Return the handler creator. Torch finds this function through the entry point group `torchrun.handlers`."""
     return _create_handler
 
 
@@ -115,11 +114,11 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 @dataclass(frozen=True)
 class _Known:
-    """What an agent knows of all others: the same few records however many they are."""
+    """An agent's view of all others: the same few records, whatever their number."""
 
     round: AgentRound | None
     notice: AgentNotice | None
-    term: int  # of the convener in office; 0: there is none
+    term: int  # term of the convener in office; 0: there is none
 
     @property
     def round_number(self) -> int:
@@ -131,7 +130,7 @@ class _Known:
 
     @property
     def counts(self) -> AgentNotice | None:
-        """The notice if its counts hold: if who wrote it is in office."""
+        """The notice if its counts hold, which is the case while its writer is in office."""
         return self.notice if self.notice is not None and self.notice.term == self.term else None
 
     @property
@@ -140,9 +139,9 @@ class _Known:
 
 
 class _Patience:
-    """How long an agent still waits for a round: `timeout_s` from when a controller was last there.
+    """An agent's deadline for a round: `timeout_s` after a controller was last present.
 
-    A controller starts the nodes that are missing as soon as its scheduler has room, which may take hours.
+    A controller starts missing nodes as soon as its scheduler has room, which may take hours.
     """
 
     def __init__(self, client: EtcdClient, controller_key: str, timeout_s: float) -> None:
@@ -150,13 +149,13 @@ class _Patience:
         self._controller_key = controller_key
         self._timeout_s = timeout_s
         self._ends_at = time.monotonic() + timeout_s
-        self._next_look = 0.0  # a request per look: rare, as there may be many agents
+        self._next_look = 0.0  # each look costs a request, and there may be many agents
 
     def remaining_s(self) -> float:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._timeout_s / 10
-            with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts nothing
+            with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts no nodes
                 if self._client.get(self._controller_key) is not None:
                     self._ends_at = now + self._timeout_s
         return self._ends_at - now
@@ -168,7 +167,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def __init__(self, config: HandlerConfig) -> None:
         """
         Raises:
-            RendezvousConnectionError: no etcd answers at the endpoint.
+            RendezvousConnectionError: etcd does not respond at the endpoint.
         """
         self._config = config
         self._keys = Keys(config.run_id, config.key_prefix)
@@ -197,7 +196,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._wake = threading.Event()
         self._mirror: Mirror | None = None
         self._store: RoundStore | None = None
-        # What runs in threads holds this handler weakly: one that is dropped without a shutdown must not run on.
+        # Threads hold this handler weakly, so that they end if it is dropped without a shutdown.
         is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
         reader = RecordReader(config.run_id, lambda: bool(is_joining()))
         self._run = RunRecords(self._client, self._keys, config.run_id, self._agent_id, reader)
@@ -213,9 +212,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._shutdown_at_exit = _weakly(self.shutdown)
         weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
         self._convener_error: RecordError | None = None
-        self._left_state: OwnedFolder | None = None  # of workers that this agent ends together
-        self._num_members = 0  # of the round that this agent takes part in
-        self._num_agents = 0  # about, alive
+        self._left_state: OwnedFolder | None = None  # state left by workers that this agent ends together
+        self._num_members = 0  # members of the round that this agent takes part in
+        self._num_agents = 0  # approximate number of living agents
         self._is_live = False
         self._must_restart = False
         self._has_finished = False
@@ -231,7 +230,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        # Rounds that share one store see each other's keys: torch's own restarts hang on that.
+        # Rounds that share one store see each other's keys, which makes torch's own restarts hang.
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -239,7 +238,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         Raises:
             RunIsOverError: the job has finished or failed, or was closed.
-            RendezvousTimeoutError: not enough nodes, or no room, for `join_timeout`, and no controller that starts more.
+            RendezvousTimeoutError: for `join_timeout` there were too few nodes or no room, and no controller to start more.
             RendezvousConnectionError: etcd cannot be reached.
             RendezvousStateError: a record of this run cannot be read.
         """
@@ -247,10 +246,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return self._next_rendezvous()
 
     def is_closed(self) -> bool:
-        """Whether nobody can join any more.
+        """Whether no agent can join any more.
 
         Raises:
-            RendezvousConnectionError: etcd cannot be reached, and this agent has not joined, so it knows of nothing yet.
+            RendezvousConnectionError: etcd cannot be reached, and this agent has not joined, so it has no copy of the records.
         """
         with self._rendezvous_errors():
             try:
@@ -261,7 +260,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 return bool(self._known().over)
 
     def set_closed(self) -> None:
-        """Let nobody join any more; those inside go on.
+        """Refuse further agents; those inside go on.
 
         Raises:
             RendezvousConnectionError: etcd could not be reached within `close_timeout`.
@@ -270,8 +269,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._run.close("closed by an agent", time.monotonic() + self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
-        """Agents for which this one should restart its workers: those that wait while there is room, and those that were lost
-        while there are enough without them. Always 0 in a live job. Asks etcd nothing."""
+        """Number of agents for which this one should restart its workers.
+
+        Counts agents that wait while there is room, and agents that were lost while enough others are left. Always 0 in a live
+        job. Sends no request to etcd."""
         if self._mirror is None:
             return 0
         self._stay_registered()
@@ -279,17 +280,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._config.live or self._is_live:
             return 0
         if self._must_restart or known.round_number > self._own.record.round_number:
-            return 1  # its ranks were made up, or the others took us for dead and went on without us: join them again
+            return 1  # rejoin: the ranks were provisional, or the others declared us dead and went on without us
         counts = known.counts
         if counts is None or counts.round_number != self._own.record.round_number:
             return 0
         limits = self._config.limits
         waiting = counts.num_waiting if counts.num_inside < limits.max_nodes else 0
-        # Workers may wait in a collective for a host that nothing is heard of any more.
+        # Workers may be waiting in a collective for a host that has disappeared.
         return waiting + (counts.num_lost if counts.num_inside >= limits.min_nodes else 0)
 
     def shutdown(self) -> bool:
-        """Leave; the others go on. Closes the run only when all of its workers have succeeded."""
+        """Leave while the others go on. Closes the run only if all of its workers have succeeded."""
         if self._is_shut_down:
             return True
         self._is_shut_down = True
@@ -297,7 +298,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._left_state is not None:
             self._left_state.cleanup()
         self._convener.stop()
-        # Without etcd our leases tell the others; waiting for it here would only delay the exit.
+        # Without etcd the expiry of our leases informs the others. Waiting for etcd here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
             try:
                 self._leave()
@@ -308,7 +309,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     @contextlib.contextmanager
     def _rendezvous_errors(self) -> Iterator[None]:
-        """Turns what etcd's client raises into what callers of a rendezvous handler expect."""
+        """Convert errors of etcd's client into those that callers of a rendezvous handler expect."""
         try:
             yield
         except (EtcdError, TimeoutError) as error:
@@ -328,19 +329,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- a round
 
     def _next_rendezvous(self) -> RendezvousInfo:
-        has_worked = self._mirror is not None  # its workers have failed, or were ended for another round
+        has_worked = self._mirror is not None  # if so, its workers have failed or were ended for another round
         patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
             atexit.register(self._shutdown_at_exit)
         else:
-            # The agent has ended all its workers before it came here; nobody need wait for their leases.
+            # The agent has already ended all its workers, so the others need not wait for their leases to expire.
             self._run.delete_own_workers()
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._convener_error = None
-        # From now on the convener's notices tell what becomes of the job.
+        # From now on the convener's notices report the state of the job.
         job = self._run.read(JobRecord, self._client.get(self._keys.job))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
@@ -377,10 +378,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._is_live or (self._config.live and others_run and not is_admitted)
 
     def _start(self, members: list[str], notice: AgentNotice) -> RendezvousInfo:
-        """Our part in a round that all its members have entered."""
+        """Start our part in a round that all its members have entered."""
         number, node_rank = notice.confirmed_round, members.index(self._agent_id)
         if node_rank == 0:
-            # Nobody can still be in the round before the last one.
+            # No agent can still be in the round before the last one.
             self._client.delete_prefix(self._store_prefix(number - 2))
         self._num_members = len(members)
         self._store = RoundStore(self._client, self._store_prefix(number), node_rank, len(members), weakref.proxy(self))
@@ -389,7 +390,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
     def _join_live(self, round_number: int) -> RendezvousInfo:
-        """Ranks that are true now; the workers give themselves those that count."""
+        """Return ranks that are true now; the workers assign themselves the ranks that count."""
         others = self._run.other_agents()
         self._is_live = True
         self._register(state="running", round_number=round_number, port=0)
@@ -420,7 +421,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             "To wait longer, set --rdzv-conf join_timeout=SECONDS"
         )
 
-    # -- what the store of our round tells and asks (RoundAgent)
+    # -- callbacks of our round's store (RoundAgent)
 
     def starts(self, num_workers: int) -> None:
         if num_workers > 1 and self._left_state is None and left_state.ROOT.is_dir():
@@ -450,7 +451,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._register(state="finished")
 
     def wait_for_others(self, timeout_s: float) -> None:
-        """TorchElastic's exit barrier, for those that are still there to come; a live job has none."""
+        """TorchElastic's exit barrier among the members that are still present; a live job has none."""
         deadline = time.monotonic() + timeout_s
         heard_at = time.monotonic()
         while True:
@@ -482,7 +483,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._run.close(_NODES_FINISHED, time.monotonic() + 2.0)
         words: list[Op] = []
         if not self._is_live:
-            # Under a lease of its own, which ends when the convener has read it.
+            # The sign-off has a lease of its own, which expires after the convener has read it.
             lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
             words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
         self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
@@ -502,21 +503,21 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._campaign()
 
     def _stay_registered(self) -> None:
-        """Come back after our lease was lost, as after a long break in the network."""
+        """Register again after our lease was lost, as after a long network outage."""
         if self._own.is_lost:
             try:
                 self._register()
             except (EtcdError, TimeoutError) as error:
                 logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
 
-    # -- what etcd says
+    # -- reading from etcd
 
     def _on_change(self) -> None:
         self._campaign()
         self._wake.set()
 
     def _campaign(self) -> None:
-        """See to it that somebody convenes."""
+        """Ensure that there is a convener."""
         mirror, lease = self._mirror, self._own.lease
         if mirror is None or lease is None or lease.lost.is_set() or self._convener_error is not None:
             return
@@ -528,7 +529,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._wake.set()
 
     def _known(self) -> _Known:
-        """What this agent must know of the others."""
+        """Return this agent's view of the others."""
         keys, entries = self._keys, self._mirror.snapshot() if self._mirror is not None else {}
         convener = entries.get(keys.agent_convener)
         known = _Known(
@@ -552,7 +553,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
-    """`method`, without keeping its object alive; None when that is gone."""
+    """Wrap `method` without keeping its object alive; the wrapper returns None once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> T | None:
@@ -563,29 +564,29 @@ def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
-    """End what a handler ran that was collected. Its agent's lease ends by itself, so the others take it for lost."""
+    """End the threads of a handler that was garbage-collected. Its agent's lease expires, so the others declare it lost."""
 
     def end() -> None:
         convener.stop()
-        if is_in_use(client):  # by the store of a round, which may be that of a process group
+        if is_in_use(client):  # a round's store, perhaps that of a process group, still uses the client
             client.end_children()
         else:
             client.close()
 
     if os.getpid() != pid:
-        return  # a forked copy of the process: they run in the original
-    # Not here: whoever triggered the collection may hold any lock.
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
+        return  # a forked copy of the process: the threads run in the original
+    # Done in a thread, because the code that triggered the collection may hold any lock.
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and all threads with it
         threading.Thread(target=end, name="dlrover-end", daemon=True).start()
 
 
 def _address_towards(endpoints: str) -> str:
-    """The address of this host on the way to etcd: the other nodes come the same way."""
+    """Return the address of this host on the route to etcd, which other nodes use as well."""
     for host, port in parse_endpoints(endpoints):
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # sends nothing, only chooses the route
+                probe.connect(target)  # only chooses the route, without sending anything
                 return str(probe.getsockname()[0])
         except OSError:
             continue

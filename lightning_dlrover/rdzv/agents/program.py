@@ -1,9 +1,9 @@
 """Run torchrun, with one line instead of its summary for workers that were ended from outside.
 
-A worker that was killed, or drained with all others, leaves no error of the script. Torchrun's traceback and summary of
-twenty-five lines would hide what matters in the node's output.
+A worker that was killed, or drained with all others, leaves no error of the script. Torchrun's traceback and its summary of
+twenty-five lines would hide the important lines of the node's output.
 
-Run as `python -m lightning_dlrover.rdzv.agents.program ARGS...`; ARGS are those of torchrun.
+Run it as `python -m lightning_dlrover.rdzv.agents.program ARGS...`, with torchrun's ARGS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 __all__ = ["ended_from_outside", "main"]
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
-_BY_EXIT_CODE = {code: sign for sign in _SIGNALS for code in (-sign, 128 + sign)}  # as Python and as a shell report it
+_BY_EXIT_CODE = {code: sign for sign in _SIGNALS for code in (-sign, 128 + sign)}  # exit codes of both Python and a shell
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def ended_from_outside(failures: Mapping[int, ProcessFailure]) -> str:
-    """One line on workers none of which ended by an error of its own; empty if one did."""
+    """Summarize in one line workers that were all ended from outside; empty if one ended by its own error."""
     if not failures or any(failure.exitcode not in _BY_EXIT_CODE for failure in failures.values()):
         return ""
     ends = [

@@ -16,7 +16,7 @@ __all__ = ["Registration"]
 
 
 class Registration:
-    """An agent's own record: written by the agent alone, bound to its lease, and guarded against writes that arrive late."""
+    """An agent's own record: written only by the agent, bound to its lease, and guarded against late writes."""
 
     def __init__(self, client: EtcdClient, key: str, record: AgentRecord, lease_ttl_s: float) -> None:
         self.key = key
@@ -24,7 +24,7 @@ class Registration:
         self.lease: Lease | None = None
         self._client = client
         self._lease_ttl_s = lease_ttl_s
-        self._revision = 0  # at which our record was last written; 0: it is not there
+        self._revision = 0  # revision of our record's last write; 0: there is no record
 
     @property
     def is_lost(self) -> bool:
@@ -33,7 +33,7 @@ class Registration:
     def write(self, **changes: Any) -> None:
         """Write our record, under a new lease when the old one is lost.
 
-        Guarded by what we last wrote: a write that etcd receives late must not bring back an older state of ours.
+        Guarded by the revision of our last write: a write that etcd receives late must not restore an older state.
         """
         if "state" in changes:
             changes = {"since": time.time(), **changes}
@@ -51,5 +51,5 @@ class Registration:
             if written.succeeded:
                 self._revision = written.revision
                 break
-            # It went with an earlier lease, or holds what we wrote when no answer came; nobody else writes it.
+            # The record expired with an earlier lease, or holds our own write with a lost response. No other process writes it.
             self._revision = written.values[0].mod_revision if written.values else 0

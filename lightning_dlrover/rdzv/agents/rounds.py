@@ -1,10 +1,10 @@
-"""Decide when elastic agents form a round, and of whom: TorchElastic's contract as pure functions.
+"""Decide when elastic agents form a round, and with which members: TorchElastic's contract as pure functions.
 
-An agent that waits for a round says in its record which round it has left (`round_number`), so a round is over exactly when
-each of its members is gone or waits for a later one. A round is written first and confirmed once all its members have
-entered it: before that none has started workers, so when a member dies then, the round is void and another takes its place.
-Both are level triggered, from the records alone: whoever convenes next goes on where the last one stopped. Clocks and etcd
-stay in `agent_convener.py` and `handler.py`.
+The record of a waiting agent names the round that it has left (`round_number`). So a round is over exactly when each of its
+members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered it. Before
+that no member has started workers, so if one dies the round is void and another takes its place. Both decisions are level
+triggered and use only the records: the next convener continues where the last one stopped. Clocks and etcd stay in
+`agent_convener.py` and `handler.py`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Limits:
 @dataclass(frozen=True)
 class SeenAgent:
     record: AgentRecord
-    since_revision: int  # when it first registered; agents that came earlier are admitted earlier
+    since_revision: int  # revision of its first registration; agents are admitted in this order
 
 
 @dataclass(frozen=True)
 class AgentView:
-    """What the convener knows about the agents and the job, all of the same revision."""
+    """The convener's view of the agents and the job at one revision."""
 
     agents: Mapping[str, SeenAgent]
     round: AgentRound | None = None
     notice: AgentNotice | None = None
     job: JobRecord | None = None
-    signed_off: Set[str] = frozenset()  # agents that have left lately, with a word
+    signed_off: Set[str] = frozenset()  # agents that have signed off recently
 
     @property
     def round_number(self) -> int:
@@ -65,7 +65,7 @@ class AgentView:
 
 
 def why_over(round_: AgentRound | None, job: JobRecord | None) -> str:
-    """Why nobody can join the run any more; empty when one can."""
+    """Return the reason why no agent can join the run any more, empty if agents can join."""
     if job is not None and job.phase == "finished":
         return "has finished"
     if job is not None and job.phase == "failed":
@@ -76,7 +76,7 @@ def why_over(round_: AgentRound | None, job: JobRecord | None) -> str:
 
 
 def participants(view: AgentView) -> list[str]:
-    """Members of the current round that are alive and have not left it, in rank order; none when the round is void."""
+    """Return members of the current round that are alive and have not left it, in rank order; none if the round is void."""
     if view.round is None:
         return []
     inside = [agent for agent in view.round.agents if agent in view.agents and not _has_left(view, agent)]
@@ -85,17 +85,17 @@ def participants(view: AgentView) -> list[str]:
 
 def _has_left(view: AgentView, agent_id: str) -> bool:
     record = view.agents[agent_id].record
-    # A member that still waits for an *earlier* round to end has not seen yet that it was admitted.
+    # A member that still waits for the end of an *earlier* round has not seen its admission yet.
     return record.state == "waiting" and record.round_number >= view.round_number
 
 
 def candidates(view: AgentView) -> list[str]:
-    """Living agents that wait for the next round, those of the current round first, in rank order, then by arrival."""
+    """Return living agents that wait for the next round: those of the current round in rank order, then others by arrival."""
     inside = set(participants(view))
     ranks = {agent: rank for rank, agent in enumerate(view.round.agents)} if view.round is not None else {}
 
     def waits(agent: str, record: AgentRecord) -> bool:
-        # A member that has entered a void round has not started anything: it waits as the others do.
+        # A member that has entered a void round has not started workers, and waits like the others.
         is_in_void_round = agent in ranks and not view.is_confirmed and record.round_number == view.round_number
         return agent not in inside and (record.state == "waiting" or is_in_void_round)
 
@@ -104,13 +104,13 @@ def candidates(view: AgentView) -> list[str]:
 
 
 def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bool) -> list[str]:
-    """Agents of the next round in rank order; empty while it cannot be formed."""
+    """Return the agents of the next round in rank order, empty while it cannot be formed."""
     if participants(view) or why_over(view.round, view.job) or (view.job is not None and view.job.live):
         return []
     waiting = candidates(view)
     if len(waiting) < limits.min_nodes:
         return []
-    # Where those of the round before only go on with each other, there is nobody to hold the round open for.
+    # If only members of the round before go on, there are no newcomers to hold the round open for.
     has_newcomers = view.round is None or not set(waiting) <= set(view.round.agents)
     if len(waiting) < limits.max_nodes and has_newcomers and not last_call_is_over:
         return []
@@ -118,7 +118,7 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
 
 
 def next_notice(view: AgentView, term: int) -> AgentNotice:
-    """What the convener of this term should have told the agents: equal to `view.notice` when it has."""
+    """Return the notice that the convener of this term should have published; equal to `view.notice` if it has."""
     inside, waiting = participants(view), candidates(view)
     confirmed, address, port = 0, "", 0
     if view.notice is not None:
@@ -128,7 +128,7 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         confirmed, address, port = view.round_number, first.address, first.port
     members = set(view.round.agents) if view.round is not None else set()
     over = why_over(view.round, view.job)
-    # Remembered from notice to notice, for an agent's word goes with its lease. A run that is over misses nobody.
+    # Copied from notice to notice, because a sign-off expires with its lease. In a run that is over no agent counts as lost.
     signed_off = members.intersection([*view.signed_off, *(view.notice.signed_off if view.notice is not None else ())])
     return AgentNotice(
         term=term,
@@ -149,7 +149,7 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
 
 
 def is_urgent(notice: AgentNotice, told: AgentNotice | None) -> bool:
-    """Whether agents act on what has changed since they were last told; mere counts can be told together, and later."""
+    """Whether agents act on the changes since the last notice. Changes of mere counts can be published together, and later."""
     return (
         told is None
         or notice.confirmed_round != told.confirmed_round
@@ -165,7 +165,7 @@ def _has_entered(view: AgentView, agent_id: str) -> bool:
 
 
 def waits(view: AgentView) -> dict[str, str]:
-    """What each agent waits for, as half a sentence for people; empty for one whose workers run."""
+    """Describe each agent's wait for people; empty while its workers run."""
     waiting, running = candidates(view), participants(view)
     found = {}
     for agent, seen in view.agents.items():

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class RunRecords:
-    """Reads the records of a run in etcd, closes the run, and removes what its agent need not leave behind."""
+    """Read the records of a run in etcd, close the run, and remove records that its agent need not leave behind."""
 
     def __init__(self, client: EtcdClient, keys: Keys, run_id: str, agent_id: str, reader: RecordReader) -> None:
         self._client = client
@@ -41,10 +41,10 @@ class RunRecords:
         self._reader = reader
 
     def read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
-        """The record; once this agent has joined, the last readable one, or None, in place of garbage.
+        """Return the record. Once this agent has joined, garbage is replaced by the last readable version, or None.
 
         Raises:
-            RendezvousStateError: garbage, and this agent is still joining.
+            RendezvousStateError: the record is garbage, and this agent is still joining.
         """
         try:
             return self._reader.read(record_type, entry)
@@ -52,13 +52,13 @@ class RunRecords:
             raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
 
     def why_over(self) -> str:
-        """Why nobody can join any more, as etcd has it at this moment."""
+        """Read from etcd the reason why no agent can join any more."""
         keys = self._keys
         entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
         return why_over(self.read(AgentRound, entries.get(keys.agent_round)), self.read(JobRecord, entries.get(keys.job)))
 
     def other_agents(self) -> list[AgentRecord]:
-        """The agents that are there, without this one."""
+        """Return the records of all other agents."""
         _, entries = self._client.get_prefix(self._keys.agents)
         records = [self.read(AgentRecord, entry) for entry in entries]
         return [record for record in records if record is not None and record.agent_id != self._agent_id]
@@ -71,12 +71,12 @@ class RunRecords:
             except EtcdUnavailableError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(0.1)  # a full etcd refuses at once
+                time.sleep(0.1)  # a full etcd refuses writes at once
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time")
 
     def _try_to_close(self, reason: str) -> bool:
-        """Whether the run is closed; False when another agent has written in between."""
+        """Try to close the run; return False if another agent has written in between."""
         entry = self._client.get(self._keys.agent_round)
         round_ = self.read(AgentRound, entry) or AgentRound(0, [], "complete")
         if round_.state == "closed":
@@ -88,14 +88,14 @@ class RunRecords:
     def delete_own_workers(self) -> None:
         _, found = self._client.get_prefix(self._keys.workers)
         for kv in found:
-            with contextlib.suppress(RecordError):  # not ours, whatever it is
+            with contextlib.suppress(RecordError):  # a record that cannot be read is not ours
                 if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
                     self._client.txn([], [Delete(kv.key)])
 
     def tidy_up(self, is_live: bool) -> None:
-        """Remove what only agents need, if this was the last of them."""
+        """Remove the records that only agents need, if this was the last agent."""
         if not self._client.count(self._keys.agents):
-            # The last one out, also of several that leave at once. What all were killed before removing ends with its lifetime.
+            # Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
             self._client.delete_prefix(self._keys.store)
             self._client.delete_prefix(self._keys.agents_left)
             self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])

@@ -1,4 +1,4 @@
-"""Requests to etcd, repeated through lost connections and elections until their time is over."""
+"""Requests to etcd, retried through lost connections and elections until they time out."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["RETRY_PAUSE_S", "Caller"]
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.05
-"""Seconds between two attempts."""
+"""Seconds between two attempts of a request."""
 
-_LATE_S = 1.5  # without an answer for so long, another connection is asked, too
+_LATE_S = 1.5  # seconds without a response after which a second connection is tried as well
 
 
 class Caller:
-    """Carries out requests: on which connection, as which user, how often, and for how long. Thread-safe."""
+    """Send requests: chooses the connection and the user, and limits retries and time. Thread-safe."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self.connections = Connections(config)
-        read_password(config)  # an unreadable file is an error at once, not when the first token is asked for
-        self._is_full = False  # etcd, as its last answer to a write showed
+        read_password(config)  # fail early on an unreadable file, not at the first request for a token
+        self._is_full = False  # whether etcd's database was full at its last response to a write
         self._lock = threading.Lock()
         self._token: str | None = None
         self._last_revision = 0
@@ -49,7 +49,7 @@ class Caller:
 
     @property
     def last_revision(self) -> int:
-        """The newest revision of all answers so far."""
+        """The newest revision in all responses so far."""
         return self._last_revision
 
     def call(
@@ -61,7 +61,7 @@ class Caller:
         attempts: list[None] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Answer to one request, repeated until the timeout; each try adds an entry to `attempts`."""
+        """Return the response to one request, retried until the timeout. Each try adds an entry to `attempts`."""
         self._refuse_after_fork(action)
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
@@ -84,7 +84,7 @@ class Caller:
                             metadata = self._metadata(connection, wait_s)
                             if attempts is not None:
                                 attempts.append(None)
-                            # The deadline is ours to keep: gRPC's own comes after it.
+                            # We enforce the deadline ourselves; gRPC's own comes after it.
                             future = connection.method(service, method).future(
                                 request, timeout=remaining_s + 1.0, metadata=metadata
                             )
@@ -115,7 +115,7 @@ class Caller:
 
     def _refuse_after_fork(self, action: str) -> None:
         if is_cut_off_by_fork():
-            # gRPC's threads are in the parent; a call would wait for them in vain, or for a lock that one of them held.
+            # gRPC's threads are in the parent. A call would wait in vain for them, or for a lock that one of them held.
             raise EtcdError(
                 f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
                 "connected to etcd, and gRPC does not survive that. Start it with the method 'spawn' or 'forkserver', or shut "
@@ -133,7 +133,7 @@ class Caller:
     def _judge(
         self, action: str, connection: Connection, error: grpc.RpcError, asked: Collection[Connection], late_s: float
     ) -> None:
-        """Return when the request may be repeated, else raise."""
+        """Return if the request may be retried, else raise."""
         code, details = error.code(), error.details() or ""
         where = f"cannot {action} in etcd at {connection.target}"
         if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
@@ -193,7 +193,7 @@ class Caller:
         )
 
     def _metadata(self, connection: Connection, timeout_s: float) -> tuple[tuple[str, str], ...]:
-        """The token of our user; asks for a new one where needed."""
+        """Return our user's token, requesting a new one if necessary."""
         if self.config.user is None:
             return ()
         with self._lock:
@@ -202,7 +202,7 @@ class Caller:
             try:
                 password = read_password(self.config)
             except EtcdError as error:
-                # It could be read at the start: it is being replaced, or its file system is away for a moment.
+                # The file was readable at the start. It is being replaced, or its file system is briefly unavailable.
                 raise UnreadablePasswordError(str(error)) from error
             request = etcdrpc.AuthenticateRequest(name=self.config.user, password=password)
             token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
@@ -211,7 +211,7 @@ class Caller:
         return (("token", token),)
 
     def has_stood_still(self, revision: int, since: float) -> bool:
-        """Whether etcd has answered after `since` (monotonic clock), and had seen no write after `revision`."""
+        """Whether etcd has responded after `since` (monotonic clock) without a write newer than `revision`."""
         with self._lock:
             return self._answered_at > since and self._last_revision == revision
 
@@ -222,11 +222,11 @@ class Caller:
         return WatchStream(connection, etcdrpc.WatchRequest(create_request=create), metadata)
 
     def stop(self) -> None:
-        """End the requests that are being repeated."""
+        """End the requests that are being retried."""
         self._closed.set()
 
     def close(self) -> None:
-        """Close the connections; what still uses them ends with an error."""
+        """Close the connections. Requests that still use them fail."""
         self.connections.close()
 
 

@@ -1,6 +1,6 @@
 """A small typed client for etcd v3: keys, transactions and leases.
 
-Decides when to retry and when to give up; what the keys mean is decided in `job/records.py` and above. A live copy of a
+Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy of a
 prefix is in `mirror.py`.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["MANY_REVISIONS", "EtcdClient"]
 logger = logging.getLogger(__name__)
 
 MANY_REVISIONS = 200_000
-"""Writes after which an etcd that was never compacted is worth a warning: some hundred MiB, and many to come."""
+"""Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
 
 
 class _Child(Protocol):
@@ -37,13 +37,12 @@ class _Child(Protocol):
 class EtcdClient:
     """Thread-safe client of one etcd cluster.
 
-    Every operation is repeated through lost connections and elections, on the next endpoint, until
-    `timeout_s` is over; then it raises `EtcdUnavailableError`. What repeating means for the result:
+    Every operation is retried through lost connections and elections, on the next endpoint, until `timeout_s` is over. Then it
+    raises `EtcdUnavailableError`. A retry affects the result as follows:
 
-    - `get`, `get_prefix`, `put`, `lease` may safely be repeated. A repeated `put` may overwrite what somebody
-      else wrote in between: keys with several writers need `txn`.
-    - `delete` and `delete_prefix` report what the last attempt removed, so after a lost answer they may say
-      "nothing".
+    - `get`, `get_prefix`, `put` and `lease` are safe to retry. A retried `put` may overwrite another client's write in between:
+      keys with several writers need `txn`.
+    - `delete` and `delete_prefix` report the removals of the last attempt. After a lost response they may report none.
     - `txn` never reports a false failure as long as its `success` puts are its own: see there.
     """
 
@@ -64,16 +63,16 @@ class EtcdClient:
         self.close()
 
     def check(self) -> str:
-        """The server's version, after a round trip.
+        """Contact the server and return its version.
 
         Raises:
-            EtcdUnavailableError: nothing that answers as etcd v3 was found within `timeout_s`.
-            EtcdError: the server refuses us (user, password, certificate).
+            EtcdUnavailableError: no endpoint responded as etcd v3 within `timeout_s`.
+            EtcdError: the server refused the user, the password or the certificate.
         """
         status = self.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
         warning = version_warning(status.version)
         if warning is not None:
-            # A loopback etcd is nobody else's: its users and its data are the job's own.
+            # A loopback etcd is not shared: its users and its data are the job's own.
             shared = not all(_is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
             logger.log(logging.WARNING if shared else logging.DEBUG, "%s: %s", self.config.endpoints, warning)
         if self._shared_lease.prefix and self._keeps_all_revisions(int(status.header.revision)):
@@ -87,13 +86,13 @@ class EtcdClient:
         return str(status.version)
 
     def _keeps_all_revisions(self, revision: int) -> bool:
-        """Whether nothing was compacted though there have been many writes; also when it merely cannot be asked: False."""
+        """Whether etcd was never compacted in spite of many writes; False if it cannot be reached."""
         if revision < MANY_REVISIONS:
             return False
         request = etcdrpc.RangeRequest(key=self._shared_lease.prefix.encode(), revision=2, keys_only=True, limit=1)
         try:
             self.caller.call("read an old revision", "KV", "Range", request)
-        except EtcdError:  # it was compacted, as it should be
+        except EtcdError:  # compacted, as it should be
             return False
         return True
 
@@ -102,18 +101,18 @@ class EtcdClient:
         return key_value(response.kvs[0]) if response.kvs else None
 
     def get_prefix(self, prefix: str) -> tuple[int, list[KeyValue]]:
-        """The revision at which the prefix was read, and its keys in order."""
+        """Return the revision at which the prefix was read, and its keys in order."""
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix))
         response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
         return response.header.revision, [key_value(kv) for kv in response.kvs]
 
     def count(self, prefix: str) -> int:
-        """How many keys a prefix has."""
+        """Return the number of keys under a prefix."""
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), count_only=True)
         return int(self.caller.call(f"count prefix {prefix!r}", "KV", "Range", request).count)
 
     def newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int, int]:
-        """The revision of this look at a prefix, how many keys it has, and the newest `mod_revision` among them (0: no key)."""
+        """Return the revision of this read, the number of keys under a prefix, and their newest `mod_revision` (0: no key)."""
         request = etcdrpc.RangeRequest(
             key=prefix.encode(),
             range_end=range_end(prefix),
@@ -127,10 +126,10 @@ class EtcdClient:
         return int(response.header.revision), int(response.count), newest
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """The revision of the write.
+        """Write a key and return the revision of the write.
 
         Raises:
-            LeaseLostError: etcd no longer knows the lease.
+            LeaseLostError: the lease no longer exists in etcd.
         """
         op = Put(key, value, lease.id if lease else 0)
 
@@ -141,17 +140,17 @@ class EtcdClient:
         return self._shared_lease.keep([op], write)
 
     def delete(self, key: str) -> bool:
-        """Whether the key was there."""
+        """Delete a key; return whether it existed."""
         request = etcdrpc.DeleteRangeRequest(key=key.encode())
         return bool(self.caller.call(f"delete {key!r}", "KV", "DeleteRange", request).deleted)
 
     def delete_prefix(self, prefix: str) -> int:
-        """How many keys were deleted."""
+        """Delete all keys under a prefix and return their number."""
         request = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=range_end(prefix))
         return int(self.caller.call(f"delete prefix {prefix!r}", "KV", "DeleteRange", request).deleted)
 
     def trim_prefix(self, prefix: str, most: int) -> int:
-        """Delete the first keys of a prefix beyond `most`; returns how many were deleted. Reads no values."""
+        """Delete the first keys under a prefix so that `most` are left; return the number deleted. Reads no values."""
         excess = self.count(prefix) - most
         if excess <= 0:
             return 0
@@ -165,15 +164,17 @@ class EtcdClient:
     def txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()) -> Txn:
         """Carry out `success` if every condition holds, else `failure`, atomically.
 
-        When an answer got lost, the transaction is repeated, and its conditions may then be false because of
-        its own first attempt. So a repeated one that failed still counts as succeeded if one of its `success`
-        puts stands in etcd with the same bytes and lease, written since we began; with no puts, if all keys
-        to delete are gone. This is exact when the bytes or the lease can only come from this call (a name, a
-        nonce); two callers that write identical bytes cannot be told apart. `values` is then empty.
+        After a lost response the transaction is retried. Its conditions may then be false because of its own first attempt. So
+        a failed retry still counts as succeeded if one of its `success` puts, written since the first attempt, is in etcd with
+        the same bytes and lease. Without puts it counts as succeeded if all keys to delete are gone. `values` is empty in both
+        cases.
+
+        This is exact if the bytes or the lease can only come from this call (a name, a nonce). Two callers that write identical
+        bytes cannot be distinguished.
 
         Raises:
-            LeaseLostError: etcd no longer knows the lease of a put.
-            EtcdUnavailableError: no answer; the transaction may or may not have been carried out.
+            LeaseLostError: the lease of a put no longer exists in etcd.
+            EtcdUnavailableError: no response; the transaction may or may not have been applied.
         """
         bound = self._shared_lease.bound
         return self._shared_lease.keep(
@@ -199,7 +200,7 @@ class EtcdClient:
         return Txn(bool(response.succeeded), revision, values)
 
     def _was_applied(self, ops: Sequence[Op], before: int) -> int:
-        """The revision at which an earlier attempt carried out `ops`; 0 when none did."""
+        """Return the revision at which an earlier attempt applied `ops`, 0 if none did."""
         puts = [op for op in ops if isinstance(op, Put)]
         for put in puts:
             found = self.get(put.key)
@@ -210,15 +211,15 @@ class EtcdClient:
         return self.caller.last_revision if are_gone else 0
 
     def lease(self, ttl_s: float) -> Lease:
-        """A new lease; unless kept alive it ends after `ttl_s` (etcd: whole seconds, at least 2)."""
+        """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
         return self.leases.grant(ttl_s)
 
     def share_lifetime(self, prefix: str, ttl_s: float) -> None:
-        """Let what is written under `prefix` without a lease of its own end together, `ttl_s` after the last one who writes.
+        """Make keys written under `prefix` without a lease of their own expire together, `ttl_s` after the last writer ends.
 
-        All clients that were told so about a prefix share one lease, whose number follows from the prefix: nobody has to be
-        the one who makes it, or who cleans up. It is made with the first write, and refreshed while any of these clients
-        lives, so at least two thirds of `ttl_s` (as the first one said it) are left when the last of them ends.
+        All clients that call this for a prefix share one lease. Its id is derived from the prefix, so no client is responsible
+        for creating it or for cleaning up. The first write creates it, and every living client refreshes it. At least two
+        thirds of `ttl_s`, as set by the first client, are left when the last one ends.
         """
         self._shared_lease.use(prefix, ttl_s)
 
@@ -227,13 +228,13 @@ class EtcdClient:
         self._children.add(child)
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
-        """End all threads of this client, its leases (which are not revoked) and its mirrors."""
+        """End all threads of this client, of its leases (which are not revoked) and of its mirrors."""
         self.caller.stop()
         self.end_children(timeout_s)
         self.caller.close()
 
     def end_children(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
-        """End the threads of all leases and mirrors of this client, which itself stays open."""
+        """End the threads of all leases and mirrors of this client. The client itself stays open."""
         deadline = time.monotonic() + timeout_s
         for child in list(self._children):
             child.close(max(0.1, deadline - time.monotonic()))

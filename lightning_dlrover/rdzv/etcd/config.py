@@ -1,4 +1,4 @@
-"""How etcd is reached: endpoints, user, password and certificates."""
+"""Connection settings for etcd: endpoints, user, password and certificates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ __all__ = ["ACCESS_VARIABLES", "EtcdConfig", "parse_endpoints", "read_password"]
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
-    """Host and port of each endpoint in ``host:port,host:port``; ``http://`` and ``https://`` are allowed in
-    front.
+    """Return host and port of each endpoint in ``host:port,host:port``, each with an optional ``http://`` or ``https://``.
 
     Raises:
-        ValueError: a part has no host or no port between 1 and 65535; an IPv6 address stands without
-            brackets.
+        ValueError: a part has no host or no port between 1 and 65535, or an IPv6 address has no brackets.
     """
     endpoints = []
     for part in text.split(","):
@@ -40,20 +38,20 @@ ACCESS_VARIABLES = {
     "cert": "DLROVER_CERT",
     "cert_key": "DLROVER_CERT_KEY",
 }
-"""Fields of `EtcdConfig` that say who a client is, and the environment variables that agents hand them to workers in."""
+"""Fields of `EtcdConfig` for authentication, and the environment variables in which agents pass them to workers."""
 
 
 @dataclass(frozen=True)
 class EtcdConfig:
-    """How etcd is reached. TLS is used when `ca_cert` is given or the endpoints start with https://."""
+    """Connection settings for etcd. TLS is used if `ca_cert` is given or the endpoints start with https://."""
 
     endpoints: str  # host:port,host:port
     user: str | None = None
-    password_file: str | None = None  # its first line is the password, which itself is kept nowhere
-    ca_cert: str | None = None  # paths of PEM files
+    password_file: str | None = None  # path of a file with the password in its first line; the password itself is not stored
+    ca_cert: str | None = None  # path of a PEM file, as are `cert` and `key`
     cert: str | None = None
     cert_key: str | None = None
-    timeout_s: float = 5.0  # for one operation, retries included
+    timeout_s: float = 5.0  # limit on one operation, retries included
 
     def __post_init__(self) -> None:
         parse_endpoints(self.endpoints)
@@ -66,11 +64,11 @@ class EtcdConfig:
 
     @classmethod
     def from_environment(cls, endpoints: str, environ: Mapping[str, str], timeout_s: float = 5.0) -> EtcdConfig:
-        """With the user and the files that `to_environment` names."""
+        """Read the user and the paths of files from the variables that `to_environment` sets."""
         return cls(endpoints, timeout_s=timeout_s, **{f: environ[v] for f, v in ACCESS_VARIABLES.items() if environ.get(v)})
 
     def to_environment(self) -> dict[str, str | None]:
-        """What `from_environment` reads; None: not to be set."""
+        """Return the variables that `from_environment` reads; None: not to be set."""
         return {variable: getattr(self, name) for name, variable in ACCESS_VARIABLES.items()}
 
     @property
@@ -84,7 +82,7 @@ class EtcdConfig:
 
 
 def read_password(config: EtcdConfig) -> str | None:
-    """Read whenever it is needed: it may be changed while a job runs, and what is kept nowhere cannot leak."""
+    """Read the password at each use: it may change while a job runs, and a password that is not stored cannot leak."""
     if config.password_file is None:
         return None
     what = f"password_file {config.password_file!r} for etcd at {config.endpoints}"

@@ -1,4 +1,4 @@
-"""gRPC channels to etcd: the one in use, and a spare one while that is in doubt."""
+"""gRPC channels to etcd: the one in use, and a spare one while the first is in doubt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # an http_proxy of the user's environment is not meant for etcd
     ("grpc.use_local_subchannel_pool", 1),  # a replaced channel must not inherit a half-open connection
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take, despite its name
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # limit on one attempt to connect, despite its name
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 10_000),  # etcd refuses clients that ping more often than every 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -58,7 +58,7 @@ class Connection:
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.target = target
-        self.heard_at = time.monotonic()  # or opened
+        self.heard_at = time.monotonic()  # time of the newest response, or of opening
         if credentials is None:
             self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
@@ -69,8 +69,8 @@ class Connection:
             "Auth": etcdrpc.AuthStub(self.channel),
             "Maintenance": etcdrpc.MaintenanceStub(self.channel),
         }
-        # A stream to etcd; with one message each way it is the same on the wire as a unary call, and that costs a
-        # third in gRPC's Python and no thread per refresh.
+        # A stream for etcd. With one message each way it equals a unary call on the wire, which costs a third as much in gRPC's
+        # Python and needs no thread per refresh.
         self._refresh = self.channel.unary_unary(
             "/etcdserverpb.Lease/LeaseKeepAlive",
             request_serializer=etcdrpc.LeaseKeepAliveRequest.SerializeToString,
@@ -84,7 +84,7 @@ class Connection:
         self.channel.close()
 
     def method(self, service: str, name: str) -> Any:
-        """The unary call of this name."""
+        """Return the unary call of this name."""
         return self._refresh if name == "LeaseKeepAlive" else getattr(self._stubs[service], name)
 
     @functools.cached_property
@@ -96,8 +96,7 @@ class WatchStream:
     """Responses of one watch; `cancel` may be called from any thread and ends the iteration."""
 
     def __init__(self, connection: Connection, request: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        # Kept open by the queue: a client that closes its half asks a strict server or proxy to end the
-        # watch.
+        # The queue keeps the stream open: if a client closes its half, a strict server or proxy ends the watch.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put(request)
         self._connection = connection
@@ -116,9 +115,8 @@ class WatchStream:
 class Connections:
     """The connection in use to one of the endpoints and, while it is late, a spare one to the next endpoint.
 
-    A connection that is late is half open, perhaps, or this process or etcd is busy. Cutting it off would cost its watches,
-    and a busy etcd a storm of connections, so it is asked on while the next endpoint is asked too: whichever answers first
-    is kept. Thread-safe.
+    A late connection may be half open, or this process or etcd is busy. Closing it would lose its watches, and would flood a
+    busy etcd with connections. So requests go to both it and the next endpoint, and the first to respond is kept. Thread-safe.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -126,10 +124,10 @@ class Connections:
         scheme = re.compile(r"^https?://")
         self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
-        self._credentials = _tls_credentials(config)  # as last read; see `_open`
+        self._credentials = _tls_credentials(config)  # credentials of the last read; see `_open`
         self._target_index = random.randrange(len(self._targets))
         self._connection: Connection | None = None
-        self._spare: Connection | None = None  # asked, too, while the connection in use is late
+        self._spare: Connection | None = None  # also used while the connection in use is late
 
     @property
     def num_targets(self) -> int:
@@ -145,7 +143,7 @@ class Connections:
         return self._connection
 
     def to_ask(self) -> list[Connection]:
-        """Whom to ask: the connection in use and, while that is in doubt, the spare."""
+        """Return the connections for a request: the one in use and, while it is in doubt, the spare."""
         with self._lock:
             connection = self._current_locked()
             return [connection] if self._spare is None else [connection, self._spare]
@@ -160,10 +158,10 @@ class Connections:
         return Connection(self._targets[self._target_index], self._credentials)
 
     def doubt(self, asked: Collection[Connection], late_s: float) -> None:
-        """None of those asked has answered in time: see to it that another connection is asked, too."""
+        """Add another connection because none of those asked has responded in time."""
         silent_since = time.monotonic() - late_s
         with self._lock:
-            # Replaced by another thread, or the server talks on it, only not yet about this.
+            # Another thread has replaced the connection, or the server responds on it, but not yet to this request.
             if self._connection is None or self._connection not in asked or self._connection.heard_at > silent_since:
                 return
             late = self._spare
@@ -174,7 +172,7 @@ class Connections:
             late.close()
 
     def prefer(self, connection: Connection) -> None:
-        """It has answered: use it, and give up the one that has not."""
+        """Use a connection that has responded, and give up the other one."""
         if self._spare is None:
             return
         with self._lock:
@@ -186,10 +184,9 @@ class Connections:
             late.close()
 
     def drop(self, connection: Connection) -> None:
-        """Do without it from now on: with the spare, or a fresh connection to the next endpoint."""
+        """Replace a connection with the spare, or with a fresh one to the next endpoint."""
         with self._lock:
-            # With a refused connection gRPC's own back-off would be lost, but our pause between attempts is
-            # longer.
+            # After a refused connection this loses gRPC's own backoff, but our pause between attempts is longer.
             if connection is self._connection:
                 self._connection, self._spare = self._spare, None
             elif connection is self._spare:

@@ -1,4 +1,4 @@
-"""What can go wrong between a process and etcd."""
+"""Errors between a process and etcd."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ __all__ = ["EtcdError", "EtcdFullError", "EtcdUnavailableError", "LeaseLostError
 
 
 class EtcdError(RuntimeError):
-    """etcd refused a request, or cannot be used the way it is configured."""
+    """etcd refused a request, or cannot be used as configured."""
 
 
 class EtcdUnavailableError(EtcdError):
-    """No answer from any endpoint within the timeout. Whether a write was carried out is unknown."""
+    """No endpoint responded within the timeout. A write may or may not have been applied."""
 
 
 class EtcdFullError(EtcdUnavailableError):
-    """Etcd takes no writes, as its database has reached its quota. It still answers reads and refreshes leases."""
+    """Etcd refuses writes because its database has reached its quota. It still serves reads and refreshes leases."""
 
 
 class LeaseLostError(EtcdError):
-    """A key was to be bound to a lease that etcd no longer knows."""
+    """The lease of a key to be written no longer exists in etcd."""
 
 
 class UnreadablePasswordError(EtcdUnavailableError):
-    """The password's file cannot be read at this moment."""
+    """The password file cannot be read at this moment."""

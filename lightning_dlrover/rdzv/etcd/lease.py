@@ -1,4 +1,4 @@
-"""Leases: what etcd deletes when the process that refreshes it is gone."""
+"""Leases: etcd deletes their keys once the process that refreshes them is gone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_DEADLINE_S = 2.0
-"""Seconds that threads have to end in."""
+"""Seconds to wait for threads to end."""
 
 
 class Lease:
-    """A lease in etcd: keys bound to it are deleted when it ends. Made by `EtcdClient.lease`.
+    """A lease in etcd: keys bound to it are deleted when it ends. Created by `EtcdClient.lease`.
 
-    `lost` is set when etcd itself says that the lease is gone. An etcd that cannot be reached is asked until
-    it can: when it comes back it gives every lease its full time again.
+    `lost` is set only when etcd itself reports that the lease is gone. Refreshes of an unreachable etcd are retried without
+    limit, because a recovered etcd gives every lease its full time again.
     """
 
     def __init__(self, leases: Leases, lease_id: int, ttl_s: float) -> None:
@@ -43,7 +43,7 @@ class Lease:
         self._lock = threading.Lock()
 
     def keep_alive(self, times_per_ttl: int = 2) -> Lease:
-        """Refresh the lease from a background thread until it is closed, revoked or lost; returns itself."""
+        """Refresh the lease from a background thread until it is closed, revoked or lost; return the lease."""
         with self._lock:
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(
@@ -53,7 +53,7 @@ class Lease:
         return self
 
     def has_ended(self) -> bool:
-        """Whether the lease is gone; asks etcd, and refreshes it if not."""
+        """Check with etcd whether the lease is gone, and refresh it if not."""
         return self.lost.is_set() or self._leases.refresh(self.id, self._leases.timeout_s) <= 0
 
     def revoke(self) -> None:
@@ -62,7 +62,7 @@ class Lease:
         self._leases.revoke(self.id)
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
-        """Stop refreshing and join the thread; the lease ends by itself within `ttl_s`."""
+        """Stop refreshing and join the thread. The lease expires within `ttl_s`."""
         self._stop.set()
         with self._lock:
             thread = self._thread
@@ -80,7 +80,7 @@ class Lease:
             except EtcdError as error:
                 if not self._stop.is_set() and pause_s != RETRY_PAUSE_S:
                     logger.warning("lease %x is not being refreshed: %s", self.id, error)
-                pause_s = RETRY_PAUSE_S  # the call itself took its time; every attempt counts now
+                pause_s = RETRY_PAUSE_S  # short, because the call itself took long and every attempt counts now
                 continue
             if remaining_s <= 0:
                 self.lost.set()
@@ -94,10 +94,10 @@ class Lease:
 
 
 class Leases:
-    """Makes, refreshes and revokes leases.
+    """Create, refresh and revoke leases.
 
     Args:
-        adopt: receives each lease that is made, to close it with its client.
+        adopt: called with each new lease, to close it with its client.
     """
 
     def __init__(self, caller: Caller, adopt: Callable[[Lease], None]) -> None:
@@ -109,9 +109,8 @@ class Leases:
         return self._caller.config.timeout_s
 
     def grant(self, ttl_s: float) -> Lease:
-        """A new lease; unless kept alive it ends after `ttl_s` (etcd: whole seconds, at least 2)."""
-        # A number of our own makes the request repeatable: a second grant of the same number is refused, not
-        # added.
+        """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
+        # An id of our own makes the request safe to retry: a second grant of the same id is refused, not added.
         lease_id = random.SystemRandom().randrange(1, 1 << 62)
         request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=lease_id)
         attempts: list[None] = []
@@ -126,7 +125,7 @@ class Leases:
         return lease
 
     def join(self, prefix: str, ttl_s: float) -> Lease:
-        """The lease that all clients of a prefix share, kept alive from here, too."""
+        """Return the lease that all clients of a prefix share, and keep it alive from here as well."""
         number = int.from_bytes(hashlib.sha256(prefix.encode()).digest()[:7], "big") | 1
         request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=number)
         try:
@@ -140,20 +139,20 @@ class Leases:
         return lease.keep_alive(times_per_ttl=3)
 
     def refresh(self, lease_id: int, timeout_s: float) -> int:
-        """Seconds the lease has left now; 0 when etcd no longer knows it."""
+        """Refresh a lease; return the seconds that it has left, 0 if it no longer exists in etcd."""
         request = etcdrpc.LeaseKeepAliveRequest(ID=lease_id)
         return int(self._caller.call("refresh a lease", "Lease", "LeaseKeepAlive", request, timeout_s=timeout_s).TTL)
 
     def revoke(self, lease_id: int) -> None:
-        with contextlib.suppress(LeaseLostError):  # gone already, which is what was asked for
+        with contextlib.suppress(LeaseLostError):  # gone already, as intended
             self._caller.call("revoke a lease", "Lease", "LeaseRevoke", etcdrpc.LeaseRevokeRequest(ID=lease_id))
 
 
 class SharedLease:
-    """The lease that ends all that several clients wrote under a prefix; see `EtcdClient.share_lifetime`."""
+    """The common lease of all that several clients write under a prefix; see `EtcdClient.share_lifetime`."""
 
     def __init__(self, leases: Leases) -> None:
-        self.prefix = ""  # nothing is bound to it
+        self.prefix = ""  # empty: no key is bound to the shared lease
         self.ttl_s = 0.0
         self._leases = leases
         self._lease: Lease | None = None
@@ -163,7 +162,7 @@ class SharedLease:
         self.prefix, self.ttl_s = prefix, ttl_s
 
     def bound(self, op: OpT) -> OpT:
-        """`op`, with the shared lease if it is a put that has none."""
+        """Return `op`, with the shared lease added if it is a put without one."""
         if not self.prefix or not isinstance(op, Put) or op.lease_id or not op.key.startswith(self.prefix):
             return op
         with self._lock:
@@ -172,7 +171,7 @@ class SharedLease:
             return dataclasses.replace(op, lease_id=self._lease.id)
 
     def keep(self, ops: Sequence[Op], write: Callable[[], T]) -> T:
-        """What `write` returns; tried once more if the shared lease has ended meanwhile, and it alone can have."""
+        """Return the result of `write`, retried once if the lease that has expired can only be the shared one."""
         try:
             return write()
         except LeaseLostError:

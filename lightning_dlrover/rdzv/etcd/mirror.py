@@ -22,15 +22,15 @@ __all__ = ["Mirror"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SUSPECT_S = 1.0  # a watch may be late by so much when many clients are told of the same change
+_SUSPECT_S = 1.0  # seconds by which a watch may be late when etcd notifies many clients of one change
 
 
 class Mirror:
     """A live copy of all keys under a prefix, kept by a watch.
 
-    The copy is consistent: it is what etcd held at `revision`. A watch that ends, was compacted or died silently is
-    replaced: every `check_interval_s` a small read (no values) compares the copy's size and newest revision, unless
-    another answer, such as a lease's refresh, shows that nobody has written anything to etcd since.
+    The copy is consistent: it shows etcd at `revision`. A watch that ends, was compacted or died silently is replaced. Every
+    `check_interval_s` a small read without values compares the copy's size and newest revision. The read is skipped if another
+    response, such as that to a lease refresh, shows that etcd has had no write since.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class Mirror:
         """Load the prefix; raises what `EtcdClient.get_prefix` raises.
 
         Args:
-            on_change: called from the mirror's own thread after each update of the copy; must not block for
-                long.
+            on_change: called from the mirror's own thread after each update of the copy; must not block for long.
         """
         self.prefix = prefix
         self._client = client
@@ -90,11 +89,10 @@ class Mirror:
             return self._keys.get(key)
 
     def wait_for(self, predicate: Callable[[dict[str, KeyValue]], T | None], timeout_s: float) -> T:
-        """The first result of `predicate` that is not None; it is called for the present copy and after each
-        change.
+        """Return the first result of `predicate` that is not None. It is called for the present copy and after each change.
 
         Raises:
-            TimeoutError: there was none within `timeout_s`.
+            TimeoutError: there was no result within `timeout_s`.
             EtcdError: the mirror was closed meanwhile.
         """
         deadline = time.monotonic() + timeout_s
@@ -128,13 +126,13 @@ class Mirror:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _follow(self) -> None:
-        """Apply what the watch reports; the only thread that changes the copy."""
+        """Apply the watch's events. Only this thread changes the copy."""
         while not self._closed.is_set():
             try:
                 stream = self._client.caller.watch(self.prefix, self._revision + 1)
                 with self._changed:
                     self._stream = stream
-                    # Closed in between: nobody else would cancel this stream.
+                    # The mirror was closed in between, and no other thread would cancel this stream.
                     if self._closed.is_set():
                         stream.cancel()
                 for response in stream:
@@ -147,13 +145,13 @@ class Mirror:
                 stream.cancel()
             except (grpc.RpcError, ValueError, EtcdError) as error:
                 logger.debug("watch of %r ended: %r", self.prefix, error)
-            except Exception:  # without this thread nobody would notice that the copy grows old
+            except Exception:  # without this thread a stale copy would go undetected
                 logger.exception("watch of %r ended; it is begun again", self.prefix)
             if not self._closed.is_set():
                 self._reload()
 
     def _reload(self) -> None:
-        """Read the prefix afresh, however long it takes until etcd answers."""
+        """Read the prefix afresh, retrying until etcd responds."""
         reported = False
         while not self._closed.is_set():
             try:
@@ -172,7 +170,7 @@ class Mirror:
             return
 
     def _apply(self, events: Sequence[Any]) -> None:
-        """Costs as much as there are events, however many keys the prefix has."""
+        """Apply events at a cost proportional to their number, whatever the size of the prefix."""
         changed = False
         with self._changed:
             seen = self._revision
@@ -192,7 +190,7 @@ class Mirror:
     def _replace(self, revision: int, keys: dict[str, KeyValue]) -> None:
         with self._changed:
             changed = keys != self._keys
-            # etcd restarted from an older backup would be behind us; what it says counts all the same.
+            # An etcd restored from an older backup is behind us. Its state counts all the same.
             self._revision, self._keys = revision, keys
             self._changed.notify_all()
         self._report(changed)
@@ -201,7 +199,7 @@ class Mirror:
         if changed and self._on_change is not None and not self._closed.is_set():
             try:
                 self._on_change()
-            except Exception:  # a listener's bug must not end the mirror for everybody else
+            except Exception:  # a listener's bug must not end the mirror for its other users
                 logger.exception("on_change of the mirror of %r failed", self.prefix)
 
     def _check_regularly(self) -> None:
@@ -215,7 +213,7 @@ class Mirror:
             try:
                 checked_revision, *found = self._client.newest_in(self.prefix, self._check_interval_s)
             except EtcdError:
-                # A watch whose connection turns out to be dead ends with it.
+                # The watch of a dead connection ends with it.
                 self._healthy = False
                 continue
             self._healthy = True
@@ -225,7 +223,7 @@ class Mirror:
             if truth == copy:
                 suspect = None
             elif suspect == copy:
-                # The copy has stood still although etcd differs: the watch is dead.
+                # The copy has not changed although etcd differs: the watch is dead.
                 logger.warning("the watch of %r missed a change; reading again", self.prefix)
                 suspect = None
                 self._resubscribe()

@@ -1,4 +1,4 @@
-"""What a transaction consists of: conditions and operations, and what comes back."""
+"""Parts of a transaction: conditions, operations and the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KeyValue:
     create_revision: int
     mod_revision: int
     version: int  # 1 when created, one more per put
-    lease_id: int  # 0: not bound to a lease
+    lease_id: int  # id of the key's lease; 0: none
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def created(key: str) -> _RevisionOf:
 
 
 def modified(key: str) -> _RevisionOf:
-    """``modified(key) == revision``: nobody wrote the key since it was read so (0: it does not exist)."""
+    """``modified(key) == revision``: the key was not written since that revision (0: it does not exist)."""
     return _RevisionOf(key, "mod")
 
 
@@ -82,4 +82,4 @@ OpT = TypeVar("OpT", bound=Op)
 class Txn:
     succeeded: bool
     revision: int
-    values: list[KeyValue]  # of every Get that found its key, in order
+    values: list[KeyValue]  # results of the Gets that found their keys, in order

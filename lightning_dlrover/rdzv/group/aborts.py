@@ -1,8 +1,8 @@
-"""Keep what an aborted collective of NCCL's has left in memory away from the weights.
+"""Keep the leftovers of an aborted NCCL collective in memory away from the weights.
 
-The host does not wait for NCCL: only the CUDA stream does, and it goes on after an abort as after a success. Gradients are then
-whatever the buffers hold. So the host waits for the stream where results begin to count, and looks whether the round has ended.
-gloo needs none of this: its collectives raise.
+The host does not wait for NCCL. Only the CUDA stream does, and it continues after an abort as after a success, with arbitrary
+gradients in the buffers. So the host waits for the stream before results are used, and checks whether the round has ended. gloo
+needs none of this: its collectives raise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["checked_updates", "wait_for_device"]
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until the current stream of a CUDA device has computed all that it was given; a CPU has already."""
+    """Wait until the current stream of a CUDA device has completed its work; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -26,7 +26,7 @@ def wait_for_device(device: torch.device) -> None:
 def checked_updates(check: Callable[[], None]) -> Iterator[None]:
     """Call `check` before any step of a PyTorch optimizer of this process, once the device has computed its gradients.
 
-    A step that `check` raises an error for changes nothing.
+    If `check` raises an error, the step changes no parameter.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

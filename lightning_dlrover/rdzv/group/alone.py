@@ -1,4 +1,4 @@
-"""The world of a script that was started by hand: one worker, no etcd, the same calls."""
+"""The world of a script that was started by hand, with one worker, no etcd, and the same methods."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["LoneWorld"]
 
 
 class LoneWorld:
-    """A `World` of its one worker, which nobody can join.
+    """A `World` of a single worker, which no other worker can join.
 
-    It has all calls of `World`. Those that need other workers or the job's records raise a `WorldError`.
+    It has all methods of `World`. Those that need other workers or the job's records raise a `WorldError`.
     """
 
     def __init__(self) -> None:
@@ -65,17 +65,17 @@ class LoneWorld:
         return []
 
     def start(self) -> Formation:
-        """Make a group of one: the user's collectives work as anywhere else."""
+        """Form a group of one worker, in which the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
         dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
         self._formation = Formation(round_, {self.worker_id: b""}, 0)
         return self._formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
-        pass  # there is nobody to be lost
+        pass  # there is no peer to lose
 
     def listen_for_sigterm(self) -> None:
-        pass  # nobody would go on
+        pass  # there is no peer that would go on
 
     def resign(self) -> None:
         pass
@@ -140,7 +140,7 @@ class LoneWorld:
         return True
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
-        self.wishes = list(wishes)  # there is nobody to agree with
+        self.wishes = list(wishes)  # without peers the minimum is the worker's own number
 
     @property
     def is_voting(self) -> bool:
@@ -149,7 +149,7 @@ class LoneWorld:
     def agreed(self) -> tuple[int | None, int]:
         return None, 1
 
-    # --- what needs others -------------------------------------------------------------------------------------------
+    # --- unavailable without others ----------------------------------------------------------------------------------
 
     @property
     def config(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What training loops use of a world, whether it is a job's or that of a script that was started by hand."""
+"""Interface of a world for training loops, implemented for a job and for a script that was started by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AnyWorld"]
 
 
 class AnyWorld(Protocol):
-    """The calls that `World` and `LoneWorld` have in common; `World` describes them."""
+    """The methods that `World` and `LoneWorld` have in common, documented in `World`."""
 
     backend: str
     wishes: list[int]

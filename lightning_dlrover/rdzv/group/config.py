@@ -18,7 +18,7 @@ __all__ = ["WorldConfig"]
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """Where the job's records are and who this worker is; read once from the environment that the elastic agent exports."""
+    """Location of the job's records and identity of this worker, read once from the environment that the agent exports."""
 
     etcd: EtcdConfig
     run_id: str
@@ -28,18 +28,18 @@ class WorldConfig:
     min_workers: int
     max_workers: int
     version: str
-    lease_ttl_s: float = 5.0  # this and the following as in `Timeouts`
+    lease_ttl_s: float = 5.0  # this and the following timeouts are those of `Timeouts`
     form_timeout_s: float = 120.0
     wait_timeout_s: float = 600.0
     start_timeout_s: float = 60.0
     regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
-    history_ttl_s: float = HISTORY_TTL_S  # the job's records outlast its last worker, agent and controller by so long
-    left_state_folder: str = ""  # of this worker's agent, see `left_state`; empty: it has a single worker
+    history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
+    left_state_folder: str = ""  # folder of this worker's agent, see `left_state`; empty if the agent has a single worker
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
-        """The configuration exported by the `etcd-v3` rendezvous handler, or None outside of such a job.
+        """Return the configuration exported by the `etcd-v3` rendezvous handler, or None outside of such a job.
 
         Raises:
             ValueError: a variable is missing or malformed.
@@ -78,7 +78,7 @@ class WorldConfig:
         )
 
     def of_member(self, address: str, port: int) -> MembershipConfig:
-        """The part that the job's membership needs, with the address at which this worker serves its store."""
+        """Return the configuration of the job's membership, with the address at which this worker serves its store."""
         return MembershipConfig(
             run_id=self.run_id,
             prefix=self.prefix,

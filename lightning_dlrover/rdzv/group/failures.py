@@ -1,4 +1,4 @@
-"""Tell a broken round from a mistake in the user's code."""
+"""Distinguish a broken round from a mistake in the user's code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_dlrover.rdzv.live.member import LeftOutError, MembershipError, Ro
 __all__ = ["Failures", "is_group_failure"]
 
 MAX_ATTEMPTS = 8
-"""Recoveries of one place in the program before its error is taken for the user's own."""
+"""Recoveries at one place in the program before its error is attributed to the user's code."""
 
 
 def is_group_failure(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective whose peer went away, as opposed to by the user's own code."""
+    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code."""
     text = str(error)
     if any(mark in text for mark in _MISTAKES):
         return False
@@ -34,26 +34,26 @@ _LOSSES = (
     "ncclRemoteError",
     "ncclSystemError",
 )
-"""Texts of errors that collectives raise when a peer is gone."""
+"""Texts of errors raised by collectives when a peer is gone."""
 
 _MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "Duplicate GPU detected")
-"""Texts of NCCL's errors that would come again in the next round, such as two workers on one GPU."""
+"""Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
 
 
 class Failures:
-    """The errors that end a worker's rounds: which are to recover from, and when to give up.
+    """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
 
     Args:
-        is_broken: returns whether the round's group was cut off.
-        meeting: returns that of the round, if there is one.
+        is_broken: returns whether the round's group was severed.
+        meeting: returns the round's meeting, if there is one.
     """
 
     def __init__(self, is_broken: Callable[[], bool], meeting: Callable[[], Meeting | None]) -> None:
         self.mismatch: MismatchError | None = None
         self._is_broken = is_broken
         self._meeting = meeting
-        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and how often a round was left with it
-        self._last_failure = ""  # text of the newest error that was taken for a loss
+        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
+        self._last_failure = ""  # text of the newest error that was attributed to a loss
 
     def is_failure(self, error: BaseException) -> bool:
         """See `World.is_failure`."""
@@ -68,7 +68,7 @@ class Failures:
         return is_loss
 
     def raise_mismatch(self, error: BaseException | None = None) -> None:
-        """Raise the mismatch that has ended the round, if any, in place of `error`, which is a consequence of it."""
+        """Raise the mismatch that has ended the round, if any, in place of `error`, its consequence."""
         if (meeting := self._meeting()) is not None:
             self.mismatch = meeting.await_mismatch()
         if self.mismatch is not None and error is not self.mismatch:
@@ -78,7 +78,7 @@ class Failures:
         """Count one more recovery at the place that `hello` names.
 
         Raises:
-            WorldError: there were too many at this place.
+            WorldError: there were too many recoveries at this place.
         """
         self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
         if self._attempts[1] > MAX_ATTEMPTS:

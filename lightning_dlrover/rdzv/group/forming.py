@@ -36,20 +36,20 @@ __all__ = ["Forming"]
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 0.5
-"""How long one attempt to reach the store of a round may take."""
+"""Seconds for one attempt to reach the store of a round."""
 
 VOTE_ROOM = 32, 8
-"""Numbers that a vote may hold: in any round, and for each of its workers."""
+"""Maximum numbers in a vote: a constant part, and a part for each worker of the round."""
 
 
 class Forming:
-    """What one worker does to connect to the other members of a round.
+    """Connect one worker to the other members of a round.
 
     Args:
-        backend: of the default group.
+        backend: backend of the default group.
         can_meet: see `World`.
-        sockets: of the round, which are shut down when it does not form.
-        groups: of the round.
+        sockets: sockets of the round, which are shut down if it does not form.
+        groups: groups of the round.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class Forming:
     def form(
         self, target: RoundRecord, hello: bytes, activity: Callable[[], str], is_in_step: Callable[[], bool]
     ) -> tuple[Formation, Meeting | None]:
-        """Connect to the other members of a round, and make its default group; see `Means.form` and `Meeting`."""
+        """Connect to the other members of a round, and create its default group; see `Means.form` and `Meeting`."""
         me = self._membership.worker_id
         rank = target.members.index(me)
         self._sockets.begin_forming(target.number)
         try:
             deadline = time.monotonic() + self._config.form_timeout_s
             self._reach.begin()
-            # Rank 0 has a connection to its own server, too: one that can be cut off while something waits on it.
+            # Even rank 0 connects to its own server, because a connection can be severed while a thread waits on it.
             check = functools.partial(self._raise_if_void, target)
             store = self._connect(target, deadline, check)
             rendezvous = PrefixStore(f"round/{target.number}", store)
             rendezvous.set(f"hello/{me}", hello.decode())
             hellos = self._await_hellos(target, rendezvous, deadline)
-            # Before anyone connects: the others would wait for a member that has gone away again.
+            # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
@@ -106,12 +106,12 @@ class Forming:
                     timeout=timedelta(seconds=self._config.collective_timeout_s),
                 )
         except BaseException:
-            # Others may have formed the round already: they must notice that this worker has not.
+            # Others may have formed the round already. They must detect that this worker has not.
             self._sockets.sever(target.number, quietly=True)
             raise
         finally:
             self._sockets.end_forming()
-        # The round may have ended while its sockets were not known yet.
+        # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.evicted)
         formation = Formation(target, hellos, rank)
         if control is None:
@@ -146,14 +146,14 @@ class Forming:
         group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
         self._groups.add(group)
         self._sockets.add_beside(known)
-        raise_if_over()  # it may have ended while the sockets were not known yet
+        raise_if_over()  # the round may have ended before the sockets were recorded
         return group
 
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
         while True:
             check()
-            # torch's own connect cannot be interrupted, so it is tried only against a port that answers, and not for long:
-            # the process may die just then.
+            # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
+            # because the process may die just then.
             with contextlib.suppress(OSError, dist.DistError):
                 store = _store_at(target, 1.0)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
@@ -172,7 +172,7 @@ class Forming:
         try:
             return self._can_meet(hellos)
         except ValueError as error:
-            # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+            # A round's store accepts writes from any process that reaches its port. The next round has another store.
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             return False
 
@@ -193,17 +193,17 @@ class Forming:
                     target,
                     f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
                 )
-            # Not the store's own wait: it cannot be interrupted, and says on stderr every time that it ran out.
+            # The store's own wait cannot be interrupted, and prints every timeout to stderr.
             self._pause(0.003)
 
     def _connect_gloo(
         self, target: RoundRecord, store: Store, deadline: float, workers: Sequence[str], check: Callable[[], None]
     ) -> dist.ProcessGroupGloo:
-        """Gloo's connections among the members of a round, or others.
+        """Connect gloo among the members of a round, or other workers.
 
-        Gloo waits for a member that has died meanwhile as long as for a slow one, several times the timeout of a collective,
-        and where it waits for the other to connect there is no socket to shut down. So it waits in a thread of its own, which
-        is left behind when the round has become void.
+        Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
+        the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
+        round becomes void.
         """
         connected: Future[dist.ProcessGroupGloo] = Future()
 
@@ -240,14 +240,14 @@ class Forming:
 
 
 def _connect_briefly(target: RoundRecord) -> Store | None:
-    """A further connection to a round's store, which stays when the round is severed; None if there is no answer."""
+    """Open a further connection to a round's store, which survives severing the round; None without a response."""
     with contextlib.suppress(OSError, dist.DistError):
         return PrefixStore(f"round/{target.number}/meeting", _store_at(target, CONNECT_TIMEOUT_S))
     return None
 
 
 def _store_at(target: RoundRecord, answer_s: float) -> TCPStore:
-    """A connection to a round's store, whose port must answer within `answer_s`."""
+    """Connect to a round's store; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
     return TCPStore(
         target.store_address,

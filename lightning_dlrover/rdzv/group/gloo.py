@@ -1,4 +1,4 @@
-"""Connect gloo's process groups, and cut them off from outside: gloo has no abort, but its sockets can be shut down."""
+"""Connect gloo's process groups, and sever them from outside: gloo has no abort, but its sockets can be shut down."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 AWAKE_S = 0.5
-"""After a group was cut off: all that gloo tells of it has failed by then."""
+"""Grace period in seconds after severing a group. By then gloo has failed every operation that it will fail on its own."""
 
 
 def with_gloo(backend: str) -> str:
-    """The backend with gloo for tensors on the CPU: votes and the state of joiners travel through it."""
+    """Return the backend with gloo for tensors on the CPU, which carries votes and the state of joiners."""
     if backend == "nccl":
         return "cpu:gloo,cuda:nccl"
     if backend != "gloo" and "cpu:gloo" not in backend.split(","):
@@ -56,9 +56,9 @@ def with_gloo(backend: str) -> str:
 
 @contextlib.contextmanager
 def as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
-    """Let `init_process_group` take a gloo backend that is connected already instead of making its own."""
+    """Make `init_process_group` use a gloo backend that is already connected instead of creating its own."""
     original = dist.distributed_c10d.ProcessGroupGloo
-    handed_over = [connected]  # emptied: the classes below live until they are collected, the group must not
+    handed_over = [connected]  # emptied later: the classes below live until they are collected, and the group must not
 
     class Meta(type):
         def __call__(cls, *args: object, **kwargs: object) -> dist.ProcessGroupGloo:
@@ -79,19 +79,19 @@ def as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
 
 
 def num_begun(group: dist.ProcessGroupGloo, has_nccl: bool) -> int:
-    """Collectives that this worker has begun in its round's group, whoever began them."""
+    """Return the number of collectives that any code of this worker has begun in its round's group."""
     number = torch_names.num_begun(group)
     if has_nccl and (default := dist.group.WORLD) is not None:
-        with contextlib.suppress(RuntimeError):  # not used yet
+        with contextlib.suppress(RuntimeError):  # the backend was not used yet
             number += torch_names.num_begun(torch_names.backend_of(default, torch.device("cuda")))
     return number
 
 
 class StoreServer:
-    """The store that this worker serves in rounds in which it is rank 0.
+    """The store that this worker serves in rounds where it is rank 0.
 
-    Every worker holds one from the start, so that whoever becomes rank 0 can serve a round at once. The port has a second use:
-    it refuses connections as soon as this process is dead.
+    Every worker runs one from the start, so that a new rank 0 can serve a round at once. The port has a second use: it refuses
+    connections as soon as this process is dead.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -113,14 +113,14 @@ class StoreServer:
 class RoundSockets:
     """The connections of a worker's round, which another thread may shut down.
 
-    The main thread forms rounds; the membership thread only ever cuts them off, which makes a collective that the main thread
-    is blocked in raise at once.
+    The main thread forms rounds. The membership thread only severs them, so that a collective in which the main thread is
+    blocked raises at once.
 
     Args:
-        member: holds the round that is formed or being formed; changed here, under the lock.
-        server: this worker's store, whose connections are spared.
-        etcd: endpoints whose connections are spared.
-        has_nccl: whether groups have to be aborted, too.
+        member: holds the round that is formed or being formed; this class changes it under the lock.
+        server: this worker's store; its connections are spared.
+        etcd: etcd's endpoints; connections to them are spared.
+        has_nccl: whether groups must also be aborted.
     """
 
     def __init__(self, member: Member, server: StoreServer, etcd: str, has_nccl: bool) -> None:
@@ -131,22 +131,22 @@ class RoundSockets:
         self._has_nccl = has_nccl
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
-        self._known_inodes: set[int] = set()  # sockets that were there before the group
+        self._known_inodes: set[int] = set()  # inodes of sockets that are older than the group
         self._severed_at = 0.0
 
     @property
     def owned(self) -> list[tuple[int, int]]:
-        """(fd, inode) of the sockets that forked children must not keep: copies would hide our death from the others."""
+        """(fd, inode) of the sockets that forked children must not keep: their copies would hide our death from the peers."""
         with self._lock:
             return [self._server.listener, *self._sockets]
 
     @property
     def are_severed_for_good(self) -> bool:
-        """Whether they were cut off so long ago that whatever gloo wakes is awake."""
+        """Whether the sockets were severed so long ago that gloo has woken every waiter that it will wake."""
         return self.are_severed and time.monotonic() - self._severed_at > AWAKE_S
 
     def begin_forming(self, number: int) -> None:
-        """Round `number` is being formed: sockets that are opened from here on are its own."""
+        """Begin to form round `number`, which owns all sockets opened from here on."""
         with self._lock:
             self._member.number = number
             self._known_inodes = set(inet_sockets().values())
@@ -155,26 +155,29 @@ class RoundSockets:
             self._member.forming = True
 
     def end_forming(self) -> None:
-        """The round is formed, or was given up."""
+        """Note that the round is formed, or was given up."""
         with self._lock:
-            # Both at once: who cuts the group off in between would find nothing, and not come again.
+            # Both change together: a thread that severs the group in between would find no sockets, and not try again.
             self._sockets = _sockets_beside(self._known_inodes)
             self._member.forming = False
 
     def add_beside(self, known_inodes: set[int]) -> None:
-        """Sockets that were opened since the inodes of all were `known_inodes` belong to the round, too."""
+        """Add sockets opened since all inodes were `known_inodes` to the round."""
         with self._lock:
             self._sockets += _sockets_beside(known_inodes)
 
     def follow(self, view: View, evicted: bool) -> None:
-        """Cut the group off when it will complete no more collectives. The membership thread, and who has formed a round."""
+        """Sever the group if it cannot complete any more collectives.
+
+        Called by the membership thread, and by the main thread after it has formed a round.
+        """
         with self._lock:
             number, forming = self._member.number, self._member.forming
         if number == 0:
             return
         self._member.note(view)
         must_cut_off = self._member.must_cut_off(view, number, forming, evicted)
-        # While it is being formed, again and again: what the main thread waits on may have been opened after the last time.
+        # Repeated while the round is being formed: the main thread may wait on a socket that was opened after the last time.
         if must_cut_off and (forming or not self.are_severed):
             self.sever(number)
 
@@ -202,8 +205,8 @@ class RoundSockets:
         if self._has_nccl and self.are_severed:
             torch_names.abort_process_group()
             return
-        # Other processes, such as forked loader workers, may hold copies of the sockets; closing ours would then go
-        # unnoticed by the peers, shutting them down does not.
+        # Other processes, such as forked loader workers, may hold copies of the sockets. Peers would then not notice that ours
+        # are closed, but they notice the shutdown.
         self.sever(self._member.number, quietly=True)
         dist.destroy_process_group()
 
@@ -214,15 +217,15 @@ def _sockets_beside(known_inodes: set[int]) -> list[tuple[int, int]]:
 
 @functools.cache
 def protect_forks() -> None:
-    """Keep forked children, such as loader workers, from collecting process groups that their parent has left behind.
+    """Prevent forked children, such as loader workers, from collecting process groups that their parent has abandoned.
 
-    A group's destructor waits for its threads, which do not exist in the child: it would hang there for good.
+    A group's destructor waits for its threads, which do not exist in the child, so it would hang for ever.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def own_address(endpoints: str) -> str:
-    """The address of this host on the way to etcd: the other workers come the same way.
+    """Return the address of this host on the route to etcd, which the other workers use as well.
 
     Raises:
         EtcdUnavailableError: none of the endpoints can be reached.
@@ -239,7 +242,7 @@ def own_address(endpoints: str) -> str:
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo use the interface that `address` belongs to, unless the user chose one."""
+    """Make gloo use the interface of `address`, unless the user chose one."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == address for a in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -247,10 +250,10 @@ def use_interface_of(address: str) -> None:
 
 
 def inet_sockets() -> dict[int, int]:
-    """Connected or listening sockets of this process: inode by file descriptor."""
+    """Return the connected or listening sockets of this process: inode by file descriptor."""
     found: dict[int, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the socket was closed meanwhile
             status = os.stat(int(entry.name))
             if stat.S_ISSOCK(status.st_mode):
                 found[int(entry.name)] = status.st_ino
@@ -269,7 +272,7 @@ def shut_down(fd: int, inode: int, spared_peer_ports: set[int], store_port: int)
                 return
             if sock.getpeername()[1] in spared_peer_ports:
                 return
-            # Others may be connected to our store already for a newer round than the one that is cut off.
+            # Others may already be connected to our store for a newer round than the severed one.
             if sock.getsockname()[1] == store_port:
                 return
             sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Keep the process groups of the last rounds until they can be destroyed without holding anything up."""
+"""Keep the process groups of the last rounds until they can be destroyed without blocking other threads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["RoundGroups"]
 
 
 class RoundGroups:
-    """gloo's groups of a worker's round, and those of rounds before it that somebody may still have."""
+    """gloo's groups of a worker's round, and groups of earlier rounds that may still be referenced."""
 
     def __init__(self) -> None:
-        self._groups: list[dist.ProcessGroupGloo] = []  # of the round
-        self._are_unused = threading.Event()  # set when nobody has the groups of the round before any more
-        self._keeping: list[threading.Thread] = []  # these groups
-        self._dropping: list[threading.Thread] = []  # those of the round before that
+        self._groups: list[dist.ProcessGroupGloo] = []  # groups of the current round
+        self._are_unused = threading.Event()  # set once the groups of the round before are no longer referenced
+        self._keeping: list[threading.Thread] = []  # threads that keep the groups of the round before
+        self._dropping: list[threading.Thread] = []  # threads that drop the groups of still earlier rounds
 
     def add(self, group: dist.ProcessGroupGloo) -> None:
         self._groups.append(group)
 
     def let_go(self, is_last: bool) -> None:
-        """Drop the round's groups in another thread, once nobody has them any more; never if it is the last round."""
-        # This thread must not be the last one to have a group: see `waits`. Since this round was formed nobody has those of the
-        # one before any more, as models were wrapped anew.
+        """Drop the round's groups in another thread once they are no longer referenced; never after the last round."""
+        # This thread must not hold the last reference to a group, see `waits`. Models were wrapped anew when this round was
+        # formed, so the groups of the round before are no longer referenced.
         if dist.is_initialized() and not is_last:
             self._are_unused.set()
             self._are_unused = threading.Event()
@@ -35,6 +35,6 @@ class RoundGroups:
         self._keeping.append(waits.let_go(former, self._are_unused))
 
     def join(self, timeout_s: float) -> None:
-        """Wait for each thread that drops groups: one that comes back from there while the process ends aborts it."""
+        """Wait for each thread that drops groups: if it returns while the process ends, it aborts the process."""
         for thread in self._dropping:
-            thread.join(timeout_s)  # if it does not hang
+            thread.join(timeout_s)  # limited, because the thread may hang

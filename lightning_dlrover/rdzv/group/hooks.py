@@ -1,4 +1,4 @@
-"""Stand around the collectives that anyone begins on the default group of `torch.distributed`, so that a meeting sees them."""
+"""Wrap all collectives on the default group of `torch.distributed`, so that a meeting can compare them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None 
 
 
 def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> None:
-    """From here on compare collectives that are begun on the default group by whoever calls them.
+    """Compare all later collectives on the default group, whichever code calls them.
 
     Args:
-        meeting: returns that of the round, or None while there is none.
+        meeting: returns the round's meeting, or None while there is none.
     """
     global _find_meeting
     _find_meeting = meeting
@@ -84,7 +84,8 @@ def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A monitored barrier: rank 0 exchanges messages with each of the others. Not compared, as its user sets the timeout."""
+    """Wrap a monitored barrier, in which rank 0 exchanges messages with each other rank. It is not compared, because its caller
+    sets the timeout."""
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

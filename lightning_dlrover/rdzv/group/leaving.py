@@ -1,4 +1,4 @@
-"""End a worker's process when it is asked to, or when its agent has ended."""
+"""End a worker's process on request, or when its agent has ended."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
-    """Let SIGTERM mean that this worker hands over and leaves; in any thread but the main one this does nothing."""
+    """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
 
     def leave() -> None:
-        # While etcd is away training goes on, and a change of membership waits.
+        # While etcd is unavailable training goes on, and a change of membership waits.
         deadline = time.monotonic() + wait_timeout_s
         while not membership.evicted:
             try:
@@ -41,7 +41,7 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
             except EtcdError as error:
                 problem, deadline = error, 0.0
             if time.monotonic() > deadline:
-                # Nobody can be told, so nobody would ever let this worker go; the others will notice that it is gone.
+                # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot say that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.1)
@@ -54,10 +54,10 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
 
 
 def end_with_agent() -> None:
-    """Let this process receive SIGTERM when its agent ends: nobody would restart it, or end it with its node.
+    """Make this process receive SIGTERM when its agent ends: no other process would restart it, or end it with its node.
 
     Raises:
-        SystemExit: the agent has ended already.
+        SystemExit: the agent has already ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     agent = os.environ.get("DLROVER_AGENT_PID", "")
@@ -68,5 +68,5 @@ def end_with_agent() -> None:
     except psutil.NoSuchProcess:
         has_ended = True
     if has_ended:
-        # While this process was importing torch: too early for the signal.
+        # The agent ended while this process was importing torch, too early for the signal.
         raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")

@@ -1,10 +1,10 @@
 """Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
 
-An agent of several workers ends all of them when one fails. If no worker of another node goes on, those that leave write the
-state into a folder in shared memory, and the group that the agent starts next reads it.
+An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers write the
+state into a folder in shared memory. The agent's next group of workers reads it.
 
-The folder belongs to the agent, so it holds the state of one job only. It is removed when the agent ends; that of an agent that
-was killed, when the next agent on the host makes one. A state is complete or not there, and replaces the one before it.
+The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
+killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one before.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ VARIABLE = "DLROVER_LEFT_STATE"
 
 
 class LeftStateError(RuntimeError):
-    """A state cannot be written to this host's memory, or read from there."""
+    """A state cannot be written to this host's memory, or read from it."""
 
 
 class LeftState:
-    """The state that a former group of this agent has left, if any.
+    """The state left by a former group of this agent, if any.
 
     Args:
-        folder: the agent's.
+        folder: the agent's folder for the state.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "state"
 
     def write(self, step: int, packed: transfer.Packed) -> int:
-        """Replace the state that is there. Returns the bytes written.
+        """Replace the kept state; return the bytes written.
 
         Raises:
-            LeftStateError: there is no room; the state that was there stays.
+            LeftStateError: there is no room; the former state stays.
         """
         self._remove_unfinished()
         unfinished = self._file.with_suffix(f".{os.getpid()}")
@@ -64,12 +64,12 @@ class LeftState:
         return num_bytes
 
     def remove(self) -> None:
-        """Let there be no state, such as one that no worker can go on from."""
+        """Remove the state, for example if no worker can continue from it."""
         with contextlib.suppress(OSError):
             self._file.unlink()
 
     def _remove_unfinished(self) -> None:
-        """Free the memory of what workers were writing when they were killed."""
+        """Free the memory of unfinished states left by workers that were killed while writing."""
         for unfinished in self._file.parent.glob(f"{self._file.name}.*"):
             writer = unfinished.suffix.removeprefix(".")
             if not Path("/proc", writer).exists():
@@ -77,7 +77,7 @@ class LeftState:
                     unfinished.unlink()
 
     def step(self) -> int | None:
-        """Optimizer steps made before the state was written; None: there is no state."""
+        """Return the optimizer steps made before the state was written; None: there is no state."""
         try:
             with self._file.open("rb") as file:
                 return int(json.loads(file.readline(1000))["step"])
@@ -85,14 +85,14 @@ class LeftState:
             return None
 
     def read(self, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-        """What was packed.
+        """Return the kept object.
 
         Args:
-            classes: accepted beside plain data.
+            classes: classes accepted in addition to plain data.
             names: classes and functions accepted by name, see `transfer.names_in`.
 
         Raises:
-            LeftStateError: it cannot be read.
+            LeftStateError: the state cannot be read.
         """
         try:
             with self._file.open("rb") as file:

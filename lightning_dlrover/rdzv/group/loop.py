@@ -1,8 +1,8 @@
-"""What carries a training loop from one round to the next, whatever the loop is.
+"""Carry any training loop from one round to the next.
 
-`steps` is all that a loop of plain PyTorch needs; `World.steps` calls it. Its two parts serve every other loop as well, such as
-Lightning's in `lightning_dlrover/live/training.py`. `Pace` decides between which steps the workers agree on the round to be in,
-`handover` who gives the job's state to whom when a round has formed.
+`steps` is all that a loop of plain PyTorch needs; `World.steps` calls it. Its two parts also serve other loops, such as
+Lightning's in `lightning_dlrover/live/training.py`. `Pace` chooses the steps between which the workers vote on their round.
+`handover` decides which worker sends the job's state to which one after a round has formed.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class Stateful(Protocol):
 
 
 class Pace:
-    """Follows the steps of one worker: when the workers agree on whether to switch, and how long a change holds them up.
+    """Track one worker's steps: when the workers vote on a switch, and how long a change holds them up.
 
     A step's `place` is a number that all workers share and that grows by one per step.
 
     Args:
-        check_interval_s: about how often the workers agree. The agreement overlaps with a step, so it costs little.
-        wishes: called for each agreement: numbers of which `World.wishes` then holds the smallest of all workers.
+        check_interval_s: approximate seconds between votes. A vote overlaps with a step, so it costs little.
+        wishes: called for each vote; returns numbers. `World.wishes` then holds the minimum of each over all workers.
     """
 
     def __init__(self, world: AnyWorld, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
         self._world = world
         self._wishes = wishes
         self._check_interval_s = check_interval_s
-        self.step_time_s = 0.0  # of late; 0 while none is known
-        self.steps_in_round = 0  # that this worker has ended
+        self.step_time_s = 0.0  # recent seconds per step; 0 while unknown
+        self.steps_in_round = 0  # steps that this worker has ended in the round
         self._step_end = 0.0
-        self._was_held_up = False  # the step being made holds a change of the world
-        self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, workers then
+        self._was_held_up = False  # whether the current step includes a change of the world
+        self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, and workers then
         self._next_vote = 0
 
     def step_ended(self) -> None:
@@ -73,7 +73,7 @@ class Pace:
         self._step_end = now
 
     def round_to_switch_to(self, place: int) -> int | None:
-        """Between two steps: the round that all workers switch to here, or None to go on. The same answer on all workers.
+        """Between two steps, return the round that all workers switch to here, or None to go on. Equal on all workers.
 
         Raises:
             WorldError: the current round has ended; `recover`.
@@ -93,13 +93,13 @@ class Pace:
         return self._held_up_since is not None
 
     def held_up(self) -> None:
-        """The world is about to change: no step is made until `went_on`."""
+        """Note that the world is about to change: no step is made until `went_on`."""
         if self._held_up_since is None:
             formation = self._world.formation
             self._held_up_since = (self._step_end, formation.size if formation is not None else 1)
 
     def went_on(self, place: int) -> None:
-        """A new round is ready for the step at `place`, the same on all its workers."""
+        """Note that a new round is ready for the step at `place`, which is equal on all its workers."""
         self._next_vote = place
         self.steps_in_round = 0
         self._was_held_up = True
@@ -126,23 +126,23 @@ class Pace:
         return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
-# --- who has the state --------------------------------------------------------------------------------------------------------
+# --- handing over the state ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Who gives the job's state to whom, as pairs of worker ids (from, to), in the order in which all carry it out."""
+    """Transfers of the job's state as pairs of worker ids (from, to), in the order in which all workers run them."""
 
-    behind: list[tuple[str, str]]  # to those who lack updates
-    joining: list[tuple[str, str]]  # afterwards, to those who have no state yet; from as many others as there are
+    behind: list[tuple[str, str]]  # transfers to workers that lack updates
+    joining: list[tuple[str, str]]  # later transfers to workers without a state, spread over all senders
 
 
 def handover(members: Sequence[str], updates: Mapping[str, int | None]) -> Handover:
-    """The most advanced worker's state is the job's; where nobody has any, that of the first in rank order.
+    """Plan the transfers of the most advanced worker's state, or of the first in rank order if no worker has any.
 
     Args:
         members: worker ids in rank order.
-        updates: optimizer updates that each has made; None: it has no state.
+        updates: optimizer updates that each worker has made; None: it has no state.
     """
     standing = {w: made for w in members if (made := updates[w]) is not None} or {members[0]: 0}
     newest = max(standing.values())
@@ -156,15 +156,15 @@ def handover(members: Sequence[str], updates: Mapping[str, int | None]) -> Hando
 
 
 def updates_made(formation: Formation) -> dict[str, int | None]:
-    """Updates that each member of a round of plain loops has made, by its hello; None: it has no state.
+    """Return the updates that each member of a round of plain loops has made, from its hello; None: it has no state.
 
     Raises:
-        RoundEndedError: a hello is no number; the next round is formed with another store.
+        RoundEndedError: a hello is not a number; the next round is formed with another store.
     """
     try:
         return {worker: int(hello) if hello else None for worker, hello in formation.hellos.items()}
     except ValueError as error:
-        # The store of a round takes writes from whoever reaches its port. That of the next round is another one.
+        # A round's store accepts writes from any process that reaches its port. The next round has another store.
         raise RoundEndedError(
             f"round {formation.round.number}: a member's number of steps is unreadable ({error}); "
             "another program may write into the round's store"
@@ -172,7 +172,7 @@ def updates_made(formation: Formation) -> dict[str, int | None]:
 
 
 def model_fingerprint(*modules: torch.nn.Module) -> str:
-    """A short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
+    """Return a short digest of all parameter and buffer names, shapes and types: equal for workers that can share state."""
     lines = [
         f"{name} {tuple(value.shape)} {value.dtype}"
         for module in modules
@@ -186,14 +186,14 @@ def model_fingerprint(*modules: torch.nn.Module) -> str:
 
 
 class Step:
-    """One attempt at one step. A context manager: the step is made when its block is left without an error.
+    """One attempt at one step. A context manager: the step is made when its block ends without an error.
 
     Attributes:
-        number: of the step, from 0: as many were made before it. Equal on all workers, and attempted again after a loss.
+        number: number of the step, from 0, and thus of the steps before it. Equal on all workers; attempted again after a loss.
         rank, size: this worker's place in the current round, and how many workers there are.
-        round_is_new: this worker's first attempt in a round: wrap the model, make sub-groups.
-        is_last: set it, on all workers alike, to end the loop with this step.
-        was_made: after the block; False if a worker was lost meanwhile, so that the step is still to be made.
+        round_is_new: True at this worker's first attempt in a round: wrap the model, create sub-groups.
+        is_last: set it on all workers to end the loop with this step.
+        was_made: valid after the block; False if a worker was lost meanwhile, so that the step must be attempted again.
     """
 
     def __init__(self, number: int, formation: Formation, round_is_new: bool, loop: _Loop) -> None:
@@ -242,7 +242,7 @@ class _Loop:
             yield from self._steps()
 
     def _raise_if_aborted(self) -> None:
-        """Before an optimizer's step, with NCCL: its gradients may come from a reduction that was aborted."""
+        """Check the round before an optimizer's step: with NCCL, gradients may come from an aborted reduction."""
         if self.is_in_step and self._formation.size > 1 and self._world.broken:
             raise self._world.broken_error()
 
@@ -256,7 +256,7 @@ class _Loop:
                 yield step
                 if not step._was_entered:
                     raise RuntimeError("a step was not made: put its work into `with step:`")
-                # Here, not where the error was caught: a living traceback would keep the old group alive.
+                # Done here and not where the error was caught, because a living traceback would keep the old group alive.
                 self._between_steps()
             if self._finish():
                 return
@@ -279,11 +279,11 @@ class _Loop:
 
     @property
     def _hello(self) -> bytes:
-        """What the others are told on entering a round: updates made, nothing while this worker has no state."""
+        """Return this worker's hello for a round: its updates made, empty while it has no state."""
         return str(self.num_made).encode() if self._has_state else b""
 
     def _attempt(self, run: Callable[[], object]) -> bool:
-        """Whether `run` succeeded; False if a collective of it failed."""
+        """Run `run`; return False if one of its collectives failed."""
         self._is_broken = False
         try:
             run()
@@ -332,7 +332,7 @@ class _Loop:
                 return
 
     def _settle(self) -> None:
-        """Bring everyone in a new round to the most advanced worker's state."""
+        """Bring all workers of a new round to the most advanced worker's state."""
         formation, me = self._formation, self._world.worker_id
         updates = updates_made(formation)
         if all(made is None for made in updates.values()):
@@ -347,7 +347,7 @@ class _Loop:
         self._pace.went_on(self.num_made + 1)
 
     def _resume_left_state(self) -> None:
-        """Let rank 0, whose state all others are given, have what a former group of workers has left, if it is ahead."""
+        """Load the state left by a former group of workers into rank 0, if it is ahead. All others then receive it."""
         rank, left = self._formation.rank, self._world.left_state
         found = self._gathered((left.step() if left is not None else None, self.num_made))
         newest = max([step for step, _ in found if step is not None], default=-1)
@@ -387,7 +387,7 @@ class _Loop:
         self.num_made, self._num_steps = received["num_made"], received["num_steps"]
 
     def _finish(self) -> bool:
-        """End the job, once all workers have made all steps; False if another round was needed first."""
+        """End the job once all workers have made all steps; return False if another round was needed first."""
         if self._formation.size > 1 and not self._attempt(dist.barrier) and not self._world.has_finished:
             self._recover()
             return False

@@ -1,4 +1,4 @@
-"""Carry out what the membership protocol asks of a worker's process."""
+"""Operations of a worker's process for the membership protocol."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NEWS_S = 3.0
-"""A wait that lasts for so long is told to who reads the worker's output."""
+"""Seconds of waiting after which a worker logs the reason."""
 
 FULL_PAUSE_S = 0.2
-"""Between two attempts to write a record into an etcd that takes none."""
+"""Seconds between two attempts to write a record while etcd's database is full."""
 
 
 class BlockingMeans:
-    """What `Member` asks for, done by blocking the worker's thread.
+    """Implementation of `Means` that blocks the worker's thread.
 
     Args:
-        out_of_reach: returns those of some workers that give no answer.
+        out_of_reach: returns those of some workers that do not respond.
         form: forms a round's process group.
         destroy: leaves the process group, if any.
-        report_wait: tells people about a long wait.
+        report_wait: reports a long wait to people.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BlockingMeans:
     async def write(
         self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
     ) -> None:
-        # While etcd is away a change of membership waits.
+        # While etcd is unavailable a change of membership waits.
         deadline = time.monotonic() + self._config.wait_timeout_s
         while True:
             try:
@@ -102,7 +102,7 @@ class BlockingMeans:
             except EtcdUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
-                time.sleep(FULL_PAUSE_S)  # a full etcd refuses at once
+                time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         self._membership.bury_the_dead(workers)

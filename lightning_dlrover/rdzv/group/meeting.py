@@ -1,19 +1,20 @@
 """Detect workers that meet in different collectives, and end them with an error that names both places.
 
-gloo and NCCL match collectives by their order alone. Workers that run different ones wait for each other until the timeout of
-collectives, or mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
+gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout of
+collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
 
 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, where all messages
-   have one size. Votes travel in the same group, so a vote and a collective can be compared, too.
-2. What DDP does is not compared: that would cost each step. Instead each worker's numbers of begun collectives, `Counts`, are
-   compared while it makes no progress. In a correct program all workers begin the same collectives in the same order, so a
-   worker that is ahead of another in one group is not behind it in the other. If it is, they wait for each other for good.
-   This holds at whatever time the numbers are read: a slow worker is never taken for one that runs another program.
-   The same holds for two that are level, and wait for different things in the round's group.
-3. Each comparison holds the number of collectives begun in the round's group, so one that was left out by a worker is noticed
-   in the next vote. Votes hold the number of the step.
+   have one size. Votes travel in the same group, so a vote can also be compared with a collective.
+2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
+   `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
+   order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
+   other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
+   The same holds for two workers with equal counts that wait for different collectives in the round's group.
+3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
+   that one worker has left out. Votes include the number of the step.
 
-The error is agreed on through the store of the round before the group is severed: nobody takes the others' end for a loss.
+The workers agree on the error through the round's store before the group is severed, so that none mistakes the others' end for
+a loss.
 """
 
 from __future__ import annotations
@@ -61,47 +62,47 @@ ANSWER_S = 1.5
 """Seconds to wait for the other workers' places once a mismatch is certain."""
 
 POLL_S = 0.005
-"""Seconds between two looks for a worker that is awaited at a place."""
+"""Seconds between two checks for a worker that is awaited at a place."""
 
 NUM_COMPARED = 16
-"""Workers whose counts are read in one look; the next look goes on with the next ones."""
+"""Number of workers in one read of counts; the next read continues with the next workers."""
 
 NUM_HEADER = 4
-"""Numbers in front of a vote's: key and number of begun collectives, each once more with the opposite sign."""
+"""Numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign."""
 
 NUM_RECENT = 8
-"""Compared collectives whose texts are kept for an error message."""
+"""Number of newest compared collectives to keep for an error message."""
 
 
 class MismatchError(WorldError):
-    """Workers have met in different collectives. The program is wrong: no round can be formed that would mend it."""
+    """Workers have met in different collectives. The program is wrong, and a new round cannot repair it."""
 
 
-# --- who is ahead -------------------------------------------------------------------------------------------------------------
+# --- comparing counts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Counts:
     """Collectives that a worker has begun in a round."""
 
-    compared: int  # votes and comparisons, in the group of their own
-    begun: int  # in the round's group
+    compared: int  # votes and comparisons begun in their separate group
+    begun: int  # collectives begun in the round's group
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a worker that makes no progress was seen to do."""
+    """Observed activity of a worker that makes no progress."""
 
     counts: Counts
     text: str
-    waits_for: str = ""  # the collective that it has begun last in the round's group, if that is known and what it waits for
+    waits_for: str = ""  # collective begun last in the round's group, if it is known and the worker waits for it
 
 
 def can_go_on(one: Sighting, other: Sighting) -> bool:
-    """Whether two workers may belong to one program; if not, none of the two ever ends.
+    """Whether two workers may belong to one program; if not, neither of them ever ends.
 
-    Workers of one program begin the same collectives in the same order, so their counts, whenever they are read, are those of
-    one sequence. Two entries of a sequence that only grows cannot be ahead of each other, and equal entries have one meaning.
+    Workers of one program begin the same collectives in the same order. Their counts, whenever they are read, therefore belong
+    to one sequence. Two entries of a growing sequence cannot be ahead of each other, and equal entries have one meaning.
     """
     ahead = one.counts.compared - other.counts.compared, one.counts.begun - other.counts.begun
     if ahead == (0, 0):
@@ -110,11 +111,11 @@ def can_go_on(one: Sighting, other: Sighting) -> bool:
 
 
 def difference(texts: Sequence[tuple[int, str]], counts: Sequence[Counts] = ()) -> str:
-    """The text of a `MismatchError`: which ranks are where.
+    """Return the text of a `MismatchError`, which names the place of each rank.
 
     Args:
-        texts: rank and what it does, of as many workers as are known.
-        counts: of the same workers, where these differ.
+        texts: rank and activity of all known workers.
+        counts: counts of the same workers, if they differ.
     """
     by_text: dict[str, list[int]] = {}
     for i, (rank, text) in enumerate(texts):
@@ -132,7 +133,7 @@ def difference(texts: Sequence[tuple[int, str]], counts: Sequence[Counts] = ()) 
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: 0, 2-5."""
+    """Format ranks as ranges: 0, 2-5."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and parts[-1][-1] == rank - 1:
@@ -146,16 +147,16 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 class Meeting:
-    """Compare what the workers of one round are about to do. Used by the thread that made it, and watched by one of its own.
+    """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
     Args:
-        group: of this round's members, for nothing else.
-        capacity: of a vote, in numbers; equal on all workers.
+        group: a group of this round's members, for no other use.
+        capacity: maximum numbers in a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
-        activity: describes what this worker is doing.
+        activity: describes this worker's current activity.
         is_in_step: returns whether this worker is inside a training step.
-        sever: ends what this worker waits in; called after all workers have agreed on `mismatch`.
+        sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Meeting:
         self._rank, self._size = rank, size
         self._length = NUM_HEADER + capacity
         self._all_begun = begun
-        self._num_messages = 0  # of these: between two workers, so their numbers differ
+        self._num_messages = 0  # begun operations that are messages between two workers, so their numbers differ
         self._begun_before: int | None = None  # count at the start of an operation that consists of messages
         self._messages_lock = threading.Lock()
         self._connect = connect
@@ -183,41 +184,41 @@ class Meeting:
         self._is_in_step = is_in_step
         self._sever = sever
         self._num_compared = 0
-        self._recent: dict[int, str] = {}  # texts of the last collectives that were compared, by number
-        self._depth = 0  # above 0 the collectives that are begun are part of one that was compared
+        self._recent: dict[int, str] = {}  # texts of the newest compared collectives, by number
+        self._depth = 0  # above 0, begun collectives are part of one that was compared
         self._store: Store | None = None
         self._store_lock = threading.Lock()
         self._published: Sighting | None = None
         self._answered = 0
         self._thread = threading.get_ident()
         self._closed = threading.Event()
-        self._is_agreed = threading.Event()  # the others have acknowledged the mismatch, or had the time to
+        self._is_agreed = threading.Event()  # set once the others have acknowledged the mismatch, or have had time to
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._watcher = threading.Thread(target=self._watch, name="dlrover-meeting", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """The round is over; the group belongs to its maker."""
+        """End the meeting with its round; the group belongs to its creator."""
         self._closed.set()
-        # This thread and the watcher must not be the last ones to have a group, see `waits`.
+        # This thread and the watcher must not hold the last reference to a group, see `waits`.
         self._group = None
         self._all_begun = lambda: 0
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread: one that comes back from the store while the process ends aborts it."""
+        """Wait for the thread: if it returns from the store while the process ends, it aborts the process."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(timeout_s)
 
     def await_mismatch(self) -> MismatchError | None:
-        """What has ended this round, once the others have it, too: who ends earlier would be taken for lost."""
+        """Return the mismatch that ended this round, after the others have it too. A worker that ends earlier seems lost."""
         if self.mismatch is not None:
             self._is_agreed.wait(2 * ANSWER_S)
         return self.mismatch
 
     @contextlib.contextmanager
     def compared(self, purpose: Purpose) -> Iterator[None]:
-        """Compare `purpose` with the others' now; what is begun within is taken to be part of it.
+        """Compare `purpose` with the others' now. Collectives begun within count as part of it.
 
         Raises:
             MismatchError: other workers are about to do something else.
@@ -238,14 +239,14 @@ class Meeting:
         self._check(number, numbers)
 
     def vote(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
-        """Begin to learn the smallest of all workers' numbers; hand the result to `counted`."""
+        """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
         return self._reduce(purpose, ballot)
 
     def counted(self, vote: tuple[int, dist.Work, torch.Tensor], size: int) -> list[int]:
-        """The result of a vote of `size` numbers.
+        """Wait for a vote of `size` numbers and return its result.
 
         Raises:
-            MismatchError: other workers did something else instead of voting, or have begun other collectives until then.
+            MismatchError: other workers did not vote, or began other collectives before it.
         """
         number, work, numbers = vote
         waits.wait_for(work)
@@ -254,7 +255,7 @@ class Meeting:
         return result
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
-        """Compare a collective that is begun on `torch.distributed` itself, if it is one of all workers."""
+        """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
         if (
             self._depth
             or group is not dist.group.WORLD
@@ -264,19 +265,19 @@ class Meeting:
             return
         options = args[-1] if args else None
         if getattr(options, "asyncOp", False):
-            return  # overlaps with computing
+            return  # an asynchronous one overlaps with computation
         if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
-            return  # such as those of SyncBatchNorm: the host would wait for the others in each layer
+            return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
         self.compare(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until all workers have come to `place`; False once one of them has gone on without.
+        """Wait until all workers have reached `place`; return False once one of them has passed it by.
 
-        The answer is the same on all workers that get one.
+        All workers for which this returns get the same result.
 
         Raises:
-            RoundEndedError: the round is over; other workers may have had the answer True before.
-            WorldError: other workers neither came nor went on in time.
+            RoundEndedError: the round is over; on other workers this may have returned True before.
+            WorldError: other workers neither reached the place nor passed it by in time.
         """
         now = Counts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
@@ -298,7 +299,7 @@ class Meeting:
                             return False
                     if not missing:
                         return True
-            except RuntimeError as error:  # rank 0 has gone: the round is about to break
+            except RuntimeError as error:  # rank 0 is gone, and the round is about to break
                 log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
                 self._forget_store()
             if time.monotonic() > deadline:
@@ -313,17 +314,17 @@ class Meeting:
 
     @contextlib.contextmanager
     def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:
-        """Begin one message to or from another worker within, and leave it out of this worker's counts."""
+        """Exclude one message to or from another worker, begun within, from this worker's counts."""
         if group is not dist.group.WORLD or any(tensor.device.type != "cpu" for tensor in tensors):  # NCCL counts them apart
             yield
             return
-        with self._messages_lock:  # a count that is read in between would be one too high or too low
+        with self._messages_lock:  # a count read in between would be one too high or too low
             yield
             self._num_messages += 1
 
     @contextlib.contextmanager
     def only_messages(self, group: object) -> Iterator[None]:
-        """Leave whatever is begun within out of this worker's counts."""
+        """Exclude all operations begun within from this worker's counts."""
         if group is not dist.group.WORLD or threading.get_ident() != self._thread:
             yield
             return
@@ -381,7 +382,7 @@ class Meeting:
         raise self.mismatch
 
     def _read_all(self, store: Store, folder: str, ranks: Sequence[int], timeout_s: float = ANSWER_S) -> dict[int, str]:
-        """Texts of ranks below a folder of the store, as far as they come in time."""
+        """Return the texts of ranks below a folder of the store that arrive in time."""
         texts: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         while len(texts) < len(ranks) and time.monotonic() < deadline:
@@ -392,12 +393,12 @@ class Meeting:
         return texts
 
     def _adopt(self, text: str) -> None:
-        """Agree with the others on one text, then end what this worker waits in. Any thread."""
+        """Agree with the others on one text, then end this worker's pending collective. Called from any thread."""
         store = self._reach_store()
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 text = store.compare_set("verdict", "", text).decode() or text
-        # Before it is acknowledged: from then on the others may end, and this worker must not take them for lost.
+        # Set before the acknowledgement: after that the others may end, and this worker must not mistake that for a loss.
         self.mismatch = self.mismatch or MismatchError(text)
         if store is not None:
             with contextlib.suppress(RuntimeError):
@@ -419,7 +420,7 @@ class Meeting:
                 try:
                     self._look(now, num_looks * NUM_COMPARED)
                     num_looks += 1
-                except (RuntimeError, ValueError) as error:  # rank 0 has gone; the round breaks by other means
+                except (RuntimeError, ValueError) as error:  # rank 0 is gone; the round breaks by other means
                     log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
                     self._forget_store()
         self._forget_store()
@@ -437,7 +438,7 @@ class Meeting:
             store.set(f"op/{number}/{self._rank}", json.dumps([text, now.begun]))
         mine = self._whereabouts(now)
         if Counts(self._num_compared, self._begun()) != now:
-            return  # it goes on
+            return  # the worker makes progress again
         if mine != self._published:
             store.set(f"at/{self._rank}", json.dumps([now.compared, now.begun, mine.text, mine.waits_for]))
             self._published = mine
@@ -450,7 +451,7 @@ class Meeting:
         self._adopt(difference([(rank, seen[rank].text) for rank in sorted(seen)]))
 
     def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, Sighting]:
-        """What other workers have published; of one that makes progress this may be old."""
+        """Return the sightings that other workers have published. Those of workers that make progress may be stale."""
         texts: dict[int, str] = {}
         if timeout_s:
             texts = self._read_all(store, "at", ranks, timeout_s)
@@ -463,7 +464,7 @@ class Meeting:
         return found
 
     def _whereabouts(self, now: Counts) -> Sighting:
-        """What this worker's thread waits in, as far as anyone can see."""
+        """Return the collective in which this worker's thread waits, as far as its stack shows."""
         frame = sys._current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
@@ -485,7 +486,7 @@ _COMPARES = "a comparison with the other workers"
 
 
 def _waits_in(frame: FrameType | None) -> tuple[str, str]:
-    """The collective that a thread is in, and what it waits for there if that is the last one begun in the round's group."""
+    """Return a thread's current collective, and its wait if that is for the last one begun in the round's group."""
     is_waiting = False
     while frame is not None:
         code, name, module = frame.f_code, frame.f_code.co_name, frame.f_globals.get("__name__", "")

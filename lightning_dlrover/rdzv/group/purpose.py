@@ -1,4 +1,4 @@
-"""Describe what a worker is about to do with all others: the collective, what must be equal in it, and the user's line."""
+"""Describe a worker's next collective: its kind, the properties that must be equal on all workers, and the user's line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LIBRARIES = frozenset(
         *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
     )
 )
-"""Top-level packages whose frames are passed over in the search for the user's line."""
+"""Top-level packages whose frames are skipped in the search for the user's line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a collective was called."""
+    """Place in the program where a collective was called."""
 
     user: str  # file, line and function of the innermost frame outside of libraries
-    caller: str  # function of Lightning's or another library that called it on the user's behalf; empty: the user did
+    caller: str  # function of Lightning or another library that called it on the user's behalf; empty if the user called it
     line: str  # the user's file name and line, without the folder, which may differ between hosts
 
     def __str__(self) -> str:
@@ -36,17 +36,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What one worker is about to do with all others."""
+    """One worker's next action together with all others."""
 
-    kind: str  # such as "strategy.reduce"
-    details: str = ""  # name, size, type, root: must be equal on all workers
+    kind: str  # kind of action, such as "strategy.reduce"
+    details: str = ""  # name, size, type and root, which must be equal on all workers
     place: Place | None = None
     same_line: bool = False  # whether it must be called at the same line on all workers
-    any_place: bool = False  # whether `place` is for the error's text alone
+    any_place: bool = False  # whether `place` serves only the error's text
 
     @property
     def key(self) -> int:
-        """Equal for workers that may meet; 62 bits."""
+        """Key of 62 bits, equal for workers that may meet."""
         compared = [self.kind, self.details]
         if self.place is not None and not self.any_place:
             compared += [self.place.caller, self.place.line if self.same_line else ""]
@@ -57,12 +57,12 @@ class Purpose:
 
 
 def shown(frame: FrameType | None) -> Place:
-    """The place of a call that is named in errors, and not compared."""
+    """Return the place of a call for error texts only; it is not compared."""
     return Place(place_of(frame).user, "", "")
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """The place of a call whose innermost frame is `frame`."""
+    """Return the place of a call, given its innermost frame."""
     caller, outermost = "", ""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
@@ -78,17 +78,17 @@ def place_of(frame: FrameType | None) -> Place:
 
 
 SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
-"""Position of the argument whose size is equal on all workers. Other operations may take another one on each worker."""
+"""Position of the argument whose size is equal on all workers. Other operations may use a different size on each worker."""
 
 ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
 
 def details(name: str, args: Sequence[Any]) -> str:
-    """Sizes and types that have to be equal on all workers, and the root."""
+    """Return the sizes and types that must be equal on all workers, and the root."""
     root = f"{ROOTS[name]} rank {args[-1].rootRank}" if name in ROOTS and args and hasattr(args[-1], "rootRank") else ""
     sized: Any = args[SIZED[name]] if name in SIZED and args else None
     if name == "all_gather" and args:
-        sized = args[0][0] if args[0] else None  # NCCL takes inputs of different sizes, but the outputs are alike everywhere
+        sized = args[0][0] if args[0] else None  # NCCL accepts inputs of unequal sizes, but the outputs are equal
     tensors = list(tensors_in([sized]))
     if not tensors:
         return root
@@ -98,7 +98,7 @@ def details(name: str, args: Sequence[Any]) -> str:
 
 
 def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in the arguments of a process group's method."""
+    """Yield the tensors in the arguments of a process group's method."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             yield arg

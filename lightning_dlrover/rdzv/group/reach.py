@@ -1,4 +1,4 @@
-"""Find out which workers' processes are gone or cannot be reached from here."""
+"""Detect workers that are dead or cannot be reached from here."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from lightning_dlrover.rdzv.live.probe import silent_workers
 __all__ = ["Neighbour", "Reach"]
 
 PROBE_INTERVAL_S = 0.3
-"""How often a worker sees whether the next rank's process lives."""
+"""Seconds between two probes of the next rank's process."""
 
 OUT_OF_REACH_S = 5.0
-"""For how long a worker is given no answer by another, not even a refusal, before it takes itself for cut off from it."""
+"""Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
 
 
 class Reach:
-    """Which members of a round give no answer while it is formed."""
+    """Detect members of a round that do not respond while it is formed."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._next_probe = 0.0
 
     def begin(self) -> None:
-        """Connections are about to be made: give the others time to answer."""
+        """Restart the timer before connections are made, so that the others have time to respond."""
         self._next_probe = time.monotonic() + OUT_OF_REACH_S
 
     def raise_if_silent(self, target: RoundRecord) -> None:
-        """Said within seconds: the others wait for the round to form, too."""
+        """Raise an error for silent members within seconds, because the others also wait for the round to form."""
         if time.monotonic() > self._next_probe:
             self._next_probe = time.monotonic() + OUT_OF_REACH_S
             if silent := self.silent(target.members):
                 raise UnreachableError(f"round {target.number}: {', '.join(silent)} cannot be reached from here", silent)
 
     def too_late(self, target: RoundRecord, text: str) -> UnreachableError:
-        """Names those that are out of reach from here; who merely is late, as in a long validation run, is not."""
+        """Return an error that names the unreachable members, but not those that are merely late, as in a long validation."""
         return UnreachableError(text, self.silent(target.members))
 
     def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
-        """Those of `members` to whose port no connection can be made from here, though it is not refused."""
+        """Return the members whose port neither accepts nor refuses a connection from here."""
         workers, me = self._membership.view.workers, self._membership.worker_id
         return silent_workers((workers[w] for w in members if w in workers and w != me), timeout_s)
 
@@ -50,7 +50,8 @@ class Reach:
 class Neighbour:
     """The next rank of the round, watched by the membership thread.
 
-    Its death also breaks our collectives, but not while we compute or validate, and with NCCL not by itself.
+    Its death also breaks our collectives, but not while this worker computes or validates. With NCCL it does not break them at
+    all by itself.
 
     Args:
         sever: shuts down the connections of a round.
@@ -62,10 +63,10 @@ class Neighbour:
         self._reach = reach
         self._sever = sever
         self._next_probe = 0.0
-        self._silent_since: float | None = None  # of whom nothing else would tell, as when a cable was cut
+        self._silent_since: float | None = None  # start of a silence that leaves no other trace, as of a cut cable
 
     def probe(self) -> None:
-        """See that its process lives and can be reached; does nothing if that was seen a moment ago."""
+        """Check that its process lives and can be reached, unless the last check was a moment ago."""
         formation = self._member.formation
         if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
@@ -77,6 +78,6 @@ class Neighbour:
         elif self._silent_since is None:
             self._silent_since = time.monotonic()
         elif time.monotonic() - self._silent_since > OUT_OF_REACH_S:
-            # Collectives would wait until their timeout. In the next round both sides say whom they do not reach.
+            # Collectives would wait until their timeout. In the next round both sides report the workers they cannot reach.
             self._silent_since = None
             self._sever(formation.round.number)

@@ -1,4 +1,4 @@
-"""Tell people why a worker waits or fails: on its output, to its agent, and in the job's history."""
+"""Report why a worker waits or fails: in its output, to its agent, and in the job's history."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """What people read of one worker's waits and errors.
+    """Reports of one worker's waits and errors for people.
 
     Args:
         membership: the job's records.
-        run_id: the job.
-        formation: returns the round that this worker has formed last.
+        run_id: the job's id.
+        formation: returns the round that this worker formed last.
     """
 
     def __init__(self, membership: Membership, run_id: str, formation: Callable[[], Formation | None]) -> None:
@@ -62,7 +62,7 @@ class Reports:
             self._membership.flush()
 
     def wait(self, what: str) -> None:
-        """Say on this worker's output what it waits for, and since whose failure."""
+        """Log the reason for this worker's wait, and the failure that led to it."""
         worker_id = self._membership.worker_id
         waits_for = rounds.waits(self._membership.view).get(worker_id) or f"waits for {what}"
         first = self._first_failure()
@@ -75,18 +75,18 @@ class Reports:
         )
 
     def _lost_members(self) -> list[str]:
-        """Members of the round that this worker has formed last whose process is gone."""
+        """Return dead members of the round that this worker formed last."""
         if (formation := self._formation()) is None:
             return []
         members = formation.round.members
         with contextlib.suppress(EtcdError):
             self._membership.bury_the_dead(members)
-            with contextlib.suppress(TimeoutError, EvictedError):  # buried by whoever was first, so it may take a moment
+            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
                 self._membership.wait_for(lambda view: set(members) - view.workers.keys() or None, 1.0, "the loss of a worker")
         return [member for member in members if member not in self._membership.view.workers]
 
     def _first_failure(self) -> EventRecord | None:
-        """What the first of this worker's peers that failed with an error has said."""
+        """Return the report of the first peer that failed with an error."""
         formation = self._formation()
         peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
         with contextlib.suppress(EtcdError):

@@ -1,4 +1,4 @@
-"""How far a job has come, as its record in etcd holds it: announced, its fits begun and finished, open to joiners or not."""
+"""Progress of a job in its etcd record: whether it is announced, its fits begun and finished, and whether joiners can enter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class JobStanding:
 
     Args:
         membership: the job's records.
-        run_id: the job.
-        wait_timeout_s: how long a write may take to be seen.
-        formation: returns the round that this worker has formed last.
+        run_id: the job's id.
+        wait_timeout_s: seconds to wait until a write shows up in the view.
+        formation: returns the round that this worker formed last.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class JobStanding:
         self._run_id = run_id
         self._wait_timeout_s = wait_timeout_s
         self._formation = formation
-        self._has_finished = False  # as far as this worker has written it itself
-        self._has_ended = False  # nothing is left to train, as far as this worker has written or read it itself
-        self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the job has them
+        self._has_finished = False  # True once this worker itself has recorded the end
+        self._has_ended = False  # True once this worker has written or read that nothing is left to train
+        self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the record has them
 
-    # --- who may join ------------------------------------------------------------------------------------------------
+    # --- admission ---------------------------------------------------------------------------------------------------
 
     def check_joiner(self, fingerprint: str) -> None:
-        """Raise a `MembershipError` if a worker whose model has this fingerprint cannot join."""
+        """Raise a `MembershipError` if a worker with this model fingerprint cannot join."""
         job = self._membership.view.job
         if job is not None and job.fingerprint and job.fingerprint != fingerprint:
             raise MembershipError(
@@ -75,7 +75,7 @@ class JobStanding:
         if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
             return "The job goes on without it"
         weights = ""
-        with contextlib.suppress(EtcdError, RecordError):  # it cannot be read: the way out is the same without it
+        with contextlib.suppress(EtcdError, RecordError):  # without the record the remedy is the same
             if (record := self._membership.newest_checkpoint()) is not None:
                 weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
         return (
@@ -89,7 +89,7 @@ class JobStanding:
         self.announce_as_first()
 
     def announce_as_first(self) -> None:
-        """Write what is still to be announced, if this worker is rank 0."""
+        """Write a pending announcement, if this worker is rank 0."""
         formation = self._formation()
         if self._announcement is None or formation is None or formation.rank != 0:
             return
@@ -100,8 +100,8 @@ class JobStanding:
                 return dataclasses.replace(
                     job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size, data=data
                 )
-            # Workers that start a job again after the loss of all may have been given other data.
-            # What a finished job trains on later, by the same script, is no concern of those who join.
+            # Workers that restart a job after the loss of all may have other data. Data that the script of a finished job
+            # trains on later does not matter to joiners.
             return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
 
         self._membership.update_job(announced)
@@ -133,7 +133,7 @@ class JobStanding:
         self._has_ended = False
         try:
             self._membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
-            # A recovery that still saw the end of the former one would take the job for finished.
+            # A recovery that still saw the end of the former `fit` would treat the job as finished.
             self._membership.wait_for(
                 lambda view: True if view.job is not None and view.job.fits_begun >= number else None,
                 self._wait_timeout_s,
@@ -154,5 +154,5 @@ class JobStanding:
                 self._membership.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
                 self._membership.flush()
         except (EtcdError, RecordError) as error:
-            # The work is done; an etcd that is away now, or garbage in it, must not turn it into a failure.
+            # The work is done. An outage of etcd now, or garbage in it, must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)

@@ -1,6 +1,6 @@
-"""The private names of torch that live process groups depend on, each used in this file alone.
+"""The private names of torch that live process groups depend on, each used only in this file.
 
-tests/rdzv/group/test_torch_names.py names each of them and checks that it exists.
+tests/rdzv/group/test_torch_names.py lists them and checks that each exists.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 POINT_TO_POINT = frozenset((12, 13, 14))
-"""`c10d::OpType` of send, receive and receive from anybody: a wait for one that times out breaks its connections."""
+"""`c10d::OpType` of send, receive and receive from any source. A wait for one that times out breaks its connections."""
 
 
 def work_class() -> Any:
-    """The class of all works, those that C++ returns included."""
+    """Return the class of all works, including those that C++ returns."""
     return torch._C._distributed_c10d.Work
 
 
@@ -44,18 +44,18 @@ def is_point_to_point(work: Any) -> bool:
 
 
 def num_begun(group: Any) -> int:
-    """Collectives and messages that this worker has begun in a group or a backend, whoever began them."""
+    """Return the number of collectives and messages that any code of this worker has begun in a group or a backend."""
     number: int = group._get_sequence_number_for_group()
     return number
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of a group for tensors on `device`."""
+    """Return the backend of a group for tensors on `device`."""
     return group._get_backend(device)
 
 
 def abort_process_group() -> None:
-    """Abort the default group: collectives of NCCL's that are under way end."""
+    """Abort the default group, which ends NCCL collectives in flight."""
     dist.distributed_c10d._abort_process_group()
 
 
@@ -65,19 +65,19 @@ def is_in_backward() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have `callback` called at the end of the backward pass that runs in this thread.
+    """Call `callback` at the end of the backward pass that runs in this thread.
 
     Raises:
-        RuntimeError: none runs.
+        RuntimeError: no backward pass is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_gradient_hook(replica: DistributedDataParallel) -> bool:
-    """Whether a model has a hook for communication, or optimizers that run in the backward pass."""
+    """Whether a model has a communication hook, or optimizers that run in the backward pass."""
     return bool(replica._comm_hooks) or any(hasattr(p, "_in_backward_optimizers") for p in replica.module.parameters())
 
 
 def replace_buffer_broadcast(replica: DistributedDataParallel, broadcast: Callable[..., None]) -> None:
-    """Have DDP's forward pass give all workers rank 0's buffers by `broadcast`."""
+    """Make DDP's forward pass copy rank 0's buffers to all workers with `broadcast`."""
     replica._distributed_broadcast_coalesced = broadcast  # type: ignore[method-assign]

@@ -1,10 +1,13 @@
-"""Send Python objects with large tensors between workers without copying the tensors, and take nothing but data from them.
+"""Send Python objects with large tensors between workers without copying the tensors, and accept only data from them.
 
-What arrives is read by `torch.load(weights_only=True)`: tensors, plain Python values, a few harmless classes of the standard
-library and of numpy, enums and dataclasses of modules that this process has imported, and what the script itself has allowed
-with `torch.serialization.add_safe_globals`. All workers run one script, so a receiver also accepts the classes and functions
-that its own state consists of (`names_in`). Whoever gets hold of a connection between two workers can make a worker fail or
-hand it wrong data, but cannot make it run code that its own state does not name.
+Messages are read by `torch.load(weights_only=True)`, which accepts
+  - tensors, plain Python values, and a few harmless classes of the standard library and of numpy;
+  - enums and dataclasses of modules that this process has imported;
+  - classes that the script has allowed with `torch.serialization.add_safe_globals`.
+
+All workers run one script, so a receiver also accepts the classes and functions in its own state (`names_in`). An attacker with
+access to a connection between two workers can make a worker fail or send it wrong data. The attacker cannot make it run code
+that its own state does not name.
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ __all__ = [
 ]
 
 INLINE_BYTES = 4096
-"""Smaller tensors travel inside the message: one of their own would cost more than the copy."""
+"""Minimum bytes of a tensor with a message of its own. Smaller ones are copied into the object's message, which costs less."""
 
-# Whatever arguments these are made with, they only hold them.
+# Constructors of these classes only store their arguments.
 _HARMLESS: list[Any] = [
     *(argparse.Namespace, complex, frozenset, range, slice, fractions.Fraction, uuid.UUID),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
@@ -61,7 +64,7 @@ _HARMLESS: list[Any] = [
 
 
 class TransferError(RuntimeError):
-    """Another worker has sent something that is not taken from others."""
+    """Another worker has sent an object that is not accepted from others."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,16 @@ class Packed:
 
 
 def pack(obj: Any) -> Packed:
-    """Prepare an object for `send`, to find out whether it can be sent before anybody waits for it.
+    """Prepare an object for `send`, to check that it can be sent before a receiver waits for it.
 
     Raises:
-        TransferError: a part of it cannot be written down, such as a lambda, a lock or an open file.
+        TransferError: a part of it cannot be serialized, such as a lambda, a lock or an open file.
     """
     return Packed(*_packed(obj))
 
 
 def send(obj: Any, to_rank: int) -> None:
-    """Send an object, or what `pack` has made of one, to one worker of the default group, which must call `receive` meanwhile.
+    """Send an object, or the result of `pack`, to one worker of the default group, which must call `receive` meanwhile.
 
     Tensors arrive on the CPU. The caller must not change them until this returns.
     """
@@ -96,10 +99,10 @@ def send(obj: Any, to_rank: int) -> None:
 
 
 def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-    """The object that `from_rank` passes to `send`.
+    """Receive the object that `from_rank` passes to `send`.
 
     Args:
-        classes: accepted beside plain data.
+        classes: classes accepted in addition to plain data.
         names: classes and functions accepted by name, see `names_in`.
 
     Raises:
@@ -115,7 +118,7 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
     def fill(place: torch.Tensor) -> torch.Tensor:
         if not place.is_meta:
             return place
-        # Touched first: new pages cost far more while they are filled from a socket.
+        # Touch the pages first: new pages cost far more while they are filled from a socket.
         tensors.append(torch.empty(place.shape, dtype=place.dtype).zero_())
         return tensors[-1]
 
@@ -127,7 +130,7 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
 
 
 def all_gather(obj: Any) -> list[Any]:
-    """Small objects of all workers of the default group, by rank; to be called by all of them.
+    """Return the small objects of all workers of the default group, by rank. All of them must call this.
 
     Raises:
         TransferError: one of them holds a class that is not allowed.
@@ -145,7 +148,7 @@ def all_gather(obj: Any) -> list[Any]:
 
 
 def _all_gather(gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
-    """Gather tensors on the CPU, in a wait that ends with its round beside NCCL, too."""
+    """Gather tensors on the CPU, in a wait that ends with its round even if the job uses NCCL."""
     if waits.guards_all():
         dist.all_gather(gathered, mine)
     elif (work := dist.all_gather(gathered, mine, async_op=True)) is not None:
@@ -153,15 +156,15 @@ def _all_gather(gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
 
 
 def dumps(obj: Any) -> bytes:
-    """Anything that could be sent, as bytes to be kept."""
+    """Serialize any object that could be sent."""
     return _packed(obj, inline_bytes=None)[0]
 
 
 def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-    """What `dumps` was given.
+    """Return the object that `dumps` serialized.
 
     Args:
-        classes: accepted beside plain data.
+        classes: classes accepted in addition to plain data.
         names: classes and functions accepted by name, see `names_in`.
 
     Raises:
@@ -171,7 +174,7 @@ def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()
 
 
 def write(packed: Packed, file: BinaryIO) -> None:
-    """Write what `pack` has made, one tensor after the other, so that little memory is needed beside the file."""
+    """Write the result of `pack`, one tensor after the other, so that little memory is needed beside the file."""
     file.write(len(packed.body).to_bytes(8, "little"))
     file.write(packed.body)
     for tensor in packed.tensors:
@@ -179,7 +182,7 @@ def write(packed: Packed, file: BinaryIO) -> None:
 
 
 def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-    """The object that `write` was given; `classes` and `names` as in `loads`.
+    """Read the object that `write` has written; `classes` and `names` as in `loads`.
 
     Raises:
         TransferError: the file ends too early, or holds a class that is not allowed.
@@ -199,15 +202,15 @@ def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = 
 
 
 def names_in(packed: Packed) -> frozenset[str]:
-    """Names of the classes and functions that a message refers to and that are not accepted from everybody."""
+    """Return the names of classes and functions in a message that are not accepted from every sender."""
     with torch.serialization.safe_globals(_HARMLESS):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body))
-    # A class inside of another one is written as an attribute of it. Whoever may look up attributes can reach anything.
+    # A nested class is serialized as an attribute of its outer class. A sender that may look up attributes can reach anything.
     return frozenset(names) - {"builtins.getattr"}
 
 
 def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-    """What a receiver makes of a message before the large tensors arrive, whose places are empty.
+    """Return a message as its receiver decodes it before the large tensors arrive, with empty places for these.
 
     Raises:
         TransferError: a receiver would refuse it.
@@ -216,20 +219,20 @@ def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str]
 
 
 def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """The objects of these names, as `torch.serialization.safe_globals` takes them; names not loaded here are left out."""
+    """Return the objects of these names for `torch.serialization.safe_globals`; names not loaded here are left out."""
     found = ((_loaded(name), name) for name in names)
     return [(obj, name) for obj, name in found if obj is not None]
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """The object with empty places for its large tensors, and these in the order in which `_replaced` meets them."""
+    """Serialize the object without its large tensors; return these beside it, in the order in which `_replaced` visits them."""
     large: list[torch.Tensor] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             raise TransferError("a tensor on the meta device has no values to send; materialise the model first")
         if tensor.layout != torch.strided or inline_bytes is None or tensor.nbytes <= inline_bytes:
-            return tensor.detach().cpu().clone()  # or the whole memory that it is a view of would be written
+            return tensor.detach().cpu().clone()  # without the clone, the whole memory that it is a view of would be written
         large.append(tensor.detach())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -252,7 +255,7 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
             accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
             with torch.serialization.safe_globals(resolved(accepted)):
                 return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever garbage leads to
+    except Exception as error:  # garbage can lead to any error
         if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             name = refused[1]
             advice = f"if it is harmless, allow it in the script: torch.serialization.add_safe_globals([{name.split('.')[-1]}])"
@@ -266,7 +269,7 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
 
 
 def _loaded(name: str) -> Any:
-    """The class or function of that name, if its module was imported; nothing is imported for another worker."""
+    """Return the class or function of that name if its module is loaded. No module is imported for another worker."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))
@@ -278,7 +281,7 @@ def _loaded(name: str) -> Any:
 
 
 def _is_plain_class(found: object) -> bool:
-    """Whether making an instance runs no code of the class's own: an enum, or a dataclass without `__post_init__`."""
+    """Whether creating an instance runs no code of the class itself: an enum, or a dataclass without `__post_init__`."""
     if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False
     if issubclass(found, enum.Enum):
@@ -290,13 +293,13 @@ def _is_plain_class(found: object) -> bool:
 
 
 def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known: dict[int, torch.Tensor]) -> Any:
-    """A copy of nested dicts, lists and tuples with other tensors; a tensor that is there twice stays one tensor."""
+    """Copy nested dicts, lists and tuples with their tensors replaced. A tensor that occurs twice stays one tensor."""
     if isinstance(part, torch.Tensor):
         if id(part) not in known:
             known[id(part)] = replace(part)
         return known[id(part)]
     if isinstance(part, dict):
-        clone = copy.copy(part)  # keeps what a module's state dict knows about versions
+        clone = copy.copy(part)  # keeps the version metadata of a module's state dict
         for key, value in part.items():
             clone[key] = _replaced(value, replace, known)
         return clone

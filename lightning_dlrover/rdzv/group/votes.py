@@ -1,4 +1,4 @@
-"""Agree with all members of a round on numbers, in a collective that overlaps with a step."""
+"""Agree on numbers with all members of a round, in a collective that overlaps with a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Vote"]
 
 
 class Vote:
-    """One worker's ballot on its way, and the smallest of all members' numbers once it has arrived.
+    """One worker's ballot in flight, and then the minimum of each number over all members.
 
     Args:
-        meeting: of the round; None: this worker is alone in it.
+        meeting: meeting of the round; None if this worker is alone in it.
         place: number of the next step; must be equal on all members.
     """
 
@@ -30,10 +30,10 @@ class Vote:
             self._begun = meeting.vote(Purpose("the vote between two steps", f"step {place}", shown(sys._getframe())), ballot)
 
     def counted(self) -> list[int]:
-        """The smallest of each of the numbers.
+        """Wait for the vote and return the minimum of each number.
 
         Raises:
-            MismatchError: other workers do something else than voting.
+            MismatchError: other workers do something other than voting.
         """
         if self._meeting is None or self._begun is None:
             return self._ballot

@@ -1,10 +1,10 @@
-"""Let waits for gloo's collectives end once their round is over.
+"""End waits for gloo's collectives once their round is over.
 
-Whoever waits for a collective is woken by gloo when a connection breaks, but for one: of a message that was on its way, in part
-sent or received, gloo tells nobody (`tcp::Pair::signalException` goes through the operations that have not begun). Its waiter
-would sit there until the timeout of collectives, half an hour. So waits are taken in slices here, and given up between two of
-them once the group was cut off. What hangs is left behind with the group, which must not be destroyed by a thread that has
-anything else to do: the destructor waits for it, too.
+When a connection breaks, gloo wakes all waiting threads but one: the waiter for a message that was sent or received in part
+(`tcp::Pair::signalException` covers only the operations that have not begun). That thread would wait until the timeout of
+collectives, half an hour. So waits are divided into slices here, and abandoned between two slices once the group was severed.
+The hanging operation stays with the group. A thread with any other task must not destroy the group, because the destructor
+waits for that operation.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nul
 
 
 def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
-    """From here on a wait that is begun from Python, and given no timeout, fails once the round in which it was begun is over.
+    """Make waits that Python code begins without a timeout fail once the round in which they began is over.
 
     Args:
-        round_: tells the number of the round that this process is in, and whether its group was cut off so long ago that
-            whatever gloo wakes is awake. Raises the reason if the round was ended because of an error.
-        all_waits: False: only those in `wait_for`. NCCL's waits are none of the host's.
+        round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
+            every waiter that it will wake. Raises the reason if an error ended the round.
+        all_waits: False limits this to waits in `wait_for`, because the host does not wait for NCCL.
     """
     global _find_round, _guards_all
     _find_round = round_
@@ -53,19 +53,19 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
 
 
 def guards_all() -> bool:
-    """Whether every wait that is begun from Python ends with its round, not only those in `wait_for`."""
+    """Whether every wait begun from Python ends with its round, not only those in `wait_for`."""
     return _guards_all
 
 
 def time_with(timer: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-    """From here on enter `timer()` around every wait that is begun from Python, in place of the timer before it."""
+    """Enter `timer()` around every later wait begun from Python. It replaces any timer set before."""
     global _timer
     _timer = timer
     _install()
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective or a message of gloo's, and give it up with its round, beside NCCL, too."""
+    """Wait for a collective or message of gloo and abandon it with its round, even if the job uses NCCL."""
     if guards_all():
         work.wait()
     else:
@@ -79,7 +79,7 @@ def _round_now() -> Round:
 
 @functools.cache
 def _install() -> None:
-    """Stand around torch's own wait: the only place that does."""
+    """Wrap torch's own wait. No other place does so."""
     work = torch_names.work_class()
     wait = work.wait
 
@@ -91,7 +91,7 @@ def _install() -> None:
 
 
 def wait_in(work: Any, wait: Callable[..., Any]) -> Any:
-    """Wait for `work`, and give it up with its round; `wait` is torch's own method."""
+    """Wait for `work` and abandon it with its round; `wait` is torch's own method."""
     number, _ = _round_now()
     if number == 0:
         return wait(work)
@@ -110,14 +110,14 @@ def _wait_in_slices(number: int, work: Any, wait: Callable[..., Any]) -> Any:
             return wait(work, timedelta(seconds=SLICE_S))
         except RuntimeError as error:
             if work.is_completed():
-                return wait(work)  # perhaps only since the slice was over
+                return wait(work)  # it may have completed after the slice was over
             if "timed out" not in str(error):
                 raise
         _raise_if_over(number)
 
 
 def _wait_beside(number: int, wait: Callable[[], Any]) -> Any:
-    """Wait in a thread of its own, which is left behind if nothing comes."""
+    """Wait in a separate thread, which is abandoned if the work never completes."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -139,17 +139,17 @@ def _raise_if_over(number: int) -> None:
 
 
 def guard_replica(replica: DistributedDataParallel) -> None:
-    """Let DDP's passes end with their round, too: it waits for gradients and buffers where Python has no say.
+    """Make DDP's passes end with their round as well: DDP waits for gradients and buffers outside of Python's control.
 
-    Gradients are reduced as DDP does it by itself, and awaited from Python just before. Does nothing to a model that has, or is
-    to have, a hook for communication of its own, nor to a static graph, whose first pass reduces gradients later than that.
+    Gradients are reduced as by DDP itself, and awaited from Python just before. A model that has, or will get, a communication
+    hook is left unchanged. So is a static graph, because its first pass reduces gradients later than that.
     """
     if torch_names.has_gradient_hook(replica) or replica.static_graph:
         return
     group: Any = replica.process_group
-    size, is_divided = group.size(), replica.gradient_as_bucket_view  # or multiplied, which rounds otherwise
+    size, is_divided = group.size(), replica.gradient_as_bucket_view  # dividing and multiplying round differently
     torch_names.replace_buffer_broadcast(replica, functools.partial(broadcast_buffers, group))
-    its_replica = weakref.ref(replica)  # in a cycle with the reducer it would live for ever
+    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live for ever
     pending: list[Any] = []
 
     def await_all() -> None:
@@ -160,19 +160,19 @@ def guard_replica(replica: DistributedDataParallel) -> None:
 
     def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            pending.clear()  # of a pass that failed
+            pending.clear()  # left over from a failed pass
         values = bucket.buffer().div_(size) if is_divided else bucket.buffer().mul_(1.0 / size)
         pending.append(group.allreduce([values]))
         if getattr(its_replica(), "static_graph", True):
-            await_all()  # made static after it was wrapped
+            await_all()  # the graph was made static after the model was wrapped
         else:
-            # Run before what DDP queues after the last bucket, which takes the values. For every bucket: this may be a pass
-            # within another one, each of which runs what was queued in it.
+            # Runs before the callback that DDP queues after the last bucket, which reads the values. Queued for every bucket,
+            # because this pass may be nested in another one, and each pass runs its own callbacks.
             try:
                 torch_names.after_backward(await_all)
-            except RuntimeError:  # not in a backward pass, as for a worker that has run out of inputs
+            except RuntimeError:  # outside a backward pass, as on a worker that has run out of inputs
                 await_all()
-        # Not the work's own future: a thread of gloo's would call into Python, and abort a process that is about to end.
+        # The work's own future is not used: one of gloo's threads would call into Python, and abort a process that is ending.
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(values)
         return done
@@ -181,10 +181,10 @@ def guard_replica(replica: DistributedDataParallel) -> None:
 
 
 def broadcast_buffers(group: Any, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
-    """Give all workers one worker's tensors; those of one kind at once."""
+    """Copy one worker's tensors to all workers, those of one kind together."""
     options = dist.BroadcastOptions()
     options.rootRank = authoritative_rank
-    options.asyncOp = True  # part of a forward pass, which is not compared with the others'
+    options.asyncOp = True  # not compared with the others' collectives, as it is part of a forward pass
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -197,9 +197,9 @@ def broadcast_buffers(group: Any, tensors: Sequence[torch.Tensor], buffer_size: 
 
 
 def let_go(groups: Sequence[object], after: threading.Event) -> threading.Thread:
-    """Drop groups once `after` is set, in a thread that may hang in their destructors. The caller drops them, too.
+    """Drop groups once `after` is set, in a thread that may hang in their destructors. The caller must drop them as well.
 
-    A thread that comes back from there while the process ends would abort it: do not set `after` then.
+    If the thread returned from a destructor while the process ends, it would abort the process. Do not set `after` then.
     """
     kept = list(groups)
 

@@ -1,13 +1,18 @@
 """The process group of a job's current round, formed and re-formed inside one worker process.
 
-This is all that a training loop needs to be live-elastic. Most loops need `World.steps` alone (docs/plain_pytorch.md). What it
-is made of serves loops that want to decide more themselves: `World.start` or `World.admit`, then `World.propose` and
-`World.agreed` between steps, `World.switch` when a new round was agreed, `World.recover` when a collective failed,
-`World.finish` and `World.leave` at the end. Every worker says a few bytes of `hello` when it enters a round, and receives those
-of all others before the process group exists: enough to tell who is ahead.
+This is all that a training loop needs to be live-elastic. Most loops need only `World.steps` (docs/plain_pytorch.md). Loops
+that want more control use its building blocks:
+  - `World.start` or `World.admit` to enter the job;
+  - `World.propose` and `World.agreed` between steps;
+  - `World.switch` after a new round was agreed;
+  - `World.recover` after a failed collective;
+  - `World.finish` and `World.leave` at the end.
 
-The main thread forms and destroys groups. The membership thread only ever severs them (`RoundSockets`), which makes a
-collective that the main thread is blocked in raise at once.
+Every worker enters a round with a `hello` of a few bytes. It receives the hellos of all others before the process group exists,
+which is enough to determine which worker is ahead.
+
+The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective in
+which the main thread is blocked raises at once.
 """
 
 from __future__ import annotations
@@ -70,9 +75,9 @@ class World:
 
     Args:
         config: the job and this worker's place in it.
-        backend: of the process groups, `gloo` or `cpu:gloo,cuda:nccl`; `nccl` stands for the latter.
-        can_meet: whether workers with these hellos can go on together; must answer alike on all of them. If not, those who
-            were to be admitted wait for another round.
+        backend: backend of the process groups, `gloo` or `cpu:gloo,cuda:nccl`; `nccl` is short for the latter.
+        can_meet: returns whether workers with these hellos can go on together; the result must be the same on all of them. If
+            they cannot, the joiners wait for another round.
 
     Raises:
         ValueError: the backend has no gloo for tensors on the CPU.
@@ -88,7 +93,7 @@ class World:
         self.backend = backend = with_gloo(backend)
         self._has_nccl = "nccl" in backend
         if self._has_nccl:
-            # NCCL's watchdog would end this process when a peer is lost; aborting the group is our watcher's business.
+            # NCCL's watchdog would end this process when a peer is lost. Aborting the group is the task of our watcher.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         protect_forks()
         self._client = EtcdClient(config.etcd)
@@ -96,14 +101,14 @@ class World:
         address = own_address(config.etcd.endpoints)
         use_interface_of(address)
         server = StoreServer(address, config.form_timeout_s)
-        self.num_fits = 0  # of the script so far
-        self.activity: Callable[[], str] = lambda: "between two collectives"  # of the training loop, for error messages
+        self.num_fits = 0  # calls of `fit` that the script has made so far
+        self.activity: Callable[[], str] = lambda: "between two collectives"  # the training loop's place, for error messages
         self.is_in_step: Callable[[], bool] = lambda: False
-        self.wishes: list[int] = []  # the smallest of what all members have wished in the newest vote of this round
+        self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
-        self._meeting: Meeting | None = None  # of the round, unless this worker is alone in it
-        self._watched: list[RoundSockets] = []  # none yet when the membership reads its first view
+        self._meeting: Meeting | None = None  # the round's meeting; None if this worker is alone in the round
+        self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         self.membership = Membership(
             self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
         )
@@ -119,16 +124,16 @@ class World:
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
         self._standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
-        # NCCL's groups can be aborted; votes and the state travel through gloo in any case.
+        # NCCL's groups can be aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self._has_nccl)
         compare_with(weakref.WeakMethod(self._current_meeting))
 
     @staticmethod
     def from_environment(backend: str = "gloo") -> AnyWorld:
-        """The world of the job that started this process.
+        """Return the world of the job that started this process.
 
-        Under `torchrun --rdzv-backend=etcd-v3`, or `dlrover run`, it is the job's; a script started as `python train.py` gets a
-        world of its one worker, which nobody can join.
+        `torchrun --rdzv-backend=etcd-v3` and `dlrover run` start workers of a job. A script started as `python train.py` gets a
+        world of a single worker, which no other worker can join.
 
         Raises:
             WorldError: another launcher has started several workers.
@@ -154,26 +159,26 @@ class World:
         self.leave()
 
     def steps(self, num_steps: int, *, first_step: int = 0, check_interval_s: float = 0.1, **state: Stateful) -> Iterator[Step]:
-        """Enter the job and make its steps, in whatever rounds they fall.
+        """Enter the job and yield its steps, across all rounds.
 
             for step in world.steps(1000, model=model, optimizer=optimizer):
                 with step:
                     ...  # collectives first, then the update
 
-        Between two steps workers join and leave; those who join get the state. When a collective fails because a worker was
-        lost, the block is left and the step attempted again by the others. A worker that was asked to leave, or whose
-        job is over already, ends here with SystemExit.
+        Workers join and leave between two steps, and joiners receive the state. When a collective fails because a worker was
+        lost, the block is left and the others attempt the step again. A worker that is drained, or whose job is over already,
+        ends here with SystemExit.
 
         Args:
-            num_steps: of the whole job.
-            first_step: steps made before, as a checkpoint that was loaded says. Of workers that start together the first in
-                rank order is believed, and its state given to all.
-            check_interval_s: about how often the workers agree on whether to change.
-            state: whatever a step changes, as objects with `state_dict` and `load_state_dict`.
+            num_steps: steps of the whole job.
+            first_step: steps made before, as recorded in the loaded checkpoint. Among workers that start together, the first
+                in rank order decides, and its state is copied to all.
+            check_interval_s: approximate seconds between votes on whether to change the round.
+            state: everything that a step changes, as objects with `state_dict` and `load_state_dict`.
 
         Raises:
             WorldError: too few workers came, or no round could be formed in time.
-            MembershipError: this worker cannot be part of the job: another model, another release, or taken for dead.
+            MembershipError: this worker cannot take part: it has another model or release, or was declared dead.
         """
         self.listen_for_sigterm()
         try:
@@ -182,7 +187,7 @@ class World:
             log.info("worker %s leaves: %s", self.worker_id, left_out)
             raise SystemExit(left_out.exit_code) from left_out
         except JobClosedError as error:
-            # A worker that was started again, or late, for a job that has ended meanwhile: nothing is wrong with it.
+            # The job ended before this worker was started or restarted, which is no failure of the worker.
             log.warning("%s", error)
             raise SystemExit(0) from error
 
@@ -192,11 +197,11 @@ class World:
 
     @property
     def formation(self) -> Formation | None:
-        """The round that this worker has formed last."""
+        """The round that this worker formed last."""
         return self._member.formation
 
     def start(self) -> Formation | None:
-        """Enter the job: the first round, or None when others are already training and this worker joins them later.
+        """Enter the job and return its first round, or None if others already train and this worker joins them later.
 
         Raises:
             JobClosedError, MembershipError: the job cannot be joined.
@@ -205,21 +210,21 @@ class World:
         return run_blocking(self._member.start(self.membership.register()))
 
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
-        """Stand ready at the training loop's entrance until a round takes this worker in.
+        """Wait at the training loop's entrance until a round admits this worker.
 
         Args:
-            hello: said to the others; empty while this worker was not given the job's state.
-            fingerprint: of this worker's model, see `model_fingerprint`.
+            hello: bytes for the other members; empty until this worker has received the job's state.
+            fingerprint: fingerprint of this worker's model, see `model_fingerprint`.
 
         Raises:
-            LeftOutError: the job ended, or this worker was asked to leave, before a round needed it.
+            LeftOutError: the job ended, or this worker was drained, before a round needed it.
             MembershipError: the job trains another model.
         """
         self._standing.check_joiner(fingerprint)
         return run_blocking(self._member.admit(hello, fingerprint))
 
     def close_to_joiners(self, reason: str) -> None:
-        """Put on record why nobody can join; an empty reason opens the job again. Those who train go on in any case."""
+        """Record why no worker can join; an empty reason opens the job again. Workers that train are not affected."""
         self._standing.close_to_joiners(reason)
 
     def switch(self, number: int, hello: bytes) -> Formation:
@@ -231,9 +236,9 @@ class World:
         return run_blocking(self._member.switch(number, hello))
 
     def recover(self, hello: bytes) -> Formation:
-        """Form the next round with those that are left after a collective of the current one failed.
+        """Form the next round with the survivors after a collective of the current one failed.
 
-        An empty `hello` says that this worker was not given the state yet; it may then have to wait to be admitted again.
+        An empty `hello` means that this worker has not received the state yet. It may have to wait for admission again.
 
         Raises:
             EvictedError: the others went on without this worker.
@@ -243,27 +248,27 @@ class World:
         if hello:
             self._failures.count_attempt(hello)
         formation = run_blocking(self._member.recover(hello))
-        with contextlib.suppress(EtcdError, MembershipError):  # training matters more than what the job is taken for
+        with contextlib.suppress(EtcdError, MembershipError):  # training matters more than the job's record
             self._standing.announce_as_first()
         return formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
-        """Let the passes of a model that was wrapped for the current round end with the round in any case.
+        """Make the passes of a model that was wrapped for the current round always end with the round.
 
-        By themselves they do but for one case: a worker is lost that has sent a part of a message. A model that has a hook for
-        communication is left alone.
+        Without this they end in all cases but one: a worker is lost after it has sent part of a message. A model with a
+        communication hook is left unchanged.
         """
         if self.formation is not None and self.formation.size > 1 and not self._has_nccl:
             waits.guard_replica(replica)
 
     def consequence_of_refusal(self) -> str:
-        """What becomes of a job that refuses this worker, and the way out if nobody trains it any more."""
+        """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
         return self._standing.consequence_of_refusal()
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
-        """Declare that the job trains, and the model and the data that joiners must have.
+        """Record that the job trains, and which model and data joiners must have.
 
-        Called by all workers of the first round. Rank 0 writes it, or its successor if it dies first.
+        All workers of the first round call this. Rank 0 writes the record, or its successor if rank 0 dies first.
         """
         self._standing.announce(fingerprint, global_batch_size, data)
 
@@ -272,48 +277,48 @@ class World:
         return self._standing.has_finished
 
     def ask_whether_finished(self) -> bool:
-        """Whether nothing is left to train, in a later `fit` either, as of now: the view lags by the time that a watch takes.
+        """Read from etcd whether nothing is left to train, in a later `fit` either; the view lags by the delay of a watch.
 
-        While etcd is away, the answer is the view's.
+        While etcd is unavailable, the view decides.
         """
         return self._standing.ask_whether_finished()
 
     def has_finished_fit(self, number: int) -> bool:
-        """Whether a worker has reached the end of that `fit` of the script, from 1; others may have begun the next one."""
+        """Whether a worker has reached the end of this `fit` of the script, from 1; others may have begun the next one."""
         return self._standing.has_finished_fit(number)
 
     def begin_fit(self, number: int) -> None:
-        """The script trains once more: losses are survived again, though nobody joins any more.
+        """Begin another `fit` of the script. The job survives losses again, but admits no more joiners.
 
         Args:
-            number: of this `fit` in the script, from 2.
+            number: number of this `fit` in the script, from 2.
         """
         self._standing.begin_fit(number)
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
-        """All steps are made and nobody lacks the state of the last one: from here on the job does not change any more.
+        """Record that all steps are made and every worker has the state of the last one. The job does not change after this.
 
-        Every worker says so before it goes on: the first one to exit must not be taken for lost.
+        Every worker calls this before it goes on, so that the first one to exit is not mistaken for a loss.
         """
         self._standing.finish(num_steps, fit)
 
     @property
     def left_state(self) -> LeftState | None:
-        """Where this worker's agent keeps the job's state while it replaces its workers; None: it has a single one."""
+        """Folder for the job's state while this worker's agent replaces its workers; None if the agent has a single worker."""
         return self._left_state
 
     def is_stop(self, number: int) -> bool:
-        """Whether round `number`, which all members of the current one have agreed on, is the end of all of them."""
+        """Whether round `number`, agreed on by all members of the current one, stops all of them."""
         newest = self.membership.view.round
         return newest is not None and (newest.number, newest.kind) == (number, "stop")
 
     def keep_for_successors(self, step: int, packed: Packed) -> None:
         """Keep the job's state for the next workers of this worker's agent. All members of a round call it before they leave.
 
-        One worker of each agent writes; none of an agent that has a single worker.
+        One worker of each agent writes the state. An agent with a single worker keeps none.
 
         Raises:
-            LeftStateError: there is no room.
+            LeftStateError: the host's memory has no room for it.
         """
         if self._left_state is None or self.formation is None:
             return
@@ -326,7 +331,7 @@ class World:
             self.event("kept", text, {"global_step": step, "bytes": num_bytes})
 
     def leave(self) -> None:
-        """End this worker's part: leave the group and the job's records."""
+        """Leave the process group and remove this worker from the job's records."""
         meeting = self._meeting
         self._destroy(is_last=True)
         if meeting is not None:
@@ -336,13 +341,13 @@ class World:
         self._client.close()
 
     def resign(self) -> None:
-        """Be no member any more, at once: this worker is about to end with an error."""
+        """Leave the job at once because this worker is about to end with an error."""
         with contextlib.suppress(EtcdError):
             self.membership.leave()
         self._sockets.sever(self._member.number, quietly=True)
 
     def listen_for_sigterm(self) -> None:
-        """Let SIGTERM mean that this worker hands over and leaves; in any thread but the main one this does nothing."""
+        """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
         drain_on_sigterm(self.membership, self.config.wait_timeout_s)
 
     def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
@@ -350,24 +355,24 @@ class World:
         self.membership.event(kind, text, data)
 
     def report_error(self, error: BaseException) -> None:
-        """Tell the job, and this worker's agent, why the worker is about to fail; and its user, who has failed before it."""
+        """Report to the job and to the agent why this worker is about to fail, and to the user which worker failed first."""
         self._reports.error(error)
 
     @property
     def broken(self) -> bool:
-        """Whether the current group was cut off because its round has ended for good."""
+        """Whether the current group was severed because its round has ended for good."""
         return self._sockets.are_severed
 
     def broken_error(self) -> WorldError:
-        """To be raised, and recovered from, where `broken` is found instead of a collective that failed."""
+        """Return the error to raise where a caller finds `broken` set although no collective failed. It is recoverable."""
         return WorldError("the round has ended")
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether `error` says that this worker's round is broken: to `recover` from, not a mistake of the user's."""
+        """Whether `error` means that this worker's round is broken, so that `recover` helps, and not a mistake of the user."""
         return self._failures.is_failure(error)
 
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
-        """Compare what this worker is about to do with what all others do; collectives within are taken to be part of it.
+        """Compare this worker's next action with that of all others. Collectives within the context count as part of it.
 
         Entering raises `MismatchError` if another worker does something else. A worker that is alone compares nothing.
         """
@@ -375,12 +380,12 @@ class World:
         return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
 
     def all_reach(self, place: str) -> bool:
-        """Wait until all workers have come to `place`; False once one of them has gone on without.
+        """Wait until all workers have reached `place`; return False once one of them has passed it by.
 
-        Costs nothing to those who do not come. Each place needs a name of its own in a round.
+        Workers that do not call this pay nothing. Each place needs a name that is unique in the round.
 
         Raises:
-            RoundEndedError: the round is over. Other workers may have had the answer True before: `recover`, and ask them.
+            RoundEndedError: the round is over. Other workers may have returned True already: `recover` and compare with them.
         """
         if self._meeting is None:
             return True
@@ -390,12 +395,12 @@ class World:
         return self._meeting
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
-        """Begin to agree on a round to switch to; a collective of all members that overlaps with the next step.
+        """Start a vote on the round to switch to: a collective of all members that overlaps with the next step.
 
         Args:
-            check_every: steps until this worker would like to agree again; the largest of all members' wishes holds.
-            wishes: further numbers, as many on all members, to learn the smallest of each; see `wishes`. At most 30, and 8
-                more for each member.
+            check_every: steps until this worker wants to vote again; the maximum over all members applies.
+            wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`. At most
+                30, and 8 more for each member.
             place: number of the next step; must be equal on all members.
         """
         assert self._vote is None
@@ -409,7 +414,7 @@ class World:
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:
-        """(fd, inode) of the sockets that forked children must not keep: copies would hide our death from the others."""
+        """(fd, inode) of the sockets that forked children must not keep: their copies would hide our death from the peers."""
         return self._sockets.owned
 
     @property
@@ -417,7 +422,7 @@ class World:
         return self._vote is not None
 
     def agreed(self) -> tuple[int | None, int]:
-        """The round that all members have seen and shall switch to (None: stay), and the steps until the next vote."""
+        """Return the round to switch to, which all members have seen (None: stay), and the steps until the next vote."""
         assert self._vote is not None
         assert self.formation is not None
         vote, self._vote = self._vote, None
@@ -425,17 +430,17 @@ class World:
         return (newest if newest > self.formation.round.number else None), -opposite
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
-        """A further group, beside that of a round, whose ranks are `workers`; to be called by all of them.
+        """Form a further group beside that of a round, with `workers` as its ranks. All of them must call this.
 
-        They are the members of the round that this worker has formed last, some of them, or these and workers that the round
-        goes on without. The group ends with the round: when that breaks, whatever waits in the group fails.
+        They are all or some members of the round that this worker formed last, or these and workers that the round left out.
+        The group ends with the round: when the round breaks, every pending operation of the group fails.
 
         Args:
             target: the round.
-            name: of the group, another one each time.
+            name: name of the group, unique for each call.
 
         Raises:
-            RoundEndedError: the round has broken, or one of `workers` has gone.
+            RoundEndedError: the round has broken, or one of `workers` is gone.
             UnreachableError: they could not connect in time.
         """
         return self._forming.connect(target, name, workers)
@@ -449,7 +454,7 @@ class World:
         if self._meeting is not None:
             self._meeting.close()
             self._meeting = None
-        self.wishes = []  # they were said in a round that is over
+        self.wishes = []  # they belong to a round that is over
         self._groups.let_go(is_last)
         self._sockets.destroy_group()
 
@@ -458,6 +463,6 @@ class World:
         return self._member.number, self._sockets.are_severed_for_good
 
     def _on_view(self, view: View) -> None:
-        """Membership thread: cut the group off when it will complete no more collectives."""
+        """Sever the group when it cannot complete any more collectives. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.evicted)

@@ -1,6 +1,6 @@
-"""What the job writes into etcd: frozen records, their keys and their JSON form.
+"""The job's records in etcd: frozen dataclasses, their keys and their JSON form.
 
-Records are data only; who may write which one is decided in `rounds.py` and `membership.py`. Whatever comes back from etcd is
+Records are data only. `rounds.py` and `membership.py` decide which process may write which record. Values read from etcd are
 untrusted input: `decode` either returns a valid record or raises `RecordError` naming the key.
 """
 
@@ -41,30 +41,30 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""Written into every record; a reader refuses any other number."""
+"""Format number in every record. Readers refuse any other number."""
 
 MAX_RECORD_BYTES = 1 << 20
 
-_LARGEST = 1 << 62  # of any number in a field: what is larger, infinite or not a number (NaN) breaks whoever computes with it
+_LARGEST = 1 << 62  # limit of any number in a field: larger, infinite or NaN values would break computations with it
 _LARGEST_PORT = 65535
 
 MAX_UNREACHABLE = 64
-"""Workers that one worker names as out of its reach: enough to tell two sides apart, and a record stays a few kilobytes."""
+"""Maximum number of unreachable workers in one worker's record: enough to separate two sides, and only a few kilobytes."""
 
 MAX_SETTING = 1024
-"""Loader workers or threads of one worker that a plan may ask for: what is larger was never meant."""
+"""Maximum number of loader workers or threads that a plan may set for one worker. A larger number is certainly a mistake."""
 
 MAX_MEMORY_MB = 2**26
-"""MiB of one node that a plan may ask for, 64 TiB."""
+"""Maximum MiB that a plan may request for one node (64 TiB)."""
 
 DEFAULT_PREFIX = "/dlrover"
 
 HISTORY_TTL_S = 7 * 24 * 3600.0
-"""How long a job's records outlast everyone who takes part in it."""
+"""Seconds that a job's records outlast its last process."""
 
 
 class RecordError(ValueError):
-    """A value in etcd that is not the record its key says it is."""
+    """A value in etcd is not the record that its key requires."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Keys:
 
     @property
     def live(self) -> str:
-        """Folder of what workers and controllers watch; the rest of the job's keys changes too often for that."""
+        """Folder of the keys that workers and controllers watch. The job's other keys change too often for that."""
         return self.root + "live/"
 
     @property
@@ -117,7 +117,7 @@ class Keys:
 
     @property
     def each_node(self) -> str:
-        """One key per node that a controller has asked for; nobody but controllers reads them, so nobody watches them."""
+        """One key per node that a controller has requested. Only controllers read them, so no process watches them."""
         return self.root + "nodes/"
 
     @property
@@ -134,7 +134,7 @@ class Keys:
 
     @property
     def agents_left(self) -> str:
-        """One key per agent that has signed off, for the time of a lease: it was not lost."""
+        """One key per agent that has signed off and was not lost, bound to a short lease."""
         return self.live + "agents_left/"
 
     @property
@@ -163,7 +163,7 @@ class Keys:
 
     @property
     def stacks(self) -> str:
-        """One key per worker: where it stood when it was last asked."""
+        """One key per worker, with its newest stack traces."""
         return self.root + "stacks/"
 
     @property
@@ -173,7 +173,7 @@ class Keys:
 
     @property
     def for_agents(self) -> str:
-        """What the keys begin with that every elastic agent watches: three, however many agents there are."""
+        """Common prefix of the keys that every elastic agent watches: three, whatever the number of agents."""
         return self.live + "agent_"
 
     @property
@@ -201,56 +201,58 @@ class AgentRecord:
     host: str
     pid: int
     num_workers: int  # workers this agent starts
-    # running: it has entered the round `round_number`, whose workers run or are about to. finished: all its workers succeeded.
+    # running: it has entered round `round_number`, and its workers run or are about to. finished: all its workers succeeded.
     state: Literal["waiting", "running", "finished"]
     labels: dict[str, str] = field(default_factory=dict)
-    round_number: int = 0  # agent round it takes part in; waiting: it joins only a later one than this
-    address: str = ""  # of this host, for other nodes
-    port: int = 0  # running: free port for the workers' MASTER_PORT, should this agent be node rank 0
-    since: float = 0.0  # when it came into this state, seconds since the epoch; for people, never compared
-    min_nodes: int = 0  # waiting: it goes on with so many nodes, or gives up after `join_timeout_s`
+    round_number: int = 0  # agent round it takes part in; waiting: it joins only a later round
+    address: str = ""  # address of this host for other nodes
+    port: int = 0  # running: free port for the workers' MASTER_PORT if this agent is node rank 0
+    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class AgentRound:
-    """The current rendezvous of the elastic agents. Key `agent_round`; written by the agents' convener, fenced on its election
-    key, and closed by any agent, compare-and-swap. Its workers start once a notice confirms it."""
+    """The current rendezvous of the elastic agents. Key `agent_round`.
+
+    The agents' convener writes it, fenced on its election key. Any agent may close it by compare-and-swap. Its workers start
+    once a notice confirms it."""
 
     number: int
     agents: list[str]  # agent ids; the index is the node rank
     state: Literal["complete", "closed"]  # closed: no further round will be formed under this run id
-    written_by: str = ""  # agent id
+    written_by: str = ""  # id of the writing agent
     reason: str = ""  # one sentence for people
     created_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class AgentNotice:
-    """What an elastic agent must know of all others, in a few numbers. Key `agent_notice`, written by the agents' convener,
-    fenced on its election key. Its counts hold as long as that convener is in office, the confirmation for ever."""
+    """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' convener, fenced on its
+    election key. The counts hold while that convener is in office; the confirmation holds for ever."""
 
-    term: int  # create revision of the election key it was written under
+    term: int  # create revision of the writer's election key
     confirmed_round: int = 0  # newest agent round that all its members have entered together
-    master_address: str = ""  # of its node rank 0, for the workers' MASTER_ADDR and MASTER_PORT
+    master_address: str = ""  # host of the confirmed round's node rank 0, for the workers' MASTER_ADDR and MASTER_PORT
     master_port: int = 0
-    round_number: int = 0  # agent round that the counts are about
+    round_number: int = 0  # agent round that the counts refer to
     num_agents: int = 0
     num_inside: int = 0  # members of the round that are alive and take part in it
-    num_unfinished: int = 0  # of these
-    num_waiting: int = 0  # agents for the next round
-    num_members_waiting: int = 0  # of these, members of the round
-    signed_off: list[str] = field(default_factory=list)  # members of the round that have left it for good, with a word
-    num_lost: int = 0  # members of the round that are gone without one
+    num_unfinished: int = 0  # members inside the round that have not finished
+    num_waiting: int = 0  # agents that wait for the next round
+    num_members_waiting: int = 0  # waiting agents that are members of the round
+    signed_off: list[str] = field(default_factory=list)  # members of the round that have signed off and left for good
+    num_lost: int = 0  # members of the round that are gone without signing off
     live: bool = False  # JobRecord.live
-    over: str = ""  # why nobody can join any more
+    over: str = ""  # reason why no agent can join any more
 
 
 @dataclass(frozen=True)
 class WorkerRecord:
     """One training process. Key `workers/{worker_id}`, bound to the worker's own lease; only the worker writes it.
 
-    starting: waits for the first round. standby: builds model and data while others train. ready: stands at the training
+    starting: waits for the first round. standby: builds model and data while others train. ready: waits at the training
     loop's entrance. active: member of round `round_number`. reforming: its collectives of `round_number` failed.
     """
 
@@ -259,80 +261,80 @@ class WorkerRecord:
     host: str
     pid: int
     local_rank: int
-    address: str  # where `port` can be reached by the other workers
-    port: int  # this worker's TCPStore, used when it is rank 0; refuses connections once the process is dead
+    address: str  # address at which other workers reach `port`
+    port: int  # port of this worker's TCPStore, used when it is rank 0; refuses connections once the process is dead
     state: WorkerState
     round_number: int = 0
-    fingerprint: str = ""  # of the model's parameter names and shapes; empty until the model is built
-    version: str = ""  # of lightning_dlrover
-    since: float = 0.0  # when it came into this state, seconds since the epoch; for people, never compared
-    # Workers that this one could not reach: other members when round `round_number` did not form, members of the current round
-    # while it is `ready`. At most MAX_UNREACHABLE of them.
+    fingerprint: str = ""  # digest of the model's parameter names and shapes; empty until the model is built
+    version: str = ""  # release of lightning_dlrover
+    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    # Workers that this one could not reach, at most MAX_UNREACHABLE. After round `round_number` did not form: other members of
+    # it. While this worker is `ready`: members of the current round.
     unreachable: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The current round. Key `round`, written by the convener only, fenced on its election key."""
+    """The current round. Key `round`, written only by the convener, fenced on its election key."""
 
     number: int
     members: list[str]  # worker ids; the index is the global rank
     reason: str  # one sentence for people
     kind: Literal["start", "grow", "shrink", "replace", "loss", "retry", "stop"]
-    planned: bool  # False: the step in flight cannot complete, members leave it at once
-    store_address: str = ""  # TCPStore of rank 0
+    planned: bool  # False: the step in flight cannot complete, and members abandon it at once
+    store_address: str = ""  # address of rank 0's TCPStore
     store_port: int = 0
     convener: str = ""
     created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
-    apart_attempts: int = 0  # rounds in a row before this one that did not form because members did not reach each other
+    apart_attempts: int = 0  # consecutive earlier rounds that did not form because members could not reach each other
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all workers must agree on. Key `job`; created once, `phase` is moved on by rank 0."""
+    """Properties that all workers must agree on. Key `job`; created once, and rank 0 advances `phase`."""
 
     phase: Literal["starting", "training", "finished", "failed"]
     live: bool  # True once workers that can be re-formed in process have registered
     min_workers: int
     max_workers: int
-    version: str  # of lightning_dlrover
-    fingerprint: str = ""  # of the model
+    version: str  # release of lightning_dlrover
+    fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the training data, as far as they can be compared
-    global_batch_size: int = 0  # samples per step; 0 until the first round knows it
-    start_workers: int = 0  # what a DataLoader's batch_size is multiplied by to give its global batch
+    global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
+    start_workers: int = 0  # workers at the start: a DataLoader's batch_size times this is its global batch
     created_at: float = 0.0
-    message: str = ""  # why it failed
-    unjoinable: str = ""  # why the state of those who train cannot be handed over; empty: it can
-    # A script may train several times. `phase` is about the first time, the only one that workers join.
-    fits_begun: int = 0  # number of the newest one; 0: none after the first
+    message: str = ""  # reason for the failure
+    unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
+    # A script may train several times. `phase` describes the first time, the only one that workers can join.
+    fits_begun: int = 0  # number of the newest `fit`; 0: none after the first
     fits_finished: int = 0
 
     @property
     def unfinished_fit(self) -> int:
-        """Number of the later `fit` that is under way, or was when all its workers were lost; 0 if none is."""
+        """Number of the later `fit` that is running, or was running when all its workers were lost; 0 if there is none."""
         return self.fits_begun if self.phase == "finished" and self.fits_begun > self.fits_finished else 0
 
     @property
     def is_over(self) -> bool:
-        """Whether no round will follow any more."""
+        """Whether the job will form no further round."""
         return self.phase == "failed" or (self.phase == "finished" and not self.unfinished_fit)
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What the job should become. Key `plan`; compare-and-swap by planner, command line or user."""
+    """Desired state of the job. Key `plan`; compare-and-swap by planner, command line or user."""
 
     num_workers: int
     source: Literal["planner", "user", "initial"]
     reason: str
-    binding: bool  # False: the number of workers is a recommendation only, nobody is there to carry it out
+    binding: bool  # False: the number of workers is only a recommendation, because no controller can carry it out
     decision_id: int = 0
     created_at: float = 0.0
-    # What every worker does by itself, whether the plan is binding or not. None: as the worker has it.
-    loader_workers: int | None = None  # of each worker; 0: it prepares its batches itself
-    intra_op_threads: int | None = None  # of each worker; 0: as many as it has cores
-    prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 where there are none
-    # What a node has at least, within the limits of `NodesRecord`; smaller ones are replaced. None: as the job was started.
+    # Settings that every worker applies by itself, whether the plan is binding or not. None: the worker keeps its own.
+    loader_workers: int | None = None  # loader workers per worker; 0: the worker prepares its batches itself
+    intra_op_threads: int | None = None  # threads per worker; 0: one for each of its cores
+    prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 without loader workers
+    # Minimum resources of a node, within the limits of `NodesRecord`; smaller nodes are replaced. None: as the job was started.
     node_cpus: int | None = None
     node_memory_mb: int | None = None  # MiB
 
@@ -350,12 +352,12 @@ class DrainRecord:
 
     worker_id: str
     reason: str
-    once_replaced: bool = False  # only when another worker can take its place, which the controller starts for that
+    once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
 
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """Request that all workers save a checkpoint together. Key `checkpoint_request`; the newest one counts."""
+    """Request that all workers save a checkpoint together. Key `checkpoint_request`; only the newest one counts."""
 
     number: int
     reason: str
@@ -363,8 +365,8 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class StacksRequest:
-    """Request that every worker says where it stands. Key `stacks_request`; written by a worker that makes no progress, or by
-    the command line, compare-and-swap. The newest one counts."""
+    """Request for stack traces of every worker. Key `stacks_request`; compare-and-swap by a worker that makes no progress, or
+    by the command line. Only the newest one counts."""
 
     number: int
     asked_by: str
@@ -374,42 +376,42 @@ class StacksRequest:
 
 @dataclass(frozen=True)
 class StacksRecord:
-    """Where a worker stands. Key `stacks/{worker_id}`, bound to its lease."""
+    """Stack traces of a worker. Key `stacks/{worker_id}`, bound to its lease."""
 
     worker_id: str
-    request: int  # the number of the request that it answers
+    request: int  # number of the request that this record answers
     global_rank: int
     host: str
     pid: int
     phase: Literal["setup", "step", "between", "validation", "checkpoint", "resize", "debugger"]
-    since_s: float  # that it has made no progress
-    in_collective: bool  # it waits for other workers
+    since_s: float  # seconds without progress
+    in_collective: bool  # True if it waits for other workers
     place: str  # FILE:LINE in FUNCTION, the innermost of the user's code
-    stacks: str  # of its threads, the main one first
+    stacks: str  # stack traces of its threads, the main thread first
 
 
 @dataclass(frozen=True)
 class ControllerRecord:
-    """The process that adds and drains nodes. Key `controller`, bound to its lease: at most one acts."""
+    """The process that adds and drains nodes. Key `controller`, bound to its lease, so that at most one is active."""
 
     host: str
     pid: int
     target: str  # local, slurm, kubernetes
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
-    held_up: str = ""  # why nodes that the plan wants are not added, for people
+    held_up: str = ""  # reason why planned nodes are not added, for people
 
 
 @dataclass(frozen=True)
 class NodesRecord:
-    """What no controller of the job may forget about its nodes. Key `live/nodes`; compare-and-swap, by a controller fenced
-    on its key, too."""
+    """Facts about the job's nodes that outlast each controller. Key `live/nodes`; compare-and-swap, and a controller's write is
+    also fenced on its key."""
 
-    target: str  # where they run: local, slurm, kubernetes/NAMESPACE, kubernetes/NAMESPACE/volcano
-    mark: str  # in the name of each at its scheduler; no two jobs have the same one
-    num_started: int = 0  # nodes are named by number, and no name is used twice
-    stop: str = ""  # why all are to end, and the job with them; nobody takes it back
-    # Limits of what a plan may ask for each node; 0: that is the scheduler's to say, and no plan changes it.
+    target: str  # scheduler of the nodes: local, slurm, kubernetes/NAMESPACE, kubernetes/NAMESPACE/volcano
+    mark: str  # unique mark of this job in the names of its nodes at the scheduler
+    num_started: int = 0  # nodes started so far; they are named by number, and no name is used twice
+    stop: str = ""  # reason why all nodes must end, and the job with them; never withdrawn
+    # Limits of a plan's resources for each node. 0: the scheduler decides, and no plan can change the resource.
     min_cpus: int = 0
     max_cpus: int = 0
     min_memory_mb: int = 0
@@ -418,23 +420,23 @@ class NodesRecord:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node that a controller has asked for. Key `nodes/{node}`, fenced on the controller's key, and written before the
-    scheduler is asked: whoever reads `asked` must find out whether the scheduler knows the node."""
+    """One node that a controller has requested. Key `nodes/{node}`, fenced on the controller's key. The record is written
+    before the request to the scheduler, so a reader of `asked` must check whether the scheduler has the node."""
 
     state: Literal["asked", "started", "ended"]
-    handle: str = ""  # by which the target knows it
+    handle: str = ""  # the target's handle of the node
     asked_at: float = 0.0  # seconds since the epoch
     ended_at: float = 0.0
     cancelled: bool = False  # the controller wants it to end
     outcome: Literal["", "succeeded", "failed", "cancelled", "gone"] = ""
-    error: str = ""  # failed: what the script has raised; empty when it was killed
-    stopped_job: bool = False  # with it the last member of the round was gone
-    after_training: bool = False  # failed in the script's code that follows `fit`
-    had_worker: bool = False  # its training process was registered: without one now it is about to end, or hangs
-    cpus: int = 0  # that it was asked for with; 0: as the scheduler has it
+    error: str = ""  # failed: error raised by the script; empty if the node was killed
+    stopped_job: bool = False  # True if the round's last member was gone with this node
+    after_training: bool = False  # True if the script failed in its code after `fit`
+    had_worker: bool = False  # its training process was registered once; if it has none now, it is about to end, or hangs
+    cpus: int = 0  # cores requested for the node; 0: the scheduler's default
     memory_mb: int = 0
-    trained_s: float = 0.0  # ended: seconds as a member of rounds, as far as its last controller has seen
-    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: there was none
+    trained_s: float = 0.0  # ended: seconds as a member of rounds, as observed by its last controller
+    checkpoint_step: int = 0  # ended: step of the job's newest checkpoint at that time; 0: there was none
 
 
 @dataclass(frozen=True)
@@ -447,9 +449,9 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """What the first workers have found before training, for those who join. Key `searches/{number}`."""
+    """Result of a search that the first workers ran before training, for joiners. Key `searches/{number}`."""
 
-    results: str  # JSON of the Trainer's own
+    results: str  # the Trainer's own results as JSON
 
 
 @dataclass(frozen=True)
@@ -466,10 +468,10 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> bytes:
-    """JSON of a record with its format version.
+    """Encode a record with its format version as JSON.
 
     Raises:
-        ValueError: larger than etcd's limit for one value.
+        ValueError: the record is larger than etcd's limit for one value.
     """
     payload = json.dumps({"v": FORMAT_VERSION, **dataclasses.asdict(record)}, separators=(",", ":")).encode()
     if len(payload) > MAX_RECORD_BYTES:
@@ -478,15 +480,15 @@ def encode(record: Any) -> bytes:
 
 
 def decode(record_type: type[T], raw: bytes, key: str) -> T:
-    """The record that `raw` holds.
+    """Decode the record in `raw`.
 
     Raises:
-        RecordError: `raw` is not JSON in UTF-8, has another format version, or see `from_fields`.
+        RecordError: `raw` is not JSON in UTF-8, has another format version, or `from_fields` refuses it.
     """
     try:
         document = json.loads(raw.decode())
         if b"\\u" in raw:
-            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair could neither be a key nor be printed
+            json.dumps(document, ensure_ascii=False).encode()  # an unpaired surrogate can neither be a key nor be printed
     except (ValueError, RecursionError) as error:
         raise RecordError(
             f"key {key!r} holds {len(raw)} bytes that are not a {record_type.__name__}; "
@@ -504,10 +506,10 @@ def decode(record_type: type[T], raw: bytes, key: str) -> T:
 
 
 def from_fields(record_type: type[T], document: dict[str, Any], where: str) -> T:
-    """The record whose fields `document` holds.
+    """Return the record with the fields in `document`.
 
     Raises:
-        RecordError: a field is missing, unknown or has another type; a whole number is negative, or any is out of range.
+        RecordError: a field is missing, unknown or has another type, an integer is negative, or a number is out of range.
     """
     hints = _hints_of(record_type)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
@@ -547,7 +549,7 @@ def _has_type(value: Any, hint: Any) -> bool:
         return any(_has_type(value, option) for option in get_args(hint))
     if origin is list:
         (item_hint,) = get_args(hint)
-        if item_hint is str:  # the names of a thousand nodes, say
+        if item_hint is str:  # fast path for long lists, such as the names of a thousand nodes
             return isinstance(value, list) and set(map(type, value)) <= {str}
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if origin is dict:
@@ -555,6 +557,6 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_has_type(item, item_hint) for item in value.values())
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
-    if hint is int:  # whatever is counted or numbered here
+    if hint is int:  # every integer in a record is a count or a number, so none is negative
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
     return hint is type(value) or (isinstance(hint, type) and isinstance(value, hint))

@@ -1,4 +1,4 @@
-"""Which jobs a worker may join."""
+"""Decide whether a worker may join a job."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class MembershipConfig:
     min_workers: int
     max_workers: int
     version: str
-    address: str  # where other workers reach this one
-    port: int  # its TCPStore
+    address: str  # address at which other workers reach this one
+    port: int  # port of this worker's TCPStore
     lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S
     patience: Patience = field(default_factory=Patience)
 
 
 def enter_job(client: EtcdClient, keys: Keys, config: MembershipConfig) -> None:
-    """Make the job's record if there is none.
+    """Create the job's record if there is none, and check that this worker may join.
 
     Raises:
         JobClosedError: the job has ended.
@@ -93,7 +93,7 @@ def enter_job(client: EtcdClient, keys: Keys, config: MembershipConfig) -> None:
 def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -> None:
     """
     Raises:
-        MembershipError: workers of several hosts would meet, and one of them has an address that others cannot reach.
+        MembershipError: the workers run on several hosts, and one of them has an address that others cannot reach.
     """
     own = config.address
     for worker in workers:

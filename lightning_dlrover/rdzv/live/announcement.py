@@ -21,9 +21,9 @@ def announce(
     """Report a round, and which workers were lost before it.
 
     Args:
-        view: what the round was decided on.
-        decided_s: from the last change of the records to this round being written.
-        buried: workers whose records the convener itself has removed.
+        view: the view on which the round was decided.
+        decided_s: seconds from the last change of the records to the write of this round.
+        buried: workers that the convener itself has buried.
         event: receives kind, text and data of each line.
     """
     for worker_id in losses(view, round_):
@@ -49,7 +49,7 @@ def announce(
 
 
 def _evidence(view: View, worker_id: str, buried: Collection[str]) -> str:
-    """How it is known that a worker is lost, as far as the convener can tell."""
+    """Describe the convener's evidence that a worker is lost."""
     if worker_id in view.workers:
         return "it did not answer, or cannot be reached"
     if worker_id in buried:

@@ -1,13 +1,14 @@
-"""What a worker writes for all: elections, rounds and burials, each as one transaction, without clock, thread or connection.
+"""Decide a worker's writes on behalf of the job: elections, rounds and burials.
 
-`Convener.next_write` looks at one copy of the job's records and says what this worker should write, if anything. The caller
-runs it and looks again. A copy must be what etcd held at one revision: the number of the next round and the revision that
-guards it have to come from the same moment, or an old decision could be written over a new round.
+Each write is one transaction, and the decisions need no clock, thread or connection. `Convener.next_write` reads one copy of
+the job's records and returns this worker's next write, if any. The caller runs it and reads again. A copy must show etcd at a
+single revision. The number of the next round and the revision that guards it must come from the same moment, or an old decision
+could overwrite a new round.
 
-Three things keep rounds unique whatever gets lost, late or repeated on the way:
+Three things keep rounds unique even if messages are lost, late or repeated:
   - the fence: a round is written only while the election key is the one under which it was decided;
-  - the guard: a round is written only over the very revision of the round that it follows;
-  - a worker decides only on a copy that shows its own election, hence every round of those who convened before it.
+  - the guard: a round replaces only the very revision of the round that it follows;
+  - a worker decides only on a copy that shows its own election, and hence every round of the conveners before it.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ Entries = Mapping[str, KeyValue]
 
 @dataclass(frozen=True)
 class Write:
-    """One transaction and what it is for."""
+    """One transaction and its purpose."""
 
     purpose: Literal["elect", "unseat", "round", "bury"]
     compare: tuple[Compare, ...]
     ops: tuple[Op, ...]
-    round: RoundRecord | None = None  # purpose `round`: what is written
+    round: RoundRecord | None = None  # the new round, if the purpose is `round`
 
     def may_succeed(self, entries: Entries) -> bool:
         """Whether its conditions hold in this copy of the records."""
@@ -71,17 +72,17 @@ class Convener:
         self._worker_id = worker_id
         self._lease_id = lease_id
         self._patience = patience
-        self._situation: tuple[object, float] | None = None  # whom the job waits for, and since when
-        self._cut_off_s: float | None = None  # when etcd was last out of reach
+        self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
+        self._cut_off_s: float | None = None  # time at which etcd was last unreachable
 
     def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
-        """What this worker should write now.
+        """Return this worker's next write, or None.
 
         Args:
-            entries: all records of the job as etcd held them at one revision.
-            view: what `entries` say.
-            now_s: on a clock that never jumps; only differences count.
-            created_at: for the round record; seconds since the epoch, read by people alone.
+            entries: all records of the job at one revision of etcd.
+            view: the view that `entries` give.
+            now_s: time of a monotonic clock; only differences count.
+            created_at: time for the round record, seconds since the epoch; only people read it.
         """
         election = entries.get(self._keys.convener)
         if election is None or election.value != self._worker_id.encode():
@@ -91,7 +92,7 @@ class Convener:
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
         if view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s:
-            return None  # what kept us from etcd may have kept them, too
+            return None  # the outage that separated us from etcd may still separate them
         proposal = next_round(view, now_s - self._situation[1], self._patience)
         if proposal is None:
             return None
@@ -102,16 +103,16 @@ class Convener:
         return Write("round", (fence, guard), (Put(self._keys.round, encode(proposal)),), proposal)
 
     def interrupt(self) -> None:
-        """Count patience from the beginning: for a while nobody could have been heard."""
+        """Restart the patience timer because no record could arrive for a while."""
         self._situation = None
 
     def was_cut_off(self, now_s: float) -> None:
-        """Etcd is, or was until now, out of this worker's reach: leases may have ended of workers that are well."""
+        """Note that etcd is, or was until now, unreachable. Leases of healthy workers may have expired meanwhile."""
         self.interrupt()
         self._cut_off_s = now_s
 
     def came_back(self, lease_id: int, now_s: float) -> None:
-        """This worker has registered again, under another lease."""
+        """Note that this worker has registered again, under another lease."""
         self._lease_id = lease_id
         self.was_cut_off(now_s)
 
@@ -120,16 +121,17 @@ class Convener:
         return Write("elect", (absent(key),), (Put(key, self._worker_id.encode(), self._lease_id),))
 
     def _unseat(self, election: KeyValue, entries: Entries) -> Write | None:
-        # Of a worker that is gone while its lease still lasts, or not of a worker at all: nobody would convene.
+        # The key may belong to a worker that is gone while its lease lasts, or to no worker at all. The job would then have no
+        # convener.
         if self._keys.workers + election.value.decode(errors="replace") in entries:
             return None
         return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
 
 
 def burial(entries: Entries, keys: Keys, worker_id: str) -> list[Write]:
-    """Remove the records of a worker that is certainly dead, as its lease would do later; its office last.
+    """Return the writes that remove a dead worker's records before its lease expires, and last its election key.
 
-    Only the life that `entries` show is ended: not that of a worker that has come back under the same name meanwhile.
+    They apply only to the registration in `entries`, and not to a worker that has since registered again under the same name.
     """
     record = entries.get(keys.workers + worker_id)
     if record is None:

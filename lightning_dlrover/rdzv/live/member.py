@@ -1,9 +1,9 @@
-"""What one worker does as rounds come and go: the worker's side of the membership protocol.
+"""The worker's side of the membership protocol.
 
-`Member` decides when its worker enters a round, gives one up, meets the others again, waits, leaves, or has to stop because the
-others went on without it. How a process group is formed or cut off, and how records travel, are `Means` that it is given. Its
-methods are coroutines so that one and the same code runs in a process, where each await blocks until it is done
-(`run_blocking`), and in the simulation of tests/rdzv/simulation, where an await lets time pass for everybody.
+`Member` decides when its worker enters a round, gives one up, regroups with its peers, waits, leaves, or must stop because the
+others went on without it. Its `Means` form and sever process groups and transport the records. The methods are coroutines so
+that the same code runs in two places. In a process each await blocks until it is done (`run_blocking`). In the simulation of
+tests/rdzv/simulation an await lets time pass for all workers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 T = TypeVar("T")
 
 EXIT_ALL_DRAINED = 143
-"""As a process ended by SIGTERM: the job stopped before it was done."""
+"""Exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM."""
 
 REACH_AGAIN_S = 5.0
-"""How often a joiner that is cut off from a member tries to reach it."""
+"""Seconds between two attempts of a joiner to reach a member that it is cut off from."""
 
 
 class MembershipError(RuntimeError):
@@ -59,7 +59,7 @@ class WorldError(RuntimeError):
 
 
 class LeftOutError(WorldError):
-    """The round goes on without this worker: it was asked to leave, or was not needed."""
+    """The round goes on without this worker because it was drained or not needed."""
 
     def __init__(self, round_: RoundRecord) -> None:
         super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
@@ -67,12 +67,12 @@ class LeftOutError(WorldError):
 
     @property
     def exit_code(self) -> int:
-        """What the worker's process should end with: 0, unless the whole job was stopped before it was done."""
+        """Exit code for the worker's process: 0, unless the whole job was stopped before it was done."""
         return EXIT_ALL_DRAINED if self.round.kind == "stop" and self.round.number else 0
 
 
 class UnreachableError(WorldError):
-    """A round did not form because this worker could not reach other members, though nothing says that they are gone."""
+    """A round did not form because this worker could not reach other members, without evidence that they are gone."""
 
     def __init__(self, text: str, workers: Sequence[str]) -> None:
         super().__init__(text)
@@ -80,11 +80,11 @@ class UnreachableError(WorldError):
 
 
 class RoundEndedError(WorldError):
-    """The round ended while more than its own group was being connected; to recover from."""
+    """The round ended while a further group was being connected. Recoverable."""
 
 
 class TooLateError(WorldError):
-    """What was awaited did not come in time."""
+    """A wait has timed out."""
 
 
 class VoidRoundError(Exception):
@@ -92,15 +92,15 @@ class VoidRoundError(Exception):
 
 
 class CannotMeetError(Exception):
-    """The members of a round stand at places from which they cannot go on together."""
+    """The members of a round are at places in the script from which they cannot go on together."""
 
 
 @dataclass(frozen=True)
 class Formation:
-    """A round whose process group is up."""
+    """A round with its process group in place."""
 
     round: RoundRecord
-    hellos: Mapping[str, bytes]  # what every member said on entering, by worker id
+    hellos: Mapping[str, bytes]  # hello of every member, by worker id
     rank: int
 
     @property
@@ -112,38 +112,38 @@ class Formation:
 
 
 class Means(Protocol):
-    """What a member needs of its process."""
+    """Operations that a member needs from its process."""
 
     @property
     def worker_id(self) -> str: ...
 
     @property
     def view(self) -> View:
-        """The job's records as this worker knows them."""
+        """This worker's copy of the job's records."""
 
     async def until(
         self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
-        """What `found` says of the view as soon as it is not None; meanwhile the dead among `probe` are buried.
+        """Return `found` of the view as soon as it is not None. Meanwhile the dead among `probe` are buried.
 
         Raises:
-            TooLateError: `what` did not come in time.
+            TooLateError: the wait for `what` timed out.
             EvictedError: this worker's record is gone.
         """
 
     async def write(
         self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
     ) -> None:
-        """Write this worker's record, however long etcd is away; raises `EvictedError` when the record is gone."""
+        """Write this worker's record, retrying while etcd is unavailable; raises `EvictedError` if the record is gone."""
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        """Remove the records of those whose process is certainly gone."""
+        """Remove the records of workers that are certainly dead."""
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        """Those to whose port no connection can be made from here, though it is not refused."""
+        """Return the workers that neither accept nor refuse a connection from here."""
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
-        """The process group of a round that this worker is a member of.
+        """Form the process group of a round that this worker is a member of.
 
         Raises:
             VoidRoundError, CannotMeetError, UnreachableError, RuntimeError: it did not form.
@@ -157,15 +157,15 @@ class Means(Protocol):
 class Member:
     """One worker's course through the rounds.
 
-    Two threads use it: the worker's own runs the coroutines, the membership thread calls `must_cut_off` and `note`. The fields
-    `number` and `forming` are changed by the worker's thread alone.
+    Two threads use it. The worker's own thread runs the coroutines, and the membership thread calls `must_cut_off` and `note`.
+    Only the worker's thread changes the fields `number` and `forming`.
     """
 
     def __init__(self, means: Means) -> None:
         self.formation: Formation | None = None
         self.number = 0  # round that is formed or being formed
         self.forming = False
-        self.admitting = False  # standing at the training loop's entrance, without the job's state
+        self.admitting = False  # waits at the training loop's entrance, without the job's state
         self.dismissed = False  # a planned round goes on without this worker
         self._means = means
         self._fingerprint = ""
@@ -177,7 +177,7 @@ class Member:
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     async def start(self, state: WorkerState) -> Formation | None:
-        """Enter the job, registered as `state`: the first round, or None when this worker joins those who train later."""
+        """Enter the job, registered as `state`. Return the first round, or None if others train and this worker joins later."""
         if state != "starting":
             return None
 
@@ -196,7 +196,7 @@ class Member:
         return None
 
     async def admit(self, hello: bytes, fingerprint: str) -> Formation:
-        """Stand ready until a round takes this worker in; raises `LeftOutError` when none will."""
+        """Wait until a round admits this worker; raises `LeftOutError` when none will."""
         await self._means.destroy()
         self.admitting = True
         self.formation = None
@@ -204,7 +204,7 @@ class Member:
         return await self._enter(await self._await_admission(), hello)
 
     async def switch(self, number: int, hello: bytes) -> Formation:
-        """Form round `number`, which all members of the current one have agreed on, or a newer one that replaced it."""
+        """Form round `number`, agreed on by all members of the current one, or a newer one that replaced it."""
         target = await self._means.until(
             lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}"
         )
@@ -212,7 +212,7 @@ class Member:
         return await self._enter(target, hello)
 
     async def recover(self, hello: bytes) -> Formation:
-        """Form the next round with those that are left; an empty `hello` says that this worker lacks the job's state."""
+        """Form the next round with the survivors; an empty `hello` means that this worker lacks the job's state."""
         assert self.formation is not None
         broken = self.formation.round
         self.admitting = not hello
@@ -269,16 +269,17 @@ class Member:
         def look(view: View) -> RoundRecord | None:
             if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
-                    # The others ended before they came by the switch that was to take this worker in, or made the last step
-                    # while this one lost somebody in it: nothing is left to do.
+                    # The others ended before the switch that was to admit this worker, or made the last step although this
+                    # worker lost a peer in it. Nothing is left to do.
                     raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
             if view.round and view.round.number > broken.number:
                 return view.round
-            # Not those that have not answered: they may be as dead as the one that was lost.
+            # Workers that have not answered are not counted: they may be as dead as the one that was lost.
             others = [w for w in view.failed if w in view.holders and w not in view.drains]
             if self.worker_id in view.drains and others and lacks_workers(view):
-                # Workers may come only after this one has ended, as those that its agent starts; the others keep the state.
+                # Some workers, such as those that this worker's agent starts, come only after it has ended. The others keep
+                # the state.
                 reason = f"this worker leaves, while {', '.join(others)} wait for more workers"
                 raise LeftOutError(RoundRecord(broken.number, others, reason, "shrink", planned=True))
             return None
@@ -289,27 +290,27 @@ class Member:
     # --- while a round is formed or lasts ------------------------------------------------------------------------------
 
     def is_void(self, view: View, number: int) -> bool:
-        """Whether a newer round than `number` exists, or another member has given `number` up."""
+        """Whether a newer round than `number` exists, or another member has given up `number`."""
         newest = view.round
         if newest is None or newest.number < number:
             return False
         return newest.number > number or any(w != self.worker_id for w in view.failed)
 
     def will_never_form(self, view: View, number: int) -> bool:
-        """Whether who forms round `number` waits in vain: it is void, or members have ended with the job."""
+        """Whether waiting for round `number` is in vain: it is void, or members have ended with the job."""
         is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
     def note(self, view: View) -> None:
-        """Remember what a later view may not show any more."""
+        """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
             self.dismissed = self.worker_id not in newest.members and (newest.planned or self.dismissed)
 
     def must_cut_off(self, view: View, number: int, forming: bool, evicted: bool) -> bool:
-        """Whether the group of round `number` will complete no more collectives, so that nobody may wait for one.
+        """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
 
-        Its round has ended without an agreement, another member has given it up, or the others go on without this worker.
+        The round has ended without an agreement, another member has given it up, or the others go on without this worker.
         """
         newest = view.round
         if newest is None or number == 0:
@@ -320,7 +321,7 @@ class Member:
 
 
 def run_blocking(course: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine whose awaits all block until they are done."""
+    """Return the result of a coroutine whose awaits all block until they are done."""
     try:
         course.send(None)
     except StopIteration as done:

@@ -1,10 +1,10 @@
 """Run the membership protocol of `rounds.py` and `convener.py` against etcd, as one worker of a job.
 
-Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It knows
-nothing of process groups: `world.py` forms them for the rounds that appear here.
+Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It is
+independent of process groups: `world.py` forms them for the rounds that appear here.
 
-One thread per worker (`_run`) does all background work: it decodes what the mirror brings, tells the listener, convenes when it
-holds the election key, and writes queued events. The calling thread writes only the worker's own record, and burials.
+One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, convenes while
+it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Membership:
     """One worker's record, its view of the job, and its turn as convener.
 
     Args:
-        client: a connected client; closed by its owner, not here.
-        config: who this worker is.
+        client: a connected client; its owner closes it.
+        config: identity of this worker and its job.
         on_view: called from the background thread after every change, with the new view. Must return quickly.
-        on_tick: called from the background thread about every 100 ms, whatever happens.
+        on_tick: called from the background thread about every 100 ms, even without a change.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Membership:
         self._dirty = False
         self._view = View()
         self._view_since = time.monotonic()
-        self._buried: set[str] = set()  # by this worker
-        self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and what it says
+        self._buried: set[str] = set()  # workers that this one has buried
+        self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and its view
         self._outbox = Outbox(client, self.keys, self.worker_id)
         self._closing = False
         self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
@@ -122,7 +122,7 @@ class Membership:
     # --- the worker's own record -------------------------------------------------------------------------------------
 
     def register(self) -> WorkerState:
-        """Enter the job, as `starting` if nobody is past the start yet, else as `standby`.
+        """Enter the job, as `starting` if no worker is past the start yet, else as `standby`.
 
         Raises:
             JobClosedError: the job has ended.
@@ -148,7 +148,7 @@ class Membership:
         try:
             self._mirror.wait_for(lambda entries: entries.get(self._own.key), 10.0)
         except TimeoutError as error:
-            raise EvictedError(self._own.evicted_text) from error  # its lease may have ended, as when it was stopped meanwhile
+            raise EvictedError(self._own.evicted_text) from error  # the lease may have expired, as while the process is stopped
         self._thread.start()
         return state
 
@@ -158,15 +158,15 @@ class Membership:
         """Write this worker's state.
 
         Args:
-            unreachable: workers that it could not reach, see `WorkerRecord.unreachable`.
+            unreachable: workers that this one could not reach, see `WorkerRecord.unreachable`.
 
         Raises:
-            EvictedError: the record is gone, the job went on without this worker.
+            EvictedError: the record is gone because the job went on without this worker.
         """
         self._own.update(state, round_number, fingerprint, unreachable)
 
     def leave(self) -> None:
-        """Remove this worker's records; it is no longer alive for the others."""
+        """Remove this worker's records. From then on the others treat it as gone."""
         self._own.leave()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -182,14 +182,15 @@ class Membership:
             self._tidy_up()
             self._own.lease.revoke()
         except EtcdError as error:
-            # The lease ends by itself; failing the worker's exit for it would turn a finished job into a failed one.
+            # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
         self._mirror.close()
 
     def _tidy_up(self) -> None:
-        """Leave of a job that has ended only what tells about it; whoever closes does so, all at once if need be.
+        """Remove the records that a job needs no more once it has ended, and keep its history.
 
-        What nobody comes to remove, since all were killed, ends with the records' common lifetime.
+        Every worker does this as it closes, possibly several at once. If all were killed, the records expire with their common
+        lifetime.
         """
         entry = self._client.get(self.keys.job)
         with contextlib.suppress(RecordError):
@@ -211,14 +212,14 @@ class Membership:
         tick: Callable[[], None] | None = None,
         is_excused: Callable[[], bool] | None = None,
     ) -> T:
-        """What `found` returns as soon as it is not None.
+        """Wait until `found` of the view is not None, and return it.
 
         Args:
-            tick: called between looks, at least every 50 ms.
-            is_excused: called between looks; when true the timeout begins anew.
+            tick: called between two checks, at least every 50 ms.
+            is_excused: called between two checks; the timeout restarts while it returns True.
 
         Raises:
-            TimeoutError: naming `what` was awaited and from whom.
+            TimeoutError: the wait for `what` timed out; the message names the workers or agents that are missing.
             EvictedError: the job went on without this worker meanwhile.
         """
         deadline = time.monotonic() + timeout_s
@@ -244,9 +245,9 @@ class Membership:
                 tick()
 
     def bury(self, worker_ids: Sequence[str]) -> None:
-        """Remove the records of workers that are certainly dead, as their leases would do later.
+        """Remove the records of workers that are certainly dead, before their leases expire.
 
-        Safe also when wrong: a living worker that was buried notices that its record is gone and stops taking part.
+        A mistake is safe: a living worker that was buried detects that its record is gone and stops taking part.
         """
         entries = self._mirror.snapshot()
         for worker_id in worker_ids:
@@ -258,24 +259,24 @@ class Membership:
                 self._client.txn(write.compare, write.ops)
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
-        """Probe workers and bury those whose process is certainly gone."""
+        """Probe workers and bury those that are certainly dead."""
         records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
-        # From another host a refusal proves nothing until that address was reached: it may be a firewall's.
+        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
         records = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
         if dead := dead_workers(records):
             try:
                 self.bury(dead)
             except EtcdUnavailableError as error:
-                # Who is dead stays dead: the next probe, or the lease, will do.
+                # A dead worker stays dead: the next probe or its lease expiry removes the record.
                 log.debug("run %s: could not bury %s: %s", self._config.run_id, dead, error)
 
-    # --- what workers write for others ----------------------------------------------------------------------------------
+    # --- records for others ---------------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> None:
         """Ask to leave the job: the next planned round is formed without this worker.
 
         Raises:
-            LeaseLostError: this worker's lease has ended; should it register again, it asks then.
+            LeaseLostError: this worker's lease has expired; the request is repeated if the worker registers again.
         """
         self._own.drain(reason)
 
@@ -292,14 +293,14 @@ class Membership:
         return self._swap(self.keys.job, JobRecord, lambda job: change(job) if job else None)
 
     def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
-        """Compare-and-swap the plan; `change` may return None to leave it as it is."""
+        """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
         return self._swap(self.keys.plan, PlanRecord, change)
 
     def put_checkpoint(self, record: CheckpointRecord) -> None:
         self._swap(self.keys.checkpoint, CheckpointRecord, lambda _: record)
 
     def checkpoint_request(self) -> int:
-        """Number of the newest request that all save a checkpoint; 0 if there is none."""
+        """Return the number of the newest checkpoint request, 0 if there is none."""
         entry = self._mirror.snapshot().get(self.keys.checkpoint_request)
         with contextlib.suppress(RecordError):
             return decode(CheckpointRequest, entry.value, entry.key).number if entry is not None else 0
@@ -314,7 +315,7 @@ class Membership:
         )
 
     def newest_job(self) -> JobRecord | None:
-        """Read the job's record from etcd, however old the view is."""
+        """Read the job's record from etcd, bypassing the view."""
         entry = self._client.get(self.keys.job)
         return decode(JobRecord, entry.value, entry.key) if entry else None
 
@@ -323,13 +324,13 @@ class Membership:
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None
 
     def put_search(self, number: int, record: SearchRecord) -> None:
-        """Write a search's result, later if etcd is away now: who joins waits for it, who has found it trains on."""
+        """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
         self._outbox.add_result(number, encode(record))
         with self._changed:
             self._changed.notify_all()
 
     def search(self, number: int) -> SearchRecord | None:
-        """Result of the script's search of that number; None before there is one."""
+        """Return the result of the script's search with this number, None before there is one."""
         entry = self._mirror.snapshot().get(f"{self.keys.searches}{number}")
         return decode(SearchRecord, entry.value, entry.key) if entry is not None else None
 
@@ -337,22 +338,22 @@ class Membership:
         return self._mirror.get(self.keys.controller) is not None
 
     def is_being_staffed(self) -> bool:
-        """Whether the job has too few workers, and a controller that is there to start more.
+        """Whether the job has too few workers, and a live controller to start more.
 
-        However long that takes, as in a full cluster, what the living hold in memory is worth waiting for.
+        That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
         return self.has_controller() and lacks_workers(self._view)
 
     @property
     def nodes(self) -> NodesRecord | None:
-        """What a controller has written about the job's nodes; None if there is none, or it cannot be read."""
+        """A controller's record of the job's nodes; None if there is none or it cannot be read."""
         entry = self._mirror.snapshot().get(self.keys.nodes)
         with contextlib.suppress(RecordError):
             return decode(NodesRecord, entry.value, entry.key) if entry is not None else None
         return None
 
     def past_events(self) -> list[EventRecord]:
-        """The job's history so far, oldest first; lines that cannot be read are left out."""
+        """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
         events = []
         for entry in sorted(self._client.get_prefix(self.keys.events)[1], key=lambda e: e.key):
             with contextlib.suppress(RecordError):
@@ -360,31 +361,31 @@ class Membership:
         return events
 
     def replace(self, worker_id: str, reason: str) -> bool:
-        """Ask for another worker in the place of one; False if that is gone already, or was asked to leave."""
+        """Request a worker's replacement; False if it is gone or was drained already."""
         return ask_for_replacement(self._client, self.keys, worker_id, reason)
 
     def stacks_request(self) -> StacksRequest | None:
-        """The newest request that every worker says where it stands."""
+        """Return the newest request for stack traces, None if there is none."""
         entry = self._mirror.snapshot().get(self.keys.stacks_request)
         with contextlib.suppress(RecordError):
             return decode(StacksRequest, entry.value, entry.key) if entry is not None else None
         return None
 
     def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
-        """Ask every worker where it stands; see `ask_for_stacks`."""
+        """Request a stack trace from every worker; see `ask_for_stacks`."""
         return ask_for_stacks(self._client, self.keys, self.worker_id, reason, after)
 
     def put_stacks(self, record: StacksRecord) -> None:
-        """Say where this worker stands; that goes with the worker."""
+        """Publish this worker's stack traces, bound to its lease."""
         self._client.put(self.keys.stacks + self.worker_id, encode(record), self._own.lease)
 
     def stacks(self, request: int) -> dict[str, StacksRecord]:
-        """The answers to a request so far, by worker."""
+        """Return the responses to a request so far, by worker."""
         answers = read_stacks(self._client, self.keys)
         return {worker: answer for worker, answer in answers.items() if answer.request == request}
 
     def put_profile(self, payload: bytes) -> None:
-        """Publish this worker's newest step profile; it goes with the worker."""
+        """Publish this worker's newest step profile, bound to its lease."""
         self._client.put(self.keys.profiles + self.worker_id, payload, self._own.lease)
 
     # --- background ------------------------------------------------------------------------------------------------------
@@ -426,7 +427,7 @@ class Membership:
                 if not self._dirty:
                     self._changed.wait(0.1)
             try:
-                # Looked at even when nothing changed: patience runs out without an event.
+                # Run even when nothing has changed: patience runs out without an event.
                 self._refresh()
                 if self._on_tick is not None:
                     self._on_tick()
@@ -435,7 +436,7 @@ class Membership:
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
             except Exception:
-                # A worker whose membership thread is gone would never notice another round.
+                # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
 
     @property
@@ -443,7 +444,7 @@ class Membership:
         return self._own.evicted
 
     def _convene(self) -> None:
-        # Read together: the view must be that of the revision that guards the next round.
+        # Read both together: the view must come from the revision that guards the next round.
         entries, view = self._seen
         if not self._own.is_in_force:
             return
@@ -456,7 +457,7 @@ class Membership:
         if done.succeeded:
             if write.round is not None:
                 self._announce(view, write.round)
-            # The next decision must see this one, or it would be made twice, in vain.
+            # The next decision must see this write, or it would be repeated in vain.
             with contextlib.suppress(TimeoutError):
                 self._mirror.wait_for(lambda now: None if write.may_succeed(now) else True, 5.0)
 

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class OwnRecord:
-    """A worker's own record: written by the worker alone, bound to its lease, and guarded against writes that arrive late.
+    """A worker's own record: written only by the worker, bound to its lease, and guarded against late writes.
 
     Args:
-        came_back: receives the new lease's number when the worker has registered again.
+        came_back: called with the id of the new lease after the worker has registered again.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class OwnRecord:
         self._lease_ttl_s = lease_ttl_s
         self._came_back = came_back
         self._record: WorkerRecord | None = None
-        self._created = self._modified = 0  # revisions of our record: when it was made, and of our last write
+        self._created = self._modified = 0  # revisions of our record: its creation and our last write
         self._write_lock = threading.Lock()
-        self._drain_reason = ""  # not empty: this worker has asked to leave
+        self._drain_reason = ""  # set once this worker has asked to leave
 
     @property
     def is_in_force(self) -> bool:
@@ -68,7 +68,7 @@ class OwnRecord:
 
     def create(self, record: WorkerRecord) -> None:
         self._record = record
-        # Guarded like every write of it: a repetition that arrives late, when we have moved on, must not bring this one back.
+        # Guarded like every write of the record: a retry that arrives late must not restore this state after we have moved on.
         made = self._client.txn([absent(self.key)], [Put(self.key, encode(record), self.lease.id)])
         self._created = self._modified = made.revision
 
@@ -78,10 +78,10 @@ class OwnRecord:
         """Write this worker's state.
 
         Args:
-            unreachable: workers that it could not reach, see `WorkerRecord.unreachable`.
+            unreachable: workers that this one could not reach, see `WorkerRecord.unreachable`.
 
         Raises:
-            EvictedError: the record is gone, the job went on without this worker.
+            EvictedError: the record is gone because the job went on without this worker.
         """
         with self._write_lock:
             if self._record is None or self.evicted:
@@ -96,7 +96,7 @@ class OwnRecord:
             while not (written := self._try_write(put)).succeeded:
                 entry = self._client.get(self.key)
                 if entry is not None and entry.create_revision == self._created:
-                    self._modified = entry.mod_revision  # our own write whose answer never came, or somebody's garbage
+                    self._modified = entry.mod_revision  # our own write, if its response was lost, or another client's garbage
                 elif not self._come_back():
                     self.evicted = True
                     raise EvictedError(self.evicted_text)
@@ -110,19 +110,19 @@ class OwnRecord:
             return Txn(False, 0, [])
 
     def check(self, entries: Mapping[str, KeyValue]) -> None:
-        """Register again, or note that this worker was evicted, should a copy of the records lack its own."""
+        """Register again, or note the eviction, if a copy of the records lacks this worker's own."""
         if self.key not in entries or self.lease.lost.is_set():
-            # The mirror may be a moment behind our own registration, never behind the loss of our lease.
+            # The mirror may lag behind our own registration, but never behind the loss of our lease.
             with self._write_lock:
                 if self._record is not None and not self.evicted and self._client.get(self.key) is None:
                     self.evicted = not self._come_back()
 
     def _come_back(self) -> bool:
-        """Register again after the lease has ended, provided that nobody went on without this worker meanwhile.
+        """Register again after the lease has expired, provided that the others did not go on without this worker meanwhile.
 
-        So it is when etcd was out of everybody's reach for longer than a lease. Whoever decides on a round guards it by the
-        revision of the one before, and so is this: either the job's newest round still is one with this worker, or it fails.
-        A worker that was buried is not meant; `_write_lock` is held.
+        This happens when etcd was unreachable from all workers for longer than a lease. Each new round is guarded by the
+        revision of the one before, and so is this write: it fails unless the job's newest round still includes this worker. A
+        worker that was buried is not registered again. The caller holds `_write_lock`.
         """
         assert self._record is not None
         if not self.lease.has_ended():
@@ -133,7 +133,7 @@ class OwnRecord:
                 is_member = self._worker_id in decode(RoundRecord, entry.value, entry.key).members
             except RecordError:
                 return False
-            # One that waits to be taken in misses nothing by being away.
+            # A worker that waits for admission misses nothing while it is away.
             if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
                 return False
         nobody_went_on = modified(self._keys.round) == entry.mod_revision if entry else absent(self._keys.round)
@@ -163,7 +163,7 @@ class OwnRecord:
         """Ask to leave the job: the next planned round is formed without this worker.
 
         Raises:
-            LeaseLostError: this worker's lease has ended; should it register again, it asks then.
+            LeaseLostError: this worker's lease has expired; the request is repeated if the worker registers again.
         """
         self._drain_reason = reason
         request = self._drain_request(self.lease)

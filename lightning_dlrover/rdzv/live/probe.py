@@ -1,4 +1,4 @@
-"""Connect to the ports of workers, to see which of them are gone."""
+"""Probe the ports of workers to detect which of them are gone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["dead_workers", "silent_workers"]
 
 
 def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
-    """Ids of the workers whose process is certainly gone: their host refuses connections to their port.
+    """Return the ids of workers that are certainly dead: their host refuses connections to their port.
 
-    A worker that does not answer at all (host gone, process stopped) is not in the list: its lease decides.
+    A worker that does not answer at all (host gone, process stopped) is not in the list. Its lease decides.
     """
     return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code == errno.ECONNREFUSED]
 
 
 def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
-    """Ids of the workers to whose port no connection can be made though nobody refuses it: cut off, or their host is gone."""
+    """Return the ids of workers that neither accept nor refuse a connection: they are cut off, or their host is gone."""
     return [worker_id for worker_id, code in _knock(records, timeout_s).items() if code not in (0, errno.ECONNREFUSED)]
 
 
 def _knock(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, int]:
-    """What trying to connect to each worker's port gives: 0, or an error number."""
+    """Try to connect to each worker's port; return 0 or the error number, by worker id."""
     answers: dict[str, int] = {}
     with selectors.DefaultSelector() as selector:
         for record in records:

@@ -1,4 +1,4 @@
-"""Requests to the workers of a job: to make room for another one, and to report where they stand."""
+"""Requests to a job's workers: make room for a replacement, report stack traces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["ask_for_replacement", "ask_for_stacks", "read_stacks"]
 
 
 def ask_for_replacement(client: EtcdClient, keys: Keys, worker_id: str, reason: str, *guard: Compare) -> bool:
-    """Ask for another worker in the place of one; False if that is gone already, or was asked to leave, or a guard fails."""
+    """Request a worker's replacement; False if it is gone or was drained already, or if a guard fails."""
     request = DrainRecord(worker_id, reason, once_replaced=True)
     drain = keys.drains + worker_id
-    # Who has to go at once, as its host is taken away, cannot wait for another one.
+    # A worker that must leave at once, because its host is taken away, cannot wait for its replacement.
     guard = (*guard, exists(keys.workers + worker_id), absent(drain))
     return client.txn(guard, [Put(drain, encode(request))]).succeeded
 
@@ -24,10 +24,10 @@ def ask_for_replacement(client: EtcdClient, keys: Keys, worker_id: str, reason: 
 def ask_for_stacks(
     client: EtcdClient, keys: Keys, asked_by: str, reason: str, after: int | None = None
 ) -> StacksRequest | None:
-    """Ask every worker of a job where it stands; None if somebody else has just done so.
+    """Request a stack trace from every worker of a job; None if another process has just done so.
 
     Args:
-        after: number of the newest request that the caller knows, 0 if there is none; None: ask whatever there is.
+        after: number of the newest request that the caller has seen, 0 if there is none; None: always write a new request.
     """
     entry = client.get(keys.stacks_request)
     newest = 0
@@ -43,7 +43,7 @@ def ask_for_stacks(
 
 
 def read_stacks(client: EtcdClient, keys: Keys) -> dict[str, StacksRecord]:
-    """Where each worker stood when it was last asked; what cannot be read is left out."""
+    """Return each worker's newest stack trace. Records that cannot be read are left out."""
     answers = {}
     for entry in client.get_prefix(keys.stacks)[1]:
         with contextlib.suppress(RecordError):

@@ -1,17 +1,17 @@
 """Decide the next round of a job: the membership protocol as a pure function.
 
-`next_round` looks at everything etcd holds about a job and returns the round that should be written, or None. It is level
-triggered: the same view always gives the same answer, so it does not matter which events led there or who asks. The fence that
-lets only one worker's answer count is in `convener.py`, what a worker does about a round in `member.py`.
+`next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
+triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The fence
+that accepts only one worker's decision is in `convener.py`. A worker's reaction to a round is in `member.py`.
 
-    job      starting -> training -> finished | failed      moved on by rank 0 (failed: by the controller)
+    job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
     worker   starting ----------------> active              each worker writes only its own record
              standby -> ready --------> active
              active -> reforming -> active
-    round    n -> n + 1                                      written by the convener alone, fenced on its election key
+    round    n -> n + 1                                      written only by the convener, fenced on its election key
 
-A worker is alive while its record exists; the record goes with the worker's lease, with its agent's word that the process has
-ended, or with the proof that its port refuses connections.
+A worker is alive while its record exists. The record is removed when the worker's lease expires, when its agent reports that
+the process has ended, or when its port is found to refuse connections.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MORE = "waits for more workers"
 
 @dataclass(frozen=True)
 class View:
-    """What etcd holds about a job at one revision."""
+    """State of a job in etcd at one revision."""
 
     job: JobRecord | None = None
     round: RoundRecord | None = None
     plan: PlanRecord | None = None
-    workers: Mapping[str, WorkerRecord] = field(default_factory=dict)  # the living, oldest first
+    workers: Mapping[str, WorkerRecord] = field(default_factory=dict)  # living workers, oldest first
     agents: Mapping[str, AgentRecord] = field(default_factory=dict)
-    drains: Set[str] = frozenset()  # worker ids asked to leave
-    replacements: Set[str] = frozenset()  # worker ids asked to leave once another worker can take their place
+    drains: Set[str] = frozenset()  # ids of workers asked to leave
+    replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
 
     @property
     def survivors(self) -> list[str]:
@@ -62,7 +62,7 @@ class View:
 
     @property
     def failed(self) -> list[str]:
-        """Survivors that report that the current round did not form for them, or broke."""
+        """Survivors that report the current round as not formed or broken."""
         if self.round is None:
             return []
         number = self.round.number
@@ -71,7 +71,7 @@ class View:
 
     @property
     def holders(self) -> list[str]:
-        """Survivors that may hold the job's state: all but joiners that have not entered the round yet."""
+        """Survivors that may hold the job's state: all except joiners that have not entered the round yet."""
         joiners = {*self.arriving, *self.stepped_back}
         return [w for w in self.survivors if w not in joiners]
 
@@ -82,24 +82,24 @@ class View:
 
     @property
     def stepped_back(self) -> list[str]:
-        """Joiners among the survivors that could not be given the state in the current round."""
+        """Joiners among the survivors that could not receive the state in the current round."""
         return [w for w in self._joining if w in self.failed]
 
     @property
     def apart(self) -> set[frozenset[str]]:
-        """Pairs of survivors of which one says that it could not reach the other, which is why the round did not form."""
+        """Pairs of survivors where one reports the other as unreachable, which kept the round from forming."""
         survivors = set(self.survivors)
         return {frozenset((w, v)) for w in self.failed for v in self.workers[w].unreachable if v in survivors and v != w}
 
     @property
     def _joining(self) -> list[str]:
         if self.round is None or self.round.kind == "start":
-            return []  # nobody joins there: all of them start together
+            return []  # such a round has no joiners: all members start together
         return [w for w in self.survivors if self.workers[w].state == "ready"]
 
     @property
     def cap(self) -> int:
-        """The most workers that a round may have now."""
+        """Maximum number of workers that a round may have now."""
         limit = self.job.max_workers if self.job else 1
         if self.plan is not None and self.plan.binding:
             limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
@@ -108,16 +108,16 @@ class View:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long, in seconds, a situation may last before those who are missing are left out."""
+    """Seconds to wait for missing workers before the round goes on without them."""
 
-    start_s: float = 60.0  # all announced workers have registered or are ready
-    regroup_s: float = 120.0  # all survivors have noticed that their round is broken; they may be saving a checkpoint
-    return_s: float = 10.0  # workers whose leases ended while etcd was out of reach have registered again
-    apart_attempts: int = 2  # rounds in a row that may fail because members do not reach each other, before some are left out
+    start_s: float = 60.0  # wait until all announced workers have registered or are ready
+    regroup_s: float = 120.0  # wait until all survivors have detected the broken round; they may be saving a checkpoint
+    return_s: float = 10.0  # wait until workers with leases that expired in an outage of etcd have registered again
+    apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
 
 
 def awaited(view: View) -> list[str]:
-    """Whom the next round waits for, as ids of workers or agents; empty when nothing is awaited."""
+    """Return the ids of workers or agents that the next round waits for, empty when there are none."""
     if not view.survivors:
         pending = view.in_state("standby")
         if pending or view.in_state("ready"):
@@ -131,7 +131,7 @@ def awaited(view: View) -> list[str]:
 
 
 def lacks_workers(view: View) -> bool:
-    """Whether no further round can be formed of the workers that are there, however long they wait."""
+    """Whether the present workers cannot form a further round, however long they wait."""
     if view.job is None or view.job.phase in ("finished", "failed"):
         return False
     needs_another = bool(not view.survivors or view.lost or view.failed)
@@ -139,7 +139,7 @@ def lacks_workers(view: View) -> bool:
 
 
 def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
-    """Who made `successor` follow the round of `view`, by what they did: each change of the members under one name."""
+    """Return the workers that caused `successor` to follow the round of `view`, grouped by the kind of change."""
     before = view.round.members if view.round is not None else []
     gone = losses(view, successor)
     left = [w for w in before if w not in successor.members and w not in gone]
@@ -153,7 +153,7 @@ def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
 
 
 def waits(view: View) -> dict[str, str]:
-    """What each worker waits for, and from whom, as half a sentence for people; empty for one that trains."""
+    """Describe each worker's wait for people; empty for a worker that trains."""
     is_about_to = next_round(view, 0.0) is not None
     return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
 
@@ -169,7 +169,7 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     if state == "standby":
         return "builds its model and data" + (", asked to leave" if worker in view.drains else "")
     if not view.survivors:
-        # In `starting` at the very start, `ready` when all who held the state are gone.
+        # Workers are `starting` at the very start, and `ready` when all holders of the state are gone.
         here = len(view.in_state("ready", "starting"))
         few = _too_few(here, limits)
         return few or (f"waits for {', '.join(missing)} to come" if missing else "about to start" if is_about_to else MORE)
@@ -217,7 +217,7 @@ def _with(workers: Iterable[str]) -> str:
 
 
 def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:
-    """The round that should follow the current one, or None while it should stay or others are awaited.
+    """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
         view: the job's records.
@@ -226,8 +226,8 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
     """
     if view.job is None or view.job.is_over:
         return None
-    if view.job.unfinished_fit:  # nobody joins any more: those who would stand in the script's first `fit`
-        # Nor can the job get back to its least number of workers, so those that are left go on.
+    if view.job.unfinished_fit:  # no worker can join any more: a joiner would be in the script's first `fit`
+        # The job cannot return to its minimum number of workers either, so the survivors go on.
         job = replace(view.job, min_workers=1)
         view = replace(view, job=job, workers={w: view.workers[w] for w in view.survivors})
         if not view.survivors:
@@ -240,17 +240,17 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
 
 
 def losses(view: View, successor: RoundRecord) -> list[str]:
-    """Members of the current round that `successor` goes on without though nobody had asked them to leave."""
+    """Return members of the current round that `successor` leaves out although they were not asked to leave."""
     if view.round is None or (successor.planned and view.survivors):
         return []
     return [w for w in view.round.members if w not in successor.members and w not in view.stepped_back]
 
 
 def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
-    """Nobody holds state: start (again) with those at the training loop's entrance, else with those starting up."""
+    """No worker holds state: start (again) with those at the training loop's entrance, else with those starting up."""
     assert view.job is not None
-    # The two groups stand at different places in the user's script and cannot form one round. Workers in `starting`
-    # become `standby` as soon as they see anyone past them, so the group that is further on is the one to wait for.
+    # The two groups are at different places in the user's script and cannot form one round. Workers in `starting` become
+    # `standby` as soon as they see a worker past the start, so the job waits for the group that is further on.
     further_on = view.in_state("standby", "ready")
     group = [w for w in (view.in_state("ready") if further_on else view.in_state("starting")) if w not in view.drains]
     if awaited(view) and waited_s < patience.start_s:
@@ -267,15 +267,15 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
 
 
 def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
-    """The step in flight cannot complete: go on with everyone who is left.
+    """The step in flight cannot complete: go on with all survivors.
 
-    Spares are not admitted here: they can only be given the state between two steps, in the planned round that follows.
+    Spares are not admitted here. They can receive the state only between two steps, in the planned round that follows.
     """
     assert view.job is not None
     if not view.holders:
         stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
     elif view.lost:
-        # Those arriving may have been given the state since they said so; if not, they step back.
+        # Arriving joiners may have received the state since their last report. If not, they step back.
         stay = [w for w in view.survivors if w not in view.stepped_back]
         kind, reason = "loss", f"lost {', '.join(view.lost)}"
     else:
@@ -291,7 +291,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
             if cut_off:
                 stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
         if not any(w in view.holders for w in stay):
-            stay = view.holders  # only joiners say that it failed; those who hold the state are content with it
+            stay = view.holders  # only joiners report a failure; for the holders of the state the round works
     if not _are_enough(view, stay):
         return None
     attempts = view.round.apart_attempts + 1 if view.round and view.apart else 0
@@ -299,9 +299,9 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
 
 
 def _are_enough(view: View, stay: list[str]) -> bool:
-    """Whether the job can go on with `stay` and the spares that the planned round after that will take in.
+    """Whether the job can go on with `stay` and the spares that the planned round after that will admit.
 
-    The minimum does not bind those who leave: they finish the step in flight, so that the state can be kept for their
+    The minimum does not apply if all of them leave: they finish the step in flight, so that the state can be kept for their
     successors.
     """
     assert view.job is not None
@@ -312,15 +312,15 @@ def _are_enough(view: View, stay: list[str]) -> bool:
 
 
 def _reaching_each_other(workers: list[str], apart: Set[frozenset[str]]) -> list[str]:
-    """The largest group of `workers` without a pair that is apart that taking them in rank order finds from any start.
+    """Return the largest group of `workers` without a pair that is apart, among those found greedily in rank order.
 
-    That is the larger side of a network that fell into two, the side with rank 0 if both are alike; and all others if there is
-    one worker whom nobody reaches.
+    The search starts once from each worker. In a network split into two the result is the larger side, or the side with rank 0
+    if both are equal. If one worker cannot be reached by any other, the result is all others.
     """
     groups: list[list[str]] = []
     for first in workers:
         if groups and not any(first in pair for pair in apart):
-            continue  # it is in every group anyway
+            continue  # a worker without such a pair is in every group anyway
         group = [first]
         for worker in workers:
             if worker != first and not any(frozenset((worker, other)) in apart for other in group):
@@ -336,16 +336,16 @@ def _planned(view: View) -> RoundRecord | None:
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
     if view.round.planned and any(view.workers[w].round_number == number - 1 for w in view.in_state("active")):
-        return None  # who was left out is still handing over to the members of this round, and must not see another one
+        return None  # a worker left out is still handing over to this round's members and must not see a newer round
     members = view.round.members
     joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
     leaving = _leaving(view, len(joiners))
     staying = [w for w in members if w not in leaving]
     if not staying and not joiners:
         if any(w not in view.drains for w in view.in_state("standby")):
-            return None  # a replacement is starting; those who leave train until they can hand over
+            return None  # a replacement is starting; the leaving workers train until they can hand over
         return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
-    # Where the state is with those who leave: one round together with the joiners first, the next one without them.
+    # If only leaving workers hold the state, one round includes them and the joiners, and the next one leaves them out.
     chosen = _arranged(members, staying, joiners, view.cap) if staying else [*members, *joiners[: view.cap]]
     if chosen == members or len(chosen) < view.job.min_workers:
         return None
@@ -355,7 +355,7 @@ def _planned(view: View) -> RoundRecord | None:
 
 
 def _why(view: View, added: list[str], gone: list[str]) -> str:
-    """Why a planned round follows, for people; the plan's own reason stands with what the plan has brought about only."""
+    """Describe for people why a planned round follows. The plan's own reason is given only for changes that the plan caused."""
     asked = [w for w in gone if w in view.drains or (added and w in view.replacements)]
     others = [w for w in gone if w not in asked]
     texts = [f"{', '.join(added)} joined" if added else "", f"{', '.join(others)} left" if others else ""]
@@ -367,21 +367,21 @@ def _why(view: View, added: list[str], gone: list[str]) -> str:
 
 
 def _leaving(view: View, num_joiners: int) -> set[str]:
-    """Members that go now: those asked to, and of those to be replaced as many as others can take the place of."""
+    """Return the members that leave now: the drained ones, and as many of those to be replaced as joiners can replace."""
     assert view.round is not None
     assert view.job is not None
     others = [w for w in view.round.members if w not in view.drains]
-    too_many = len(others) - view.cap  # such as the replacement of the only worker, which had to be given the state
+    too_many = len(others) - view.cap  # happens after the only worker's replacement has joined to receive the state
     can_go = len(others) + num_joiners - view.job.min_workers
     replaced = [w for w in others if w in view.replacements]
     return {*view.drains, *replaced[: max(0, min(can_go, max(num_joiners, too_many)))]}
 
 
 def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: int) -> list[str]:
-    """The next round's members in rank order, so that the fewest rows move where ranks hold blocks of rows in their order.
+    """Return the next round's members in rank order, so that the fewest rows move if ranks hold consecutive blocks of rows.
 
-    A joiner takes the place of one that leaves, further ones come into the middle, and who is too many goes from there. The
-    first is never a joiner: the others take from it what they have to agree on.
+    A joiner takes the place of a leaving worker. Further joiners are inserted in the middle, and surplus members are removed
+    from there. The first member is never a joiner, because the others copy shared decisions from it.
     """
     too_many = max(0, len(staying) - cap)
     first_out = (len(staying) - too_many + 1) // 2
@@ -389,7 +389,7 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
     spare = joiners[: cap - len(staying)]
     chosen: list[str] = []
     stays = set(staying)
-    places = 0  # to be taken by joiners, next
+    places = 0  # vacant places that the next joiners take
     for worker in members:
         if worker in stays:
             chosen.append(worker)
@@ -403,7 +403,7 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
 
 
 def _is_cut_off(view: View, joiner: str) -> bool:
-    """Whether a joiner says that it cannot reach a member: taking it in would only interrupt the others."""
+    """Whether a joiner reports a member as unreachable: admitting it would only interrupt the others."""
     return bool(view.round and set(view.workers[joiner].unreachable) & set(view.round.members))
 
 

@@ -39,10 +39,10 @@ def read_view(
     cache: dict[str, Decoded],
     bad: Callable[[str, RecordError], None],
 ) -> View:
-    """The view that a snapshot of `keys.live` shows.
+    """Decode a snapshot of `keys.live` into a view.
 
-    A record that cannot be read is reported to `bad` and its last readable version stays in force, so that garbage under
-    the prefix cannot stop a running job.
+    A record that cannot be read is reported to `bad`, and its last readable version stays in force. Garbage under the prefix
+    therefore cannot stop a running job.
     """
 
     def load(key: str, record_type: type[R]) -> R | None:
@@ -75,6 +75,6 @@ def read_view(
         workers=workers,
         agents=folder(keys.agents, AgentRecord),
         drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-        # What others have written outlasts a worker whose lease has ended; its place is free already.
+        # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
         replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
     )
