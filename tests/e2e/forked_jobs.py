@@ -25,7 +25,7 @@ def fork_server() -> Iterator[None]:
 
 @pytest.fixture
 def make_job(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[MakeJob]:
-    """Makes jobs whose workers end with the test."""
+    """Make jobs whose workers end with the test."""
     jobs: list[harness.Job] = []
 
     def make(settings: Any, **kwargs: Any) -> harness.Job:
