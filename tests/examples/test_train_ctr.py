@@ -43,7 +43,7 @@ def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: P
     assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
     assert metrics["test_auc"] > 0.95
     assert (metrics["rows"], metrics["steps"], metrics["best_auc"]) == (100, 8 * 13, None)
-    assert str(clicks) in done.stdout  # what was loaded
+    assert str(clicks) in done.stdout  # names the loaded file
 
 
 def test_max_steps_ends_training_early(clicks: Path, tmp_path: Path) -> None:

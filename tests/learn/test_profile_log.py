@@ -1,4 +1,4 @@
-"""Which windows are written to etcd."""
+"""The choice of the windows that are written to etcd."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WINDOW = StepProfile(
 
 
 def windows(count: int, **changes: float) -> list[StepProfile]:
-    """Two seconds each, one after the other."""
+    """Windows of two seconds each, one after the other."""
     return [replace(WINDOW, first_step=20 * i, at=1000.0 + 2 * i, **changes) for i in range(count)]  # type: ignore[arg-type]
 
 
