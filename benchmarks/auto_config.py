@@ -311,7 +311,7 @@ def measure_grid(space: Workspace, endpoint: str, kind: str, size: Size, dice: r
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a planner made of one job."""
+    """Result of a planner on one job."""
 
     chosen: Settings
     visited: list[Settings]
@@ -320,7 +320,7 @@ class Outcome:
 
 
 def compare(job: Trial, chosen: Settings, grid: Grid, size: Size, careful: Settings) -> tuple[float, float]:
-    """The rate of what was chosen as fractions of those of the grid's best and of the careful user's, measured in turn."""
+    """Rates of the planner's choice as fractions of those of the grid's best and of the careful user's, measured in turn."""
     size = replace(size, measure_s=size.compare_s)
     rates: dict[Settings, list[float]] = {settings: [] for settings in (chosen, grid.best, careful)}
     for number in range(size.comparisons if len(rates) > 1 else 0):

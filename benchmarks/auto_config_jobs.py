@@ -1,8 +1,8 @@
 """Three jobs that need different configurations, for `auto_config.py`. Their workers record every step.
 
-dense      a perceptron whose products fill a core; its data lies in memory
+dense      a perceptron whose products fill a core; its data are in memory
 embedding  sharded embedding tables with many lookups per sample, and small products
-input      a small model whose samples have to be fetched (a wait) and decoded (a core)
+input      a small model with samples that are fetched (a wait) and decoded (a core)
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ CRITEO_LABELS = {"0": 0.0, "1": 1.0}
 
 
 class DataError(ValueError):
-    """A data file that cannot be used; the message names file, line, value and what to do."""
+    """A data file that cannot be used. The message names file, line, value and remedy."""
 
 
 class ClickRows(Dataset[Batch]):
@@ -329,7 +329,7 @@ def _read(
     max_rows: int | None = None,
 ) -> _Columns:
     num_columns = 1 + len(numbers) + len(categories)
-    may_be_empty = delimiter == "\t"  # Criteo leaves out what it does not know; Adult writes "?"
+    may_be_empty = delimiter == "\t"  # Criteo leaves unknown values empty; Adult writes "?"
     rows, lines = _read_rows(path, delimiter, num_columns, max_rows)
     columns = [np.array(column, dtype=np.str_) for column in zip(*rows, strict=True)]
 
@@ -406,7 +406,7 @@ def _to_numbers(path: Path, column: npt.NDArray[np.str_], lines: list[int], name
         values = text.astype(np.float64)
     except ValueError:
         values = np.array([_float_or_inf(value) for value in text.tolist()])
-    # "nan" is what we wrote for a missing number; anything else that is not finite was in the file.
+    # "nan" is our own mark for a missing number. Any other non-finite value was in the file.
     wrong = ~np.isfinite(values) & ~((column == "") & may_be_empty)
     if wrong.any():
         row = int(wrong.argmax())

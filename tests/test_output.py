@@ -1,4 +1,4 @@
-"""What is printed, and what happens where it cannot be."""
+"""The printed output, and behaviour when it cannot be printed."""
 
 from __future__ import annotations
 

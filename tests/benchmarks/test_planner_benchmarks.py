@@ -18,7 +18,7 @@ def test_what_the_planner_chooses_is_compared_with_the_best_of_a_grid() -> None:
     # Precise figures need a quiet machine; their order of magnitude shows on any.
     assert 0.2 < result["cold_min"] < 5
     assert 0.2 < result["warm_min"] < 5
-    assert 1 <= result["visited_max"] <= 4  # of four configurations
+    assert 1 <= result["visited_max"] <= 4  # four configurations in all
 
 
 def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:

@@ -1,4 +1,4 @@
-"""Jobs of real workers without agents: forked from one warm process, followed through what they write down.
+"""Jobs of real workers without agents: forked from one warm process, followed through their records.
 
 Every worker is a separate process with real gloo and etcd connections. Only the seconds for importing torch and lightning
 are saved. A replaced worker is simply one more worker.

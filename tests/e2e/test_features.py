@@ -549,7 +549,7 @@ def test_shorter_first_loader_does_not_end_changes_or_recovery(mode: str, make_j
     job.wait_until(lambda: len(job.records("done")) > 4, "the end of the shorter loader's three batches")
     second = job.start()
     job.wait_for_world(2)
-    second.arm("forward")  # in a window of four batches, in which the shorter loader begins again
+    second.arm("forward")  # window of four batches, within which the shorter loader begins again
     assert job.finish() == [0, -9], job.report()
     assert_all_agree(job, SeveralLoaders.NUM_LONG_ROWS // BATCH_SIZE)
     short, long = global_batches(job, "share"), global_batches(job, "long")

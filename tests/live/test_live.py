@@ -60,7 +60,7 @@ def test_bytes_that_are_no_position_are_a_value_error(hello: bytes) -> None:
         ((INSIDE, JOINER), False),  # the state of an unfinished step cannot be handed over
         ((BETWEEN, INSIDE, JOINER), False),
         ((BETWEEN, replace(BETWEEN, batch=6), JOINER), False),  # conflicting positions
-        ((replace(BETWEEN, at_boundary=False), JOINER), False),  # in a validation, or inside an accumulation window
+        ((replace(BETWEEN, at_boundary=False), JOINER), False),  # inside a validation or an accumulation window
         ((BETWEEN, INSIDE), True),  # survivors alone agree wherever they are
         ((JOINER, JOINER), True),  # no worker has a state: all begin
     ],

@@ -794,7 +794,7 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
 
 
 def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as `seed_everything(workers=True)` does, and LightningCLI by default
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # set by `seed_everything(workers=True)`, which LightningCLI calls by default
     loader = ElasticLoader(DataLoader(Numbers(6), 2, num_workers=1), 2, training=True)
     _auto_add_worker_init_fn(loader, rank=0)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -127,7 +127,7 @@ def test_a_space_too_large_to_enumerate_is_searched_close_to_its_front() -> None
     everything = all_settings(LARGE, ONE)
     all_gain, all_cost = known_front(everything)
     assert gain.max() >= 0.98 * all_gain.max()
-    for share in (0.2, 0.5, 1.0):  # for a share of the largest cost, the choice is nearly the best possible
+    for share in (0.2, 0.5, 1.0):  # at each share of the largest cost the choice is nearly the best possible
         budget = share * all_cost[np.argmax(all_gain)]
         assert gain[cost <= budget].max() >= 0.9 * all_gain[all_cost <= budget].max()
     assert search(LARGE, ONE, known_front) == found, "the same question gets another answer"

@@ -88,7 +88,7 @@ CHANGING_BAGS = [Table(f"bag{i}", rows, 24) for i, rows in enumerate([5000, 50, 
 CHANGING_SEQUENCES = [Table(f"seq{i}", rows, 24) for i, rows in enumerate([4000, 7, 31])]
 BAG_KINDS = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]
 SEQUENCE_KINDS = ["table_wise", "row_wise", "column_wise"]
-SHIFTS = [0, 1, 3, 6, 10, 10]  # by 1, 2, 3, 4 and 0: every kind becomes every other
+SHIFTS = [0, 1, 3, 6, 10, 10]  # rotations by 1, 2, 3, 4 and 0: every kind becomes every other
 NUM_COLUMN_SHARDS = [3, 2, 3, 6, 2, 3]
 
 

@@ -148,7 +148,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
     assert vote(5)
     elastic._snapshots._work.result(10)  # type: ignore[union-attr]
     assert batches() == {3, 5}
-    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # of a process that still stands in the first fit
+    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # store of a process that is still in the first fit
     assert other.parts() == []
     assert batches() == {3, 5}
     elastic._snapshots.close(lambda: True)  # type: ignore[union-attr]

@@ -79,7 +79,7 @@ def new_store(tmp_path: Path) -> Callable[..., SnapshotStore]:
 MakeStore = Callable[..., SnapshotStore]
 
 
-# --- what is read is what was written ------------------------------------------------------------------------------------
+# --- reads equal writes --------------------------------------------------------------------------------------------------
 
 
 def test_a_part_is_read_by_another_process_as_it_was_written(new_store: MakeStore) -> None:
@@ -205,7 +205,7 @@ def test_reserving_room_keeps_the_parts_that_are_there(new_store: MakeStore) -> 
     assert torch.equal(again.parts()[0].blocks()[0].values, blocks(1.0)[0].values)
 
 
-# --- what is not a part ----------------------------------------------------------------------------------------------------
+# --- invalid parts ---------------------------------------------------------------------------------------------------------
 
 
 @given(content=st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: PREFIX.pack(b"DLRSNAP1", 1, 20, 64) + tail))
@@ -282,7 +282,7 @@ def _assert_file_refused_or_readable(tmp_path: Path, content: bytes) -> None:
     for part in parts:
         part.state()
         for block in part.blocks():
-            flat = block.values.reshape(-1)  # of any type
+            flat = block.values.reshape(-1)  # values of any type
             assert flat.view(torch.uint8).numel() == block.values.nbytes
     store.clear()
 
@@ -372,7 +372,7 @@ def test_the_limit_is_half_of_what_is_free_unless_it_is_said(new_store: MakeStor
     assert new_store(max_bytes=5).max_bytes == 5
 
 
-# --- whose folder it is ------------------------------------------------------------------------------------------------------
+# --- ownership of a folder -----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_others_may_write_to_is_refused(new_store: MakeStore) -> None:

@@ -13,7 +13,7 @@ from lightning_dlrover.rdzv.group.gloo import inet_sockets, shut_down, with_gloo
     "given, used",
     [
         ("gloo", "gloo"),
-        ("nccl", "cpu:gloo,cuda:nccl"),  # as in scripts written for stock DDP
+        ("nccl", "cpu:gloo,cuda:nccl"),  # typical of scripts written for stock DDP
         ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
         ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:gloo"),
     ],

@@ -83,7 +83,7 @@ class Etcd:
             if self.kernel.now - self._down_since > UNHEALTHY_AFTER_S + 1.0:
                 self.back_since = self.kernel.now
             for lease_id, (ttl_s, _) in list(self._leases.items()):
-                self.refresh(lease_id, ttl_s)  # as etcd does when it has elected a leader
+                self.refresh(lease_id, ttl_s)  # etcd extends leases when it has elected a leader
         for client in self.clients:
             client.contact_changed()
 
