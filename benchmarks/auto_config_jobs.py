@@ -122,7 +122,7 @@ class Options:
     records: Path
     window_s: float
     plan_every_s: float  # seconds between plans; 0: only profiles
-    until: Path  # file whose existence ends the job
+    until: Path  # file that ends the job when it exists
 
     @staticmethod
     def from_command_line() -> Options:

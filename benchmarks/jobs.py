@@ -369,7 +369,7 @@ class Job:
 
 
 class LiveJob(Job):
-    """A job whose agents meet in etcd, steered by the records that a planner or a user would write."""
+    """A job of agents that meet in etcd, steered by the records that a planner or a user would write."""
 
     def __init__(
         self, name: str, folder: Path, endpoint: str, num_workers: str, arguments: Sequence[str], script: Path = TRAINING

@@ -1,4 +1,4 @@
-"""Jobs whose memory grows to a hard limit. A static one is killed, and a watched one finishes.
+"""Jobs with memory that grows to a hard limit. A static one is killed, and a watched one finishes.
 
     python benchmarks/memory_growth.py                  # a leak, and a table that grows
     python benchmarks/memory_growth.py --what leak

@@ -1,4 +1,4 @@
-"""The script of `memory_growth.py`: a training whose memory grows with every step.
+"""The script of `memory_growth.py`: a training with memory that grows in every step.
 
 `leak`: a list that is never emptied. `table`: rows that are created when their key first occurs, each on the worker that owns
 the key. A new owner of keys creates their rows anew, so a worker holds a share of all rows that the job has used.

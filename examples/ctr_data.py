@@ -155,7 +155,7 @@ def load(path: Path | None, seed: int, rows: int) -> ClickData:
 
 
 def generate(seed: int, num_rows: int) -> GeneratedRows:
-    """Rows in Criteo's schema whose clicks come from a known logistic model.
+    """Rows in Criteo's schema with clicks from a known logistic model.
 
     Category ids are long-tailed (Zipf, exponent 1.05, up to `MAX_IDS` - 1 of them), numbers are standard
     normal, every id and every number has a planted effect on the logit, and one pair of numbers interacts.

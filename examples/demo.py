@@ -108,7 +108,7 @@ class Demo:
             try:
                 found = look()
             except EtcdError as error:
-                # The job's etcd ends with the job, whose exit is the more useful message.
+                # The job's etcd ends with the job. The job's exit is then the more useful message.
                 try:
                     self.process.wait(END_S)
                 except subprocess.TimeoutExpired:
@@ -137,7 +137,7 @@ class Demo:
         return look
 
     def round_without(self, worker_id: str, after: int) -> Callable[[], RoundRecord | None]:
-        """Return a function that looks for a round of any size, newer than `after`, in which `worker_id` is not a member."""
+        """Return a function that looks for a round of any size, newer than `after`, without the member `worker_id`."""
 
         def look() -> RoundRecord | None:
             found = self.round()

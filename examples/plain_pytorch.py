@@ -1,4 +1,4 @@
-"""A plain PyTorch loop, without Lightning, whose workers may come, go and be killed while it trains.
+"""A plain PyTorch loop, without Lightning, with workers that may come, go and be killed while it trains.
 
     python examples/plain_pytorch.py                                                      # one worker, no etcd
     torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --rdzv-conf=live=1 --nnodes=1:4 \
@@ -63,7 +63,7 @@ def main() -> None:
                 rows, num_rows = rows_of_step(step, options.rows, options.batch_size)
                 time.sleep(options.step_s)
                 optimizer.zero_grad()
-                # DDP averages over workers, whose shares may differ by a row. The loss must average over the batch.
+                # DDP averages over workers, but their shares may differ by a row. The loss must average over the batch.
                 loss = cross_entropy(replica(inputs[rows]), targets[rows], reduction="sum") * step.size / num_rows
                 loss.backward()
                 optimizer.step()

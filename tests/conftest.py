@@ -18,7 +18,7 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {"checks", "learn", "live", "observe", "planner", "report", "tables", "watch"}
-"""Folders whose tests must leave nothing behind. Jobs of the other folders end in separate processes."""
+"""Test folders that must leave nothing behind. Jobs of the other folders end in separate processes."""
 
 # Keep the history of the user who runs the tests from warm-starting or recording their jobs.
 os.environ["DLROVER_HISTORY"] = "off"

@@ -188,7 +188,7 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
     strategy: Any = SimpleNamespace(live=SimpleNamespace(formation=None))
     for record in [RoundRecord(number, ["w"], "", "loss", False) for number in range(1, 50)]:
-        strategy.live.formation = None  # a round in which no step was made
+        strategy.live.formation = None  # a round without a step
         strategy.live.formation = Formation(record, {}, 0)
         place: Any = callback._place(trainer, strategy)
         assert place == record.number

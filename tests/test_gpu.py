@@ -36,7 +36,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 class AbortedWorld:
-    """A world whose round ends while a collective is on the stream."""
+    """A world that loses its round while a collective is on the stream."""
 
     broken = False
     worker_id = "a"

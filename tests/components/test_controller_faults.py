@@ -185,12 +185,12 @@ class SchedulerTarget:
 
 
 class Job:
-    """A job whose controllers may be killed, and whose nodes' and workers' records the test writes."""
+    """A job with controllers that may be killed; the test writes the records of its nodes and workers."""
 
     def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
         self.patience = QUICK
-        self.silent: set[str] = set()  # nodes whose workers do not start
+        self.silent: set[str] = set()  # nodes without started workers
         self.registers = True  # whether new nodes' workers register
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
         self.scheduler = Scheduler()

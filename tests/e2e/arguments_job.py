@@ -1,4 +1,4 @@
-"""Scripts whose Trainer arguments, or whose steps before `fit`, assume a fixed number of workers."""
+"""Scripts with Trainer arguments, or with steps before `fit`, that assume a fixed number of workers."""
 
 from __future__ import annotations
 

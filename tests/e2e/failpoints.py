@@ -1,4 +1,4 @@
-"""Jobs of plain loops whose workers are disturbed at one of their writes."""
+"""Jobs of plain loops with workers that are disturbed at one of their writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose workers share one device through gloo, for `test_gpu_jobs.py`."""
+"""Jobs with workers that share one device through gloo, for `test_gpu_jobs.py`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PackageSettings(ToySettings):
 
 
 def gate(place: Place) -> Path:
-    """File whose existence lets the worker begin. Fresh interpreters import for seconds, and do so all at once."""
+    """File that lets the worker begin. Fresh interpreters import for seconds, and do so all at once."""
     return Path(place.folder) / f"{place.agent_id}.gate"
 
 

@@ -1,4 +1,4 @@
-"""Scripts whose workers are profiled. Rank 1 takes longer over its part of a step, so the others wait for it."""
+"""Scripts with profiled workers. Rank 1 takes longer over its part of a step, so the others wait for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Profiled:
 
 
 class Slow:
-    """Mixin whose `training_step` takes a time that depends on the rank."""
+    """Mixin with a `training_step` that takes a time depending on the rank."""
 
     settings_: Profiled
     trainer: Any

@@ -1,4 +1,4 @@
-"""Scripts whose jobs are killed as a whole and started again, and scripts that no worker can join."""
+"""Scripts of jobs that are killed as a whole and started again, and scripts that no worker can join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches before training, and arguments of the Trainer, in a job whose number of workers changes."""
+"""Searches before training, and arguments of the Trainer, in a job with a changing number of workers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROBLEM = "the script's own error at step 3"
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A foreign process in the terminal in which the job was started."""
+    """A foreign process in the terminal that started the job."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()

@@ -50,7 +50,7 @@ class Watched:
 
 @pytest.fixture
 def start(make_job: Callable[..., Job], etcd: EmbeddedEtcd) -> Iterator[Callable[..., Watched]]:
-    """Start jobs whose workers already train together. `endpoint` is for the workers, `history_endpoint` for the test."""
+    """Start jobs of workers that already train together. `endpoint` is for the workers, `history_endpoint` for the test."""
     histories: list[History] = []
 
     def start(size: int = 2, script: Any = run_plain_loop, history_endpoint: str = "", **kwargs: Any) -> Watched:
@@ -209,7 +209,7 @@ def test_a_worker_stopped_for_longer_than_its_lease_is_left_behind_and_disturbs_
 
 
 def run_with_a_jumping_clock(recorder: Recorder, settings: PlainSettings) -> None:
-    """Run the plain loop in a process whose wall clock jumps by hours, forth and back, at every reading."""
+    """Run the plain loop with a wall clock that jumps by hours, forth and back, at every reading."""
     real, looks = time.time, iter(range(1 << 40))
     time.time = lambda: real() + (-1) ** next(looks) * 5 * 3600.0
     run_plain_loop(recorder, settings)

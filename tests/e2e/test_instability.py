@@ -1,4 +1,4 @@
-"""Jobs whose workers hang or are slow: the reports that they cause, and the delays that cause none."""
+"""Jobs with workers that hang or are slow: the reports that they cause, and the delays that cause none."""
 
 from __future__ import annotations
 

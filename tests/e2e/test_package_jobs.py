@@ -1,4 +1,4 @@
-"""Jobs whose scripts use `pytorch_lightning`, alone or beside `lightning`."""
+"""Jobs with scripts that use `pytorch_lightning`, alone or beside `lightning`."""
 
 from __future__ import annotations
 

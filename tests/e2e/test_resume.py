@@ -1,4 +1,4 @@
-"""Jobs that resume from a checkpoint after all workers are gone, and jobs whose state cannot be handed over."""
+"""Jobs that resume from a checkpoint after all workers are gone, and jobs with a state that cannot be handed over."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *argu
 
 
 def wait_for_end(slurm: SlurmCluster, job: str) -> str:
-    """State in which a Slurm job has ended."""
+    """Final state of a Slurm job."""
     eventually(lambda: job not in slurm.jobs(), f"the end of job {job}", 60)
     state = re.search(r"JobState=(\S+)", slurm("scontrol", "show", "job", job))
     assert state is not None

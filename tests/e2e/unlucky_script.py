@@ -1,4 +1,4 @@
-"""A script whose workers are killed, or fail, in a hook before their first batch."""
+"""A script with workers that are killed, or fail, in a hook before their first batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts whose workers hang or slow down when the test asks for it, for `test_instability.py`."""
+"""Scripts with workers that hang or slow down when the test asks for it, for `test_instability.py`."""
 
 from __future__ import annotations
 

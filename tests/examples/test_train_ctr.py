@@ -21,7 +21,7 @@ def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """1,000 rows in Criteo's format whose first number decides the label."""
+    """1,000 rows in Criteo's format; the first number decides the label."""
     numbers = np.random.default_rng(0).integers(0, 50, 1000)
     rows = ["\t".join([str(int(n > 25)), str(n), *["1"] * 12, *[f"{i % 5:08x}"] * 26]) for i, n in enumerate(numbers)]
     path = tmp_path / "clicks.tsv"

@@ -43,7 +43,7 @@ def one_worker() -> Iterator[None]:
 
 
 def built(data: ClickData) -> L.LightningModule:
-    """Model whose tables are on this process, without a strategy."""
+    """Model with its tables on this process, without a strategy."""
     from dlrm_model import DLRM
 
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def test_the_last_step_is_followed_by_a_measurement_wherever_it_is(generated: Cl
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """1,000 rows in Criteo's format whose first category decides the label."""
+    """1,000 rows in Criteo's format; the first category decides the label."""
     chosen = np.random.default_rng(0).integers(0, 50, 1000)
     rows = ["\t".join([str(int(n > 25)), *["1"] * 13, f"{n:08x}", *["0000000a"] * 25]) for n in chosen]
     path = tmp_path / "clicks.tsv"

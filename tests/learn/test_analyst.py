@@ -1,4 +1,4 @@
-"""The background thread of rank 0, with windows of a job whose truth is known: real etcd, real history, no training."""
+"""The background thread of rank 0, with windows of a simulated job: real etcd, real history, no training."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is()
 def test_links_a_hundred_times_faster_than_assumed_are_believed_once_they_were_measured(
     dense_bytes: int, faster: float
 ) -> None:
-    """With gradients of 400 MB the assumed links take a second, on hardware whose steps take 30 ms, or 30 us."""
+    """With gradients of 400 MB the assumed links take a second, on hardware with steps of 30 ms, or 30 us."""
 
     def world(workers: int, num_nodes: int, local_batch: int) -> StepProfile:
         communication_s = 0.0 if workers == 1 else (0.003 if num_nodes == 1 else 0.008) * 2 * (workers - 1) / workers
@@ -218,7 +218,7 @@ def test_predictions_are_positive_lie_within_their_interval_and_their_parts_add_
 
 
 def windows_with_parts(rng: random.Random, bandwidth: float) -> list[StepProfile]:
-    """Windows of a job whose compute, waiting for data and communication deviate slightly from the prior's laws."""
+    """Windows of a job that deviates slightly from the prior's laws in compute, waiting for data and communication."""
     samples = []
     for _ in range(60):
         workers, batch, loaders = rng.randint(1, 8), rng.choice([32, 64, 128, 256]), rng.randint(0, 2)

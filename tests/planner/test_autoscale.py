@@ -1,4 +1,4 @@
-"""The planner drives jobs whose truth is known. It finds good settings in a few trials and keeps them."""
+"""The planner drives simulated jobs with a known truth. It finds good settings in a few trials and keeps them."""
 
 from __future__ import annotations
 

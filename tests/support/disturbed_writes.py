@@ -43,7 +43,7 @@ class Failpoint:
 
 
 def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
-    """Report every write of this process to `note` from now on, and the moment in which one is disturbed."""
+    """Report every write of this process to `note` from now on, and the moment of a disturbance."""
     original: Callable[..., Any] = EtcdClient._call  # type: ignore[attr-defined]
     made: Counter[str] = Counter()
     lock = threading.Lock()

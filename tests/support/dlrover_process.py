@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Dlrover:
-    """A folder in which `dlrover` commands run."""
+    """A folder for running `dlrover` commands."""
 
     folder: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)

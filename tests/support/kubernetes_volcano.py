@@ -79,7 +79,7 @@ def pods_of(job: Object) -> list[Object]:
 
 
 def evicted(job: Object) -> None:
-    """Update a Job whose pod is being deleted."""
+    """Update a Job after the deletion of its pod has begun."""
     actions = [p["action"] for p in job["spec"].get("policies", []) if "PodEvicted" in (p.get("event"), *p.get("events", ()))]
     if "TerminateJob" in actions and job["status"]["state"]["phase"] not in ENDED:
         job["status"]["state"]["phase"] = "Terminating"

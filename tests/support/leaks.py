@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["GRACE_S", "Held", "left_behind"]
 
 GRACE_S = 5.0
-"""Seconds in which threads and processes may end on their own after a test."""
+"""Grace period in seconds for threads and processes to end on their own after a test."""
 
 SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker")
 """Parts of the command lines of helpers that Python and torch start once and keep for the whole process."""

@@ -1,4 +1,4 @@
-"""Jobs whose truth is known, for the planner to drive: step times in any settings, and noisy windows of them.
+"""Jobs with a known truth, for the planner to drive: step times in any settings, and noisy windows of them.
 
 The truth differs from the model: it has a maximum where the model has sums, spinning threads, loader workers that take cores
 from training only while they are busy, and a memory bus that all workers of a node share.
@@ -200,7 +200,7 @@ class SimulatedJob:
 
     @property
     def visited(self) -> list[Settings]:
-        """Settings in the order in which they were first run."""
+        """Settings in order of their first run."""
         ran = [Settings(s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor) for s in self.samples]
         return list(dict.fromkeys([*ran, self.settings]))
 

@@ -81,7 +81,7 @@ SEQUENCES = [
     Table("seq_rows", 7, 8, "row_wise"),
     Table("seq_columns", 30, 8, "column_wise"),
 ]
-# Tables of plans by hand, whose kinds change. Columns are cut into 2, 3 or 6. The large one's row-wise state has several pages.
+# Tables for manual plans with changing kinds. Columns are cut in 2, 3 or 6. The large one's row-wise state has several pages.
 CHANGING_BAGS = [Table(f"bag{i}", rows, 24) for i, rows in enumerate([5000, 50, 7, 101, 1])] + [
     Table("everywhere", 40, 8, "data_parallel")
 ]

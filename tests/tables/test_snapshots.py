@@ -27,7 +27,7 @@ ROWS = 100_000
 
 
 class EverythingTracked:
-    """Simulates `TouchedRows` of tables of which no row was trained meanwhile."""
+    """Simulates `TouchedRows` without any row trained meanwhile."""
 
     def is_tracked(self, block: Block) -> bool:
         return True

@@ -69,7 +69,7 @@ def has_volcano() -> bool:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool) -> Iterator[KubernetesCluster]:
-    """A cluster without a kubelet, whose pods the test updates."""
+    """A cluster without a kubelet; the test updates its pods."""
     with kubernetes_cluster(tmp_path, runs_pods=False, has_volcano=has_volcano) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         yield running

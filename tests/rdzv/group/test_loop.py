@@ -81,7 +81,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class AbortedWorld:
-    """A world of two workers with NCCL whose round ends in the middle of a step. Waits succeed, like those of a stream."""
+    """A world of two workers with NCCL that loses its round in the middle of a step. Waits succeed, like those of a stream."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

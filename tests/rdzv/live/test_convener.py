@@ -90,7 +90,7 @@ def elected(records: Records, worker_id: str) -> Convener:
 
 
 def job_of(*workers: str) -> tuple[Records, Convener]:
-    """A job whose first worker convenes and has formed round 1 with the others."""
+    """A job with a first worker that convenes and has formed round 1 with the others."""
     records = Records()
     for worker in workers:
         records.worker(worker)

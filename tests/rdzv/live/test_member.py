@@ -1,4 +1,4 @@
-"""Decisions of a worker whose round breaks at the very end of a job."""
+"""Decisions of a worker after the loss of its round at the very end of a job."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ VERSION = "1"
 
 
 class Worker:
-    """A registered worker whose port answers as long as it lives."""
+    """A registered worker with a port that answers as long as it lives."""
 
     def __init__(self, client: EtcdClient, run_id: str, **config: Any) -> None:
         self.client = client
@@ -84,7 +84,7 @@ class Worker:
         return round_
 
     def stop(self) -> None:
-        """Stop acting, but keep all records, like a stopped process, or a dead one whose lease has not expired."""
+        """Stop acting, but keep all records, like a stopped process, or a dead one before its lease expires."""
         self.membership._closing = True
         self.membership._thread.join()
 
@@ -316,7 +316,7 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
 def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer whose wait timed out repeats its request, and the first one may still be on its way to etcd."""
+    """A writer repeats its request after a timeout, and the first one may still be on its way to etcd."""
     worker = start()
     sent = []
     carry_out = worker.client.txn

@@ -145,7 +145,7 @@ def _() -> list[Patch]:
 
 @bug("an unknown outcome is taken for a failure", "one-number", near=280)
 def _() -> list[Patch]:
-    """A write whose answer was lost is repeated with the next number, over any existing round."""
+    """A write without an answer is repeated with the next number, over any existing round."""
 
     def change(self: Convener, entries: Mapping[str, KeyValue], view: View, write: Write) -> Write:
         assert write.round is not None
@@ -307,7 +307,7 @@ def _() -> list[Patch]:
 
 @bug("lease ignored", "progress")
 def _() -> list[Patch]:
-    """Leases never expire: dead members whose port no peer can reach stay members."""
+    """Leases never expire: dead members with a port that no peer can reach stay members."""
     return [mock.patch.object(Etcd, "_expire")]
 
 
