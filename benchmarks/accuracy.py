@@ -1,8 +1,8 @@
-"""Whether resizing changes what is learned: test AUC of a job that is resized and loses workers, and of one that is not.
+"""Effect of resizing on the result: test AUC of a job that is resized and loses workers, and of an undisturbed one.
 
     python benchmarks/accuracy.py [--tables] [--data DIR] [--seeds N] [--quick]
 
-Both train `examples/train_ctr.py` with the same arguments and seed: the Adult rows where they are found, else generated ones.
+Both train `examples/train_ctr.py` with the same arguments and seed, on the Adult rows if they exist, else on generated ones.
 
     unresized   plain `python`, one worker
     elastic     1 -> 2 workers, SIGKILL to rank 1, a spare takes its place, 3 workers, SIGTERM to rank 0, 1 worker to the end
@@ -126,7 +126,7 @@ def main() -> int:
                 ThreadPoolExecutor(1) as pool,
                 space.live_job(f"elastic-{seed}", etcd, "1:4", [*arguments, f"--output={folder}"], script=script) as job,
             ):
-                # Both at once: it is not speed that is compared.
+                # Run both at once: the benchmark does not compare speed.
                 other = pool.submit(train_unresized, script, space.folder / f"unresized-{seed}", arguments)
                 elastic, num_rounds = train_elastic(job, folder, options.tables)
                 unresized = other.result(TRAINING_TIMEOUT_S)

@@ -1,22 +1,22 @@
-"""How good the planner's settings are: three different jobs, each against every configuration of a grid.
+"""Quality of the planner's settings: three different jobs, each against every configuration of a grid.
 
     python benchmarks/auto_config.py [--jobs dense,embedding,input] [--save-grid FILE | --grid FILE] [--quick]
 
 For each job (`auto_config_jobs.py`):
 
-grid      Every configuration of workers x loader workers x threads x batches ahead is measured, in one live job that is
-          switched by writing plans, several rounds in shuffled order. Its figure is the median over the rounds.
-cold      `dlrover run` starts the job with one worker as a user writes it who has not thought about it, and nobody knows
-          anything yet. The planner changes settings, the controller adds and ends nodes, until the planner lets them be.
-warm      The same job again, with the history that the first one has left. Judged is the first plan.
-careful   What a careful user writes: a worker per core, one thread each, two loader workers each.
+grid      Measures every configuration of workers x loader workers x threads x batches ahead. One live job switches between
+          them by plans, in several rounds of shuffled order. The figure is the median over the rounds.
+cold      `dlrover run` starts the job with one worker, as a careless user would, and without any history. The planner changes
+          settings, and the controller adds and ends nodes, until the planner settles.
+warm      Starts the same job again, with the history of the first one. The first plan is judged.
+careful   Settings of a careful user: a worker per core, one thread each, two loader workers each.
 
-What the planner chose, the best of the grid and the careful user's are then measured in turn, in the same job: a fraction
-compares figures of the same minutes. The ablation replays the measured windows: planners with a part of ours start from the
-same configuration and are given the windows of the grid for whatever they choose.
+The planner's choice, the best of the grid and the careful user's settings are then measured in turn, in the same job. A
+fraction compares figures of the same minutes. The ablation replays the measured windows: planners that use a part of ours
+start from the same configuration, and receive the grid's windows for their choices.
 
-The last line holds the least fraction of the three jobs, cold and warm, and the most configurations that a cold start has
-visited, its first one included.
+The last line holds the lowest fraction of the three jobs, cold and warm, and the largest number of configurations that a
+cold start has visited, including its first one.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from lightning_dlrover.rdzv.job.records import from_fields
 
 NAIVE = Settings(num_workers=1, loader_workers=0, intra_op_threads=1, prefetch_factor=0)
 SETTLING_STEPS = 3
-MAX_WAIT_S = 40.0  # for one configuration to have made enough steps
+MAX_WAIT_S = 40.0  # seconds for one configuration to make enough steps
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     most_workers: int
     loader_workers: tuple[int, ...]
@@ -76,14 +76,14 @@ class Size:
     min_steps: int
     window_s: float
     plan_every_s: float
-    stays_s: float  # a planner that changes nothing for so long has settled
+    stays_s: float  # seconds without a change after which a planner has settled
     settle_timeout_s: float
     comparisons: int
     compare_s: float
 
     @property
     def grid(self) -> list[Settings]:
-        """All configurations; without loader workers there is nothing ahead."""
+        """All configurations. Without loader workers no batch is fetched ahead."""
         workers = range(1, self.most_workers + 1)
         each = product(workers, self.loader_workers, self.threads, self.ahead)
         return sorted({Settings(w, loaders, threads, ahead if loaders else 0) for w, loaders, threads, ahead in each})
@@ -104,7 +104,7 @@ def careful_user(size: Size) -> Settings:
 
 
 class Trial(LiveJob):
-    """A live job that is put into one configuration after the other, and measured."""
+    """A live job that runs one configuration after the other, and is measured."""
 
     kind: str
     endpoint: str
@@ -121,7 +121,7 @@ class Trial(LiveJob):
         return job
 
     def put_into(self, settings: Settings) -> float:
-        """Make it the plan; returns when the newest step of every member was made that way, and what lay ready is used up."""
+        """Write the plan; return when every member's newest step used it and the prefetched batches are consumed."""
         wanted = list(vars(settings).values())
         if settings.loader_workers == 0:
             self.plan(settings.num_workers, loader_workers=0, intra_op_threads=settings.intra_op_threads)
@@ -131,7 +131,7 @@ class Trial(LiveJob):
 
         def look() -> float | None:
             steps = list(self.recent(began))
-            round_number = max((step.round_number for step in steps), default=0)  # in former ones there were other ranks
+            round_number = max((step.round_number for step in steps), default=0)  # ranks differ between rounds
             newest: dict[int, Step] = {step.global_rank: step for step in steps if step.round_number == round_number}
             if len(newest) < settings.num_workers or any(list(step.settings) != wanted for step in newest.values()):
                 return None
@@ -170,7 +170,7 @@ class Trial(LiveJob):
         return [from_fields(StepProfile, event.data, "a profile") for event in self.events("profile")]
 
     def finish(self) -> None:
-        """Let the job end as it would by itself."""
+        """Let the job end by itself."""
         self._end.touch()
         self.wait_until_ended(STEP_TIMEOUT_S)
 
@@ -182,7 +182,7 @@ class Controlled(Trial):
         run = [sys.executable, "-m", "lightning_dlrover.cli", "run", f"--workers=1:{most_workers}", f"--rdzv-id={self.name}"]
         run += [f"--endpoint={self.endpoint}", f"--run-dir={self.folder / 'runs'}", *self._arguments]
         with (self.folder / "agent-run.log").open("wb") as log:
-            # Its nodes end with it.
+            # The job's nodes end with it.
             process = subprocess.Popen(
                 run,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
@@ -206,7 +206,7 @@ class Controlled(Trial):
         return [event.data for event in self.events("decision")]
 
     def changes(self) -> list[Settings]:
-        """What the planner has chosen to change to, in order."""
+        """Configurations that the planner has chosen, in order."""
         return [Settings(**d["chosen"]) for d in self.decisions() if d["chosen"] != d["current"]]
 
     def in_force(self) -> Settings | None:
@@ -214,7 +214,7 @@ class Controlled(Trial):
         return Settings(*newest.settings) if newest is not None else None
 
     def wait_until_settled(self, size: Size) -> Settings:
-        """The configuration that the planner has stayed with for `stays_s`."""
+        """The configuration that the planner has kept for `stays_s`."""
         deadline = time.monotonic() + size.settle_timeout_s
         last: tuple[Settings | None, int] = (None, 0)
         since = time.monotonic()
@@ -238,7 +238,7 @@ class Controlled(Trial):
 
 @dataclass
 class Grid:
-    """What was measured of one job."""
+    """Measurements of one job."""
 
     rates: dict[Settings, list[float]] = field(default_factory=dict)  # samples per second
     windows: dict[Settings, list[StepProfile]] = field(default_factory=dict)
@@ -280,7 +280,7 @@ class Grid:
 
 
 def measure_grid(space: Workspace, endpoint: str, kind: str, size: Size, dice: random.Random) -> Grid:
-    """Every configuration, `rounds` times: up with the number of workers, then down, as those that leave have to start anew."""
+    """Measure every configuration `rounds` times, with more workers and then with fewer: workers that left start anew."""
     grid = Grid()
     with contextlib.closing(Trial.of(space, endpoint, f"grid-{kind}", kind, size, plan_every_s=0.0, history="off")) as job:
         for number in range(size.rounds):
@@ -299,7 +299,7 @@ def measure_grid(space: Workspace, endpoint: str, kind: str, size: Size, dice: r
                 dice.shuffle(settings_of_size)
                 for settings in settings_of_size:
                     grid.rates.setdefault(settings, []).append(job.measure(settings, size))
-            job.agents = [agent for agent in job.agents if agent.poll() is None]  # those that have left
+            job.agents = [agent for agent in job.agents if agent.poll() is None]  # drop the workers that have left
         for window in job.windows():
             settings = Settings(*(getattr(window, name) for name in asdict(NAIVE)))
             grid.windows.setdefault(settings, []).append(window)
@@ -311,16 +311,16 @@ def measure_grid(space: Workspace, endpoint: str, kind: str, size: Size, dice: r
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a planner made of one job."""
+    """Result of a planner on one job."""
 
     chosen: Settings
     visited: list[Settings]
-    fraction: float  # of the best configuration's rate, in the same minutes
-    of_careful: float  # of the careful user's rate, likewise
+    fraction: float  # fraction of the best configuration's rate, in the same minutes
+    of_careful: float  # fraction of the careful user's rate, likewise
 
 
 def compare(job: Trial, chosen: Settings, grid: Grid, size: Size, careful: Settings) -> tuple[float, float]:
-    """The rate of what was chosen as fractions of those of the grid's best and of the careful user's, measured in turn."""
+    """Rates of the planner's choice as fractions of those of the grid's best and of the careful user's, measured in turn."""
     size = replace(size, measure_s=size.compare_s)
     rates: dict[Settings, list[float]] = {settings: [] for settings in (chosen, grid.best, careful)}
     for number in range(size.comparisons if len(rates) > 1 else 0):

@@ -1,8 +1,8 @@
-"""Three jobs that want to be configured differently, for `auto_config.py`; their workers write down every step they make.
+"""Three jobs that need different configurations, for `auto_config.py`. Their workers record every step.
 
-dense      a perceptron whose products fill a core; its data lies in memory
+dense      a perceptron whose products fill a core; its data are in memory
 embedding  sharded embedding tables with many lookups per sample, and small products
-input      a small model whose samples have to be fetched (a wait) and decoded (a core)
+input      a small model with samples that are fetched (a wait) and decoded (a core)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Packed(Rows):
-    """The same rows from somewhere else: each takes a while to come, and has to be unpacked."""
+    """The same rows from a simulated remote source: each one takes a while to arrive, and is then unpacked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class ClickModel(L.LightningModule):
         from torchrec import KeyedJaggedTensor
 
         ids, clicks = batch
-        values = ids.transpose(0, 1).reshape(-1)  # by feature, then by sample
+        values = ids.transpose(0, 1).reshape(-1)  # ordered by feature, then by sample
         features = KeyedJaggedTensor(self.names, values, lengths=torch.full((NUM_TABLES * len(ids),), LOOKUPS))
         pooled = self.tables(features).values()
         return nn.functional.binary_cross_entropy_with_logits(self.net(pooled), clicks)
@@ -121,8 +121,8 @@ class Options:
     job: str
     records: Path
     window_s: float
-    plan_every_s: float  # 0: only profiles
-    until: Path  # the job ends when it exists
+    plan_every_s: float  # seconds between plans; 0: only profiles
+    until: Path  # file that ends the job when it exists
 
     @staticmethod
     def from_command_line() -> Options:
@@ -136,7 +136,7 @@ class Options:
 
 
 class Recorder(L.Callback):
-    """One line per step and worker, with the settings it was made in."""
+    """Writes one line per step and worker, with the settings of the step."""
 
     def __init__(self, options: Options) -> None:
         self._file = (options.records / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -163,7 +163,7 @@ class Recorder(L.Callback):
         )
         self._file.write(step.encode())
         if trainer.global_step % 10 == 0:
-            # All workers must stop after the same step, so they ask each other.
+            # All workers must stop after the same step, so they vote.
             stop = trainer.strategy.reduce(torch.tensor(float(self._until.exists())), reduce_op="sum")
             trainer.should_stop = bool(stop)
 
@@ -184,7 +184,7 @@ def main() -> None:
         devices=1,
         strategy=DLRoverStrategy(
             global_batch_size=GLOBAL_BATCH[options.job],
-            # A snapshot in the middle of a measurement would count against the settings that run then.
+            # A snapshot in the middle of a measurement would count against the settings of that time.
             snapshots=SnapshotConfig(interval_s=0.0),
         ),
         callbacks=[DLRoverCallback(options.window_s, options.plan_every_s), Recorder(options)],
@@ -195,7 +195,7 @@ def main() -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    # As one writes it who has not thought about it: no loader worker.
+    # A careless user's settings: no loader worker.
     trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH[options.job], shuffle=True))
 
 

@@ -1,23 +1,23 @@
-"""How long it takes from the decision to train with one more worker until that one trains, and what the others notice of it.
+"""Time from the decision to add a worker until it trains, and its effect on the other workers.
 
     python benchmarks/deploy.py [--rounds N] [--workers N] [--quick]
 
-A job of `dlrover run`, in turn on this machine and on a real Slurm that is started for it (one slurmctld, a slurmd per host,
-all here), trains the model of `live_resize.py` with one worker. Then its plan says two, as `dlrover scale` writes it: the
-controller asks for another node, whose agent and worker have to be started, while the first one trains on. With more than one
-worker before (`--workers`) they and the new one's imports share this machine's cores, which those of a cluster would not.
+A job of `dlrover run` trains the model of `live_resize.py` with one worker. It runs in turn on this machine and on a real
+Slurm started for it (one slurmctld, a slurmd per host, all here). Then its plan asks for two, as `dlrover scale` writes it:
+the controller requests another node, whose agent and worker start while the first one trains on. With several workers before
+(`--workers`), they share this machine's cores with the new one's imports. On a cluster they would not.
 
-    plan seen        from the plan in etcd to the controller's request for a node, written down
+    plan seen        from the plan in etcd to the controller's recorded request for a node
     scheduler        from there to the node's first process: TorchX's local scheduler, or sbatch and Slurm
     agent            to the start of the worker's process: the imports of an elastic agent, and its rendezvous
     imports          to the worker's registration as a standby: torch, lightning, the script
     model and data   to its `ready`
     round            until the round with it is written
-    switch           until the end of the first step in it, which that step is a part of
+    switch           until the end of the first step in it, including that step
 
 Decision to training is the sum of them all. Stall is as in `live_resize.py`: from the end of a survivor's last step before the
-change to that of its first one after it, less one usual step. Beside it what the job itself says of it (its event `stall`), and
-the others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
+change to that of its first one after it, less one usual step. Two figures accompany it: the job's own `stall` event, and the
+others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from lightning_dlrover.rdzv.live.view import read_view
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")
 BEFORE_S = 4.0
-"""That steps are counted in before the decision, beside the wait for the first ones."""
+"""Seconds in which steps are counted before the decision, beside the wait for the first ones."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One worker more; times in seconds."""
+    """One added worker; times in seconds."""
 
     target: str
     parts: dict[str, float]
     stall: Stall
     told_stall_s: float
-    throughput: float  # of the others meanwhile, as a share of that before
+    throughput: float  # throughput of the others meanwhile, as a share of that before
 
     @property
     def decision_to_training_s(self) -> float:
@@ -67,7 +67,7 @@ class Growth:
 
 
 class StandbyTimes:
-    """When each worker of a job has registered as a standby, seconds since the epoch: etcd holds its newest state alone."""
+    """Time of each worker's registration as a standby, seconds since the epoch. etcd holds only its newest state."""
 
     def __init__(self, endpoint: str, run_id: str) -> None:
         self.at: dict[str, float] = {}
@@ -93,7 +93,7 @@ class StandbyTimes:
 
 
 def grow(job: ControlledJob, endpoint: str, target: str, size: Size, dice: random.Random) -> Growth:
-    """Let a job that trains have one worker more."""
+    """Add one worker to a training job."""
     num_before = len(job.member_pids())
     known = set(job.nodes())
     job.wait_for_steps(size.steady_steps, num_before, since_s=time.monotonic() + BEFORE_S)
@@ -132,7 +132,7 @@ def grow(job: ControlledJob, endpoint: str, target: str, size: Size, dice: rando
 
 
 def _first_process(pid: int, controller_pid: int) -> psutil.Process:
-    """Of the node that a worker runs on: the one that its scheduler has started."""
+    """First process that the scheduler started for a worker's node."""
     process = psutil.Process(pid)
     while (parent := process.parent()) and parent.pid != controller_pid and not parent.name().startswith("slurmstepd"):
         process = parent
@@ -140,7 +140,7 @@ def _first_process(pid: int, controller_pid: int) -> psutil.Process:
 
 
 def _started_at(process: psutil.Process) -> float:
-    """Seconds since the epoch, to 0.01 s; psutil adds the time of the boot, which the kernel says in whole seconds."""
+    """Seconds since the epoch, to 0.01 s. psutil adds the boot time, which the kernel reports in whole seconds."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 

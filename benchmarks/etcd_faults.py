@@ -1,11 +1,11 @@
-"""What a fault of etcd costs a job of two workers: steps per second before, while and after it lasts.
+"""Cost of etcd's faults for a job of two workers: steps per second before, during and after a fault.
 
     python benchmarks/etcd_faults.py [--quick]
 
-Two agents of one Lightning worker each, whose etcd is killed and started again, or cut off for 1, 10 and 60 s (a lease is 5 s);
-and two whose etcd is a cluster of three, of which the leader is killed. A job is lost if its two workers are not the same
-two from beginning to end. A step is lost if a worker makes it twice or leaves it out, if it is made in two rounds, or if the
-workers' parameters differ after it.
+One job has two agents of one Lightning worker each. Its etcd is killed and restarted, or cut off for 1, 10 and 60 s (a lease
+is 5 s). Another job's etcd is a cluster of three, and its leader is killed. A job is lost if its two workers are not the same
+two from beginning to end. A step is lost if a worker repeats or skips it, if it is made in two rounds, or if the workers'
+parameters differ after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What was seen of one job."""
+    """Observations of one job."""
 
     name: str
     is_lost: bool = False
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def lost_steps(steps: Sequence[Step], world_size: int) -> int:
-    """Steps that were made twice, left out, or not alike by all; the newest ones may not have been made by all yet."""
+    """Number of steps that were repeated, skipped, or different between workers. The newest ones may still be incomplete."""
     by_pid: dict[int, list[int]] = defaultdict(list)
     seen: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for step in steps:
@@ -62,7 +62,7 @@ def steps_per_s(steps: Sequence[Step], since_s: float, until_s: float) -> float:
 
 
 def endure(job: LiveJob, faults: Sequence[Fault], around_s: float) -> Outcome:
-    """Start two workers and let them meet every fault."""
+    """Start two workers and expose them to every fault."""
     outcome = Outcome(job.name)
     job.start_worker(), job.start_worker()
     job.wait_for_steps(20, world_size=2)
@@ -78,7 +78,7 @@ def endure(job: LiveJob, faults: Sequence[Fault], around_s: float) -> Outcome:
             during = steps_per_s(job.steps(), from_s, time.monotonic())
             after = _train_for(job, around_s)
             print(f"{fault.name:34} {before:8.1f} {during:8.1f} {after:8.1f}", flush=True)
-        # What the fault has left behind may show only when leases end, or somebody else's patience.
+        # Effects of the fault may appear only when leases expire or timeouts end.
         _train_for(job, 2 * around_s)
         job.wait_for_steps(20, world_size=2, since_s=time.monotonic())
     except BenchmarkError as error:
@@ -91,7 +91,7 @@ def endure(job: LiveJob, faults: Sequence[Fault], around_s: float) -> Outcome:
 
 
 def _train_for(job: LiveJob, seconds: float) -> float:
-    """Steps per second meanwhile."""
+    """Train for `seconds`; return steps per second."""
     since_s = time.monotonic()
     time.sleep(seconds)
     if any(agent.poll() is not None for agent in job.agents):

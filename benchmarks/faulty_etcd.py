@@ -1,4 +1,4 @@
-"""An etcd that fails on command: behind a proxy that cuts its clients off, or as a cluster whose leader is killed.
+"""An etcd that fails on command: behind a proxy that severs its clients, or as a cluster whose leader is killed.
 
 Used by `etcd_faults.py` and by tests/e2e/test_faults.py.
 """
@@ -36,10 +36,10 @@ _START_TIMEOUT_S = 60.0
 
 
 class EtcdProxy:
-    """Forwards TCP connections on a port of its own to an etcd, until it is told not to.
+    """Forwards TCP connections on its own port to an etcd, until it is disturbed.
 
-    Of a `blackhole` nobody hears anything: connections stay, what is sent on them is delivered when it is over, as TCP does.
-    While it is `refusing`, connections are reset and new ones refused.
+    A `blackhole` delivers nothing: connections stay, and their data arrive when it is over, as with TCP. While the proxy is
+    `refusing`, it resets connections and refuses new ones.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -88,7 +88,7 @@ class EtcdProxy:
                 client = listener.accept()[0]
                 try:
                     server = socket.create_connection(self._target)
-                except OSError:  # etcd itself is away
+                except OSError:  # etcd itself is down
                     client.close()
                     continue
                 with self._lock:
@@ -114,7 +114,7 @@ def _shut(sock: socket.socket) -> None:
 
 
 class EtcdCluster:
-    """Etcd servers on this machine that form one cluster; they end with the thread that has made it."""
+    """Etcd servers on this machine that form one cluster. They end with the thread that created them."""
 
     def __init__(self, size: int = 3) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="dlrover-etcd-cluster-"))
@@ -142,11 +142,11 @@ class EtcdCluster:
 
     @property
     def endpoint(self) -> str:
-        """Of all servers, separated by commas."""
+        """Endpoints of all servers, separated by commas."""
         return ",".join(self.endpoints)
 
     def leader(self) -> int:
-        """Index of the server that leads, once one does."""
+        """Index of the leading server, once one leads."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             for index, server in enumerate(self._servers):
@@ -163,7 +163,7 @@ class EtcdCluster:
             server.wait()
 
     def restart(self, index: int) -> None:
-        """Start a killed server again, with the data that it had."""
+        """Start a killed server again, with its old data."""
         self.kill(index)
         self._spawn(index)
 

@@ -1,7 +1,7 @@
-"""Simulated hosts on this machine, one of which can vanish as if it lost power: nothing refuses, nothing answers any more.
+"""Simulated hosts on this machine, one of which can vanish as if it lost power: it neither refuses nor answers any more.
 
 Each host is a network namespace on a bridge. Where namespaces are not permitted, a host is a name, and vanishing is a SIGSTOP
-of its processes: they, too, neither refuse nor answer, but the kernel goes on to acknowledge what is sent to them.
+of its processes. They, too, neither refuse nor answer, but the kernel still acknowledges data sent to them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ INTERFACE = "eth0"
 @dataclass(frozen=True)
 class Host:
     name: str
-    link: str  # the bridge's end of its cable; empty: it has none
+    link: str  # bridge's end of its cable; empty: it has none
 
     @property
     def enter(self) -> list[str]:
-        """What to put in front of a command that shall run there."""
+        """Prefix of commands that run on the host."""
         return ["ip", "netns", "exec", self.name] if self.link else []
 
     @property
@@ -52,14 +52,14 @@ class Hosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for host in self._hosts:
             if host.link:
-                _works("ip", "netns", "delete", host.name)  # takes the cable with it
+                _works("ip", "netns", "delete", host.name)  # deletes the cable, too
                 _works("ip", "link", "delete", host.link)
         if self.are_real:
             _works("ip", "link", "delete", self._bridge)
 
     @property
     def address(self) -> str:
-        """This machine's own, as the hosts see it."""
+        """This machine's address, as the hosts see it."""
         return f"{self._network}.1" if self.are_real else "127.0.0.1"
 
     def add(self) -> Host:
@@ -77,7 +77,7 @@ class Hosts:
         return host
 
     def let_vanish(self, host: Host, pids: Iterable[int]) -> None:
-        """From one moment to the next nothing is heard of the host any more; `pids` are all processes on it."""
+        """Cut a host off at once. `pids` are all its processes."""
         if host.link:
             _run("ip", "link", "set", host.link, "down")
         for pid in pids:

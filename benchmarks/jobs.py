@@ -1,6 +1,6 @@
-"""Jobs of real processes on this machine, for the benchmarks: started, observed, steered, and ended whatever happens.
+"""Jobs of real processes on this machine, for the benchmarks: started, observed, steered, and ended in every case.
 
-Every wait has a deadline and an error that names what was awaited. A job's workers run `training.py`; what they did is read
+Every wait has a deadline and an error that names the awaited event. A job's workers run `training.py`. Their records are read
 from the lines they write, with times of the one monotonic clock that all processes of a machine share.
 """
 
@@ -68,17 +68,17 @@ PLAIN_TRAINING = TRAINING.with_name("plain_training.py")
 AUTO_CONFIG_JOBS = TRAINING.with_name("auto_config_jobs.py")
 RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING, AUTO_CONFIG_JOBS)
 POLL_S = 0.005
-START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and there may be several workers to a core
+START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and several workers may share a core
 STEP_TIMEOUT_S = 60.0
 
 
 class BenchmarkError(RuntimeError):
-    """Something that was awaited did not happen, or a job ended unasked."""
+    """An awaited event did not happen, or a job ended on its own."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a worker's records: a training step it has completed."""
+    """One line of a worker's records: a completed training step."""
 
     pid: int
     ended_s: float  # monotonic clock
@@ -87,7 +87,7 @@ class Step:
     global_rank: int
     world_size: int
     round_number: int  # 0 for stock jobs
-    digest: str = ""  # of all parameters after the step
+    digest: str = ""  # digest of all parameters after the step
     samples: list[int] | None = None  # this worker's share of the batch
     settings: Sequence[int] = ()  # workers, loader workers, threads, batches ahead; see `planner.plan.Settings`
 
@@ -102,7 +102,7 @@ class Block:
     pid: int
     global_rank: int
     durations_s: list[float]
-    cpu_s: float  # that the worker's threads used for these steps, all together
+    cpu_s: float  # CPU time of all the worker's threads in these steps
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -113,7 +113,7 @@ class Block:
 
 
 class _StepLog:
-    """The steps in a folder of records, read as they are written."""
+    """Steps in a folder of records, read while they are written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,14 +125,14 @@ class _StepLog:
             with file.open("rb") as opened:
                 opened.seek(self._offsets.get(file, 0))
                 raw = opened.read()
-            complete = raw[: raw.rfind(b"\n") + 1]  # the writer may be killed, or caught, in mid-line
+            complete = raw[: raw.rfind(b"\n") + 1]  # the writer may be killed, or interrupted, in mid-line
             self._offsets[file] = self._offsets.get(file, 0) + len(complete)
             self.steps += [Step(**json.loads(line)) for line in complete.splitlines()]
         return self.steps
 
 
 class Workspace:
-    """Everything a benchmark starts; leaving it, by Ctrl-C or SIGTERM too, ends all of it.
+    """Owns all processes of a benchmark. Leaving it, by Ctrl-C or SIGTERM too, ends them.
 
     Args:
         keep: do not remove the folder with logs and records afterwards.
@@ -145,7 +145,7 @@ class Workspace:
 
     def __enter__(self) -> Workspace:
         def interrupt(signum: int, frame: FrameType | None) -> None:
-            # Once: a second one must not break off the cleaning up.
+            # Only once: a second signal must not interrupt the cleanup.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
@@ -162,7 +162,7 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self) -> None:
-        """Leave logs and records behind."""
+        """Keep logs and records."""
         self._keep = True
 
     def etcd(self, host: str = "127.0.0.1") -> EmbeddedEtcd:
@@ -178,7 +178,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def job(self, name: str, arguments: Sequence[str], script: Path = TRAINING) -> Iterator[Job]:
-        """A job without agents yet; its processes are ended at the end of the `with` block."""
+        """Create a job without agents. Its processes end with the `with` block."""
         job = Job(name, self.folder / name, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
@@ -187,7 +187,7 @@ class Workspace:
     def live_job(
         self, name: str, etcd: EmbeddedEtcd | str, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
     ) -> Iterator[LiveJob]:
-        """A job of our strategy, for `torchrun --nnodes=num_workers`, on an etcd or its endpoints."""
+        """Create a job of our strategy, for `torchrun --nnodes=num_workers`, on an etcd or its endpoints."""
         endpoint = etcd if isinstance(etcd, str) else etcd.endpoint
         job = LiveJob(name, self.folder / name, endpoint, num_workers, arguments, script)
         with contextlib.closing(job), self._registered(job):
@@ -197,7 +197,7 @@ class Workspace:
     def controlled_job(
         self, name: str, endpoint: str, arguments: Sequence[str], script: Path = TRAINING
     ) -> Iterator[ControlledJob]:
-        """A job for `dlrover run`, not started yet."""
+        """Create a job for `dlrover run`, not started yet."""
         job = ControlledJob(name, self.folder / name, endpoint, arguments, script)
         with contextlib.closing(job), self._registered(job):
             yield job
@@ -214,11 +214,11 @@ class Workspace:
 
 
 class Job:
-    """Elastic agents that run a script; its steps are known where it is one of ours.
+    """Elastic agents that run a script. The steps of our own scripts are recorded.
 
     Args:
-        folder: made here, for logs and records.
-        arguments: of the script; of ours without `--records`.
+        folder: created here, for logs and records.
+        arguments: arguments of the script; for ours without `--records`.
     """
 
     def __init__(self, name: str, folder: Path, arguments: Sequence[str], script: Path = TRAINING) -> None:
@@ -226,7 +226,7 @@ class Job:
         self.name = name
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
-        # Of agents started from now on, beside our own; no job starts from what another one has left to the user.
+        # Environment of agents started from now on. Each job has its own history, so none starts from the results of another.
         self.environment = {"DLROVER_HISTORY": str(folder / "history.sqlite")}
         recorded = ["--records", str(folder / "records")] if script in RECORDING_SCRIPTS else []
         self._num_started = 0
@@ -240,19 +240,19 @@ class Job:
     def start_agent(
         self, torchrun_options: Sequence[str], more_arguments: Sequence[str] = (), host: Host | None = None
     ) -> subprocess.Popen[bytes]:
-        """One more `torchrun`, writing into a log of its own.
+        """Start one more `torchrun`, with its own log.
 
         Args:
-            host: where; None: on this machine.
+            host: host to run on; None: this machine.
         """
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options, *self._arguments, *more_arguments]
         command = [*(host.enter if host else []), *command]
-        # One thread per worker, in every job alike: torchrun sets that itself for several workers on a node, not for one.
+        # One thread per worker, in every job alike: torchrun sets this only for several workers on a node, not for one.
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "DLROVER_HISTORY": "off",  # no job starts from another one's
+            "DLROVER_HISTORY": "off",  # no job starts from another one's history
             **self.environment,
             **(host.environment if host else {}),
         }
@@ -264,14 +264,14 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the job
+                start_new_session=True,  # Ctrl-C reaches the benchmark alone, which then ends the job
             )
         self._num_started += 1
         self.agents.append(agent)
         return agent
 
     def worker_pids(self, agents: Sequence[subprocess.Popen[bytes]] | None = None) -> list[int]:
-        """Training processes that run now, of all agents or of these; those that still import included."""
+        """Current training processes of all agents, or of these. Processes that are still importing are included."""
         agents = self.agents if agents is None else agents
         return [child.pid for agent in agents for child in _children(agent.pid) if _runs_training(child)]
 
@@ -279,7 +279,7 @@ class Job:
         return [pid for worker in self.worker_pids() for pid in loader_workers_of(worker)]
 
     def give_up(self, agent: subprocess.Popen[bytes]) -> None:
-        """From now on it is no failure of the job if this agent ends; it is ended at the latest with the job."""
+        """Accept from now on that this agent ends. It ends at the latest with the job."""
         self.agents.remove(agent)
         self._given_up.append(agent)
 
@@ -287,7 +287,7 @@ class Job:
         """End all processes of the job at once."""
         doomed: dict[int, psutil.Process] = {}
         for agent in [*self.agents, *self._given_up]:
-            # Agents first: they would start killed workers again.
+            # Agents first, because they would restart killed workers.
             doomed.update({child.pid: child for child in _children(agent.pid, recursive=True)})
             if agent.poll() is None:
                 agent.kill()
@@ -312,11 +312,11 @@ class Job:
         return [agent.returncode for agent in self.agents]
 
     def save_evidence(self) -> None:
-        """Write what is known of a job that failed beside its logs."""
+        """Write the job's records beside the logs of a failed job."""
         self.dump_stacks()
 
     def dump_stacks(self) -> None:
-        """Write what every living process of the job is doing beside its logs, if `py-spy` is installed."""
+        """Write the stacks of every living process of the job beside its logs, if `py-spy` is installed."""
         py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if py_spy is None:
             return
@@ -340,10 +340,10 @@ class Job:
         return self._log.refresh()
 
     def wait_for(self, what: str, found: Callable[[], T | None], timeout_s: float, poll_s: float = POLL_S) -> T:
-        """What `found` returns as soon as it is not None.
+        """Poll `found` and return its first result that is not None.
 
         Raises:
-            BenchmarkError: not within `timeout_s`, or every agent has ended, or one has failed, meanwhile.
+            BenchmarkError: no result within `timeout_s`, or every agent has ended, or one has failed, meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         while (result := found()) is None:
@@ -356,7 +356,7 @@ class Job:
         return result
 
     def wait_for_steps(self, num_steps: int, world_size: int, since_s: float = 0.0, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until some worker has made `num_steps` steps in a world of this size that ended after `since_s`."""
+        """Wait until a worker has made `num_steps` steps in a world of this size that ended after `since_s`."""
 
         def look() -> bool | None:
             by_pid: dict[int, int] = {}
@@ -369,7 +369,7 @@ class Job:
 
 
 class LiveJob(Job):
-    """A job whose agents meet in etcd, steered by the records that a planner or a user would write."""
+    """A job of agents that meet in etcd, steered by the records that a planner or a user would write."""
 
     def __init__(
         self, name: str, folder: Path, endpoint: str, num_workers: str, arguments: Sequence[str], script: Path = TRAINING
@@ -382,7 +382,7 @@ class LiveJob(Job):
             f"--rdzv-id={name}",
             f"--nnodes={num_workers}",
             "--nproc-per-node=1",
-            "--max-restarts=3",  # enough for every worker that is killed, and soon over when one cannot start
+            "--max-restarts=3",  # enough for every killed worker, and few enough that a job that cannot start ends soon
             "--rdzv-conf=live=1",
         ]
         self._client = EtcdClient(EtcdConfig(endpoint))
@@ -393,7 +393,7 @@ class LiveJob(Job):
         self._client.close()
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """One more agent with one worker."""
+        """Start one more agent with one worker."""
         return self.start_agent(self._options)
 
     def view(self) -> View:
@@ -411,13 +411,13 @@ class LiveJob(Job):
                 print(entry.mod_revision, entry.key, entry.value.decode(errors="replace")[:2000], file=file)
 
     def events(self, kind: str) -> list[EventRecord]:
-        """Of the job's history, oldest first."""
+        """Events of this kind in the job's history, oldest first."""
         entries = sorted(self._client.get_prefix(self._keys.events)[1], key=lambda entry: entry.key)
         events = [decode(EventRecord, entry.value, entry.key) for entry in entries]
         return [event for event in events if event.kind == kind]
 
     def wait_for_snapshot(self, timeout_s: float = STEP_TIMEOUT_S) -> None:
-        """Until all workers of the current round have all they should have of a snapshot of its."""
+        """Wait until all workers of the current round hold their whole part of one of its snapshots."""
 
         def look() -> bool | None:
             round_ = self.view().round
@@ -431,7 +431,7 @@ class LiveJob(Job):
         return [view.workers[member].pid for member in view.survivors]
 
     def plan(self, num_workers: int, **settings: int) -> None:
-        """Set the size, and how each worker works, by hand, as `dlrover scale` does."""
+        """Set the number of workers and their settings by hand, as `dlrover scale` does."""
         record = PlanRecord(num_workers, "user", "the benchmark says so", binding=True, created_at=time.time(), **settings)
         self._client.put(self._keys.plan, encode(record))
 
@@ -441,7 +441,7 @@ class LiveJob(Job):
         self._client.put(self._keys.drains + worker_id, encode(DrainRecord(worker_id, "the benchmark says so")))
 
     def wait_for_ready(self, num_spares: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until so many workers stand ready that no round needs."""
+        """Wait until `num_spares` workers are ready that no round needs."""
 
         def look() -> bool | None:
             return True if len(self.view().in_state("ready")) >= num_spares else None
@@ -450,7 +450,7 @@ class LiveJob(Job):
 
 
 class ControlledJob(LiveJob):
-    """A job of `dlrover run`, whose workers are seen as those of agents."""
+    """A job of `dlrover run`, observed through its workers like a job of agents."""
 
     def __init__(self, name: str, folder: Path, endpoint: str, arguments: Sequence[str], script: Path = TRAINING) -> None:
         super().__init__(name, folder, endpoint, "1", arguments, script)
@@ -459,7 +459,7 @@ class ControlledJob(LiveJob):
     def start(self, min_workers: int, max_workers: int, *options: str) -> None:
         """
         Args:
-            options: of `dlrover run`, such as those of a target.
+            options: options of `dlrover run`, such as those of a target.
         """
         command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", self._endpoint, "--rdzv-id", self.name]
         command += ["--workers", f"{min_workers}:{max_workers}", "--run-dir", str(self.folder / "runs"), *options]
@@ -479,13 +479,13 @@ class ControlledJob(LiveJob):
     def close(self) -> None:
         for run in self.agents:
             if run.poll() is None:
-                run.terminate()  # it ends all that it has started
+                run.terminate()  # ends all processes that it has started
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.wait(30.0)
         super().close()
 
     def nodes(self) -> dict[str, NodeRecord]:
-        """Every node that was asked for, by name."""
+        """Every requested node, by name."""
         _, entries = self._client.get_prefix(self._keys.each_node)
         return {e.key.removeprefix(self._keys.each_node): decode(NodeRecord, e.value, e.key) for e in entries}
 
@@ -496,7 +496,7 @@ class ControlledJob(LiveJob):
         self.wait_for(f"step {number}", lambda: True if self.newest_step() >= number else None, timeout_s, poll_s=0.05)
 
     def rate(self, first: int, num_steps: int) -> float:
-        """Steps per second, by the median step: a burst of something else on the machine is no matter of the job."""
+        """Steps per second, by the median step: a burst of other load on the machine must not count."""
         ended = sorted({step.number: step.ended_s for step in self.steps()}.items())
         times = [at for number, at in ended if first <= number <= first + num_steps]
         return 1 / median(after - before for before, after in pairwise(times))
@@ -527,7 +527,7 @@ def describe_machine() -> str:
 
 
 def result_line(values: dict[str, float | int]) -> str:
-    """The last line of a benchmark: `name=value` pairs."""
+    """Last line of a benchmark: `name=value` pairs."""
     return " ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 

@@ -1,22 +1,22 @@
-"""Whether jobs finish when their processes are killed, and how soon those that are left agree: ours, and stock torchrun beside.
+"""Whether jobs finish when their processes are killed, and how soon the survivors agree, for our package and stock torchrun.
 
     python benchmarks/kill_recovery.py [--jobs N] [--stock-jobs N] [--rounds N] [--quick]
 
 Jobs have two or three agents with one worker each, and are of four kinds:
 
-    lightning        our strategy, live: three times a process is killed with SIGKILL at random: a worker (that trains, or that
-                     an agent has just started again) or one of its two loader workers, at a random step and a random time
-                     after it, now and then right after the kill before. Agents start workers again.
+    lightning        our strategy, live. Three times a process is killed with SIGKILL: a worker (that trains, or that an agent
+                     has just restarted) or one of its two loader workers, at a random step and a random time after it, now and
+                     then right after the previous kill. Agents restart workers.
     plain-live       a loop of plain PyTorch that makes its steps with `World.steps`, killed in the same way
-    plain-restart    a gloo script that knows nothing of us, under `--rdzv-backend=etcd-v3`: one worker is killed once, torchrun
-                     starts all again from the checkpoint
+    plain-restart    a gloo script without our package, under `--rdzv-backend=etcd-v3`: one worker is killed once, and torchrun
+                     restarts all from the checkpoint
     stock            the c10d backend of torchrun with the same kills: Lightning's DDPStrategy with a checkpoint every 20 steps
                      that a restart resumes, and the same gloo script
 
-A job has finished when all agents end with 0 within the deadline and the last step was made; live ones must also have had equal
-parameters on all workers after every step, and no sample twice in one step.
+A job has finished when all agents end with 0 within the deadline and the last step was made. Live ones must also have had
+equal parameters on all workers after every step, and no sample twice in one step.
 
-Then, in jobs of three nodes, live and restarting, how long from the loss to the record of the next round:
+Then jobs of three nodes, live and restarting, measure the time from the loss to the record of the next round:
 
     agree_s          a worker is killed, its agent lives
     node_lost_s      a host vanishes with agent and worker: its link is cut, so nothing refuses and nothing answers (`hosts.py`)
@@ -65,7 +65,7 @@ LIGHTNING_ARGUMENTS = [
     "--num-samples=1003",
     "--loader-workers=2",
     "--digests",
-    "--step-floor-s=0.02",  # a job must last for some restarts
+    "--step-floor-s=0.02",  # makes a job last for some restarts
     "--checkpoint-every=20",
 ]
 PLAIN_ARGUMENTS = ["--step-floor-s=0.02", "--checkpoint-every=20"]
@@ -73,10 +73,10 @@ PLAIN_ARGUMENTS = ["--step-floor-s=0.02", "--checkpoint-every=20"]
 
 @dataclass(frozen=True)
 class Kill:
-    after_step: int  # of the job, or at once where it is made already
+    after_step: int  # step of the job after which to kill; at once if it is already made
     delay_s: float
     victim: Literal["worker", "loader worker"]
-    draw: float  # which of them, in [0, 1)
+    draw: float  # choice of the victim, in [0, 1)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def run(job: Job, agent_options: list[str], scenario: Scenario, deadline_s: floa
 
 
 def carry_out(kill: Kill, job: Job, timeout_s: float) -> str:
-    """Kill one process; returns which."""
+    """Kill one process; return a description of it."""
 
     def look() -> bool | None:
         return True if max((step.number for step in job.steps()), default=0) >= kill.after_step else None
@@ -158,7 +158,7 @@ def carry_out(kill: Kill, job: Job, timeout_s: float) -> str:
 
 
 def disagreements(job: Job) -> list[str]:
-    """What the workers of one job say differently about the same step, or must not say at all."""
+    """Differences between the records of one job's workers about the same step, and records that must not exist."""
     found = []
     made: dict[tuple[int, int], list[Step]] = defaultdict(list)
     for step in job.steps():
@@ -168,7 +168,7 @@ def disagreements(job: Job) -> list[str]:
     for (round_number, number), steps in sorted(made.items()):
         pids = {step.pid for step in job.steps() if step.round_number == round_number}
         if trained.isdisjoint(pids):
-            digests.clear()  # all that held the state were killed: steps since the checkpoint are made again, split differently
+            digests.clear()  # all owners of the state were killed: steps since the checkpoint are made again, split differently
         trained |= {step.pid for step in steps}
         digests[number] |= {step.digest for step in steps}
         if len(digests[number]) > 1:
@@ -237,11 +237,11 @@ class JobRunner:
         return outcome
 
 
-# --- how soon those that are left agree -------------------------------------------------------------------------------------
+# --- time until the survivors agree -----------------------------------------------------------------------------------------
 
 
 class RoundWatch:
-    """When each round of a job was heard of, by watching etcd as its nodes do."""
+    """Time at which each round of a job was observed, by watching etcd as its nodes do."""
 
     def __init__(self, endpoint: str, name: str, behaviour: Behaviour) -> None:
         self._client = EtcdClient(EtcdConfig(endpoint))
@@ -276,13 +276,13 @@ class RoundWatch:
             return self._sizes[number]
 
     def heard_s(self, number: int) -> float | None:
-        """On the monotonic clock; None: not yet."""
+        """Time on the monotonic clock; None: not yet."""
         with self._lock:
             return min((at for n, at in self._heard_s.items() if n >= number), default=None)
 
 
 class Losses:
-    """One job of three nodes that loses a worker, then a host with all that is on it, again and again."""
+    """One job of three nodes that repeatedly loses a worker, then a host with all its processes."""
 
     def __init__(self, space: Workspace, behaviour: Behaviour, etcd: EmbeddedEtcd, hosts: Hosts, deadline_s: float) -> None:
         self.of_workers: list[float] = []  # seconds from each loss to the round that follows it
@@ -323,7 +323,7 @@ class Losses:
                 self.of_hosts.append(self._until_agreed("host", lost_s, before, job, watch))
 
     def _at_any_moment(self, job: Job, watch: RoundWatch, dice: random.Random) -> tuple[int, int]:
-        """The current round, and the place of the node to lose."""
+        """Wait for a random moment; return the current round, and the place of the node to lose."""
         self._wait_until_complete(job, watch)
         time.sleep(dice.uniform(0.5, 2.5))  # at any moment of a step, and between two refreshes of a lease
         return watch.newest, dice.randrange(len(self._nodes))
@@ -338,7 +338,7 @@ class Losses:
         self._nodes.append((job.start_agent(self._options, host=host), host))
 
     def _wait_until_complete(self, job: Job, watch: RoundWatch) -> None:
-        """Until all nodes train together, in the newest round."""
+        """Wait until all nodes train together, in the newest round."""
 
         def look() -> bool | None:
             if watch.newest == 0 or watch.size(watch.newest) != MAX_NODES:
@@ -351,7 +351,7 @@ class Losses:
 
 
 def medians_of_losses(space: Workspace, num_rounds: int, deadline_s: float, dice: random.Random) -> dict[str, float]:
-    """`agree_s` and `node_lost_s`: medians, of the slower behaviour."""
+    """Return `agree_s` and `node_lost_s`: medians, of the slower behaviour."""
     hosts = space.hosts()
     if not hosts.are_real:
         print("network namespaces are not permitted here: instead of a host that vanishes, processes are stopped", flush=True)

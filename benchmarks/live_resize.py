@@ -1,11 +1,11 @@
-"""How long training stands still when a job changes size: ours, in process, against a stop and a restart.
+"""Time for which training stalls when a job changes size: our package, in process, against a stop and a restart.
 
     python benchmarks/live_resize.py [--rounds N] [--quick]
 
 One live job of real processes (stock torchrun agents, etcd) trains a model of 10 million parameters with Adam and two loader
 workers, and is changed between one, two and three workers on this machine:
 
-    grow             a worker that stands ready is admitted because the plan asks for one more
+    grow             a ready worker is admitted because the plan asks for one more
     shrink           the plan asks for one less; or a worker other than rank 0 gets SIGTERM
     replace          a worker is asked to leave while a ready spare takes its place in the same round
     rank 0 leaves    the worker of rank 0 gets SIGTERM
@@ -14,9 +14,9 @@ workers, and is changed between one, two and three workers on this machine:
 Stall = end of a survivor's last step before the change to the end of its first step after it, the longest of all survivors,
 less one usual (median) step of the new world. For kill nothing is subtracted, and the clock starts at SIGKILL.
 
-Beside it, in the same run, the stock way: torchrun with the c10d backend and Lightning's DDPStrategy saves a checkpoint at its
-last step and ends; a job of the other size starts from it. Measured from the end of the last step to the end of the first.
-All workers run in one agent there, which starts faster than one agent per worker.
+The same run also measures the stock way: torchrun with the c10d backend and Lightning's DDPStrategy saves a checkpoint at its
+last step and ends, and a job of the other size starts from it. Its time runs from the end of the last step to the end of the
+first. All its workers run in one agent, which starts faster than one agent per worker.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ KINDS: tuple[Kind, ...] = (*PLANNED, "kill", "stock")
 
 NUM_LOADER_WORKERS = 2
 SETTLING_STEPS = 2
-"""First steps of a round: DDP arranges its buckets anew in the second, so they do not tell what is usual."""
+"""Number of first steps of a round that are ignored: DDP rearranges its buckets in the second one."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and how many steps between two changes."""
+    """Size of the model, and number of steps between two changes."""
 
     width: int
     num_layers: int
@@ -96,10 +96,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the world that has been asked for."""
+    """A requested change of the world."""
 
     kind: Kind
-    round_number: int  # the one it ends
+    round_number: int  # number of the round that the change ends
     before: list[int]  # pids in rank order
     workers_after: int
     asked_s: float
@@ -113,10 +113,10 @@ class Change:
         return [s for s in steps if s.round_number > self.round_number and s.world_size == self.workers_after]
 
     def stall(self, survivors: list[list[Step]]) -> Stall:
-        """How long no survivor made a step.
+        """Longest time without a step of a survivor.
 
         Args:
-            survivors: all steps of each.
+            survivors: all steps of each survivor.
         """
         resumed = [self.steps_after(steps) for steps in survivors]
         durations = [b.ended_s - a.ended_s for steps in resumed for a, b in pairwise(steps[SETTLING_STEPS - 1 :])]
@@ -130,7 +130,7 @@ class Change:
 
 
 class LiveResize:
-    """One live job, and every change that it is put through."""
+    """One live job and all its changes."""
 
     def __init__(self, job: LiveJob, size: Size, dice: random.Random) -> None:
         self.stalls: list[Stall] = []
@@ -146,7 +146,7 @@ class LiveResize:
         self.await_spares(num_spares)
 
     def start_spare(self) -> None:
-        """One more worker, that no round needs yet."""
+        """Start one more worker, which no round needs yet."""
         self._job.start_worker()
 
     def await_spares(self, num_spares: int) -> None:
@@ -183,11 +183,11 @@ class LiveResize:
         self._job.plan(change.workers_after)
 
     def kill(self, victim: int) -> None:
-        """SIGKILL the worker of this rank; its agent starts it again, as a spare."""
+        """SIGKILL the worker of this rank. Its agent restarts it as a spare."""
         change = self._begin("kill", -1, f"rank {victim}")
         os.kill(change.before[victim], signal.SIGKILL)
         self._await_steps(change, 1)
-        self._job.plan(change.workers_after)  # or it would be admitted again before enough steps are measured
+        self._job.plan(change.workers_after)  # keeps it from rejoining before enough steps are measured
         self._measure(change)
 
     # --- measuring ------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class LiveResize:
         return Change(kind, view.round.number, before, len(before) + num_more, time.monotonic(), note)
 
     def _await_steps(self, change: Change, num_steps: int) -> dict[int, list[Step]]:
-        """All steps of every worker, once one has made so many after the change."""
+        """All steps of every worker, once one has made `num_steps` after the change."""
 
         def look() -> dict[int, list[Step]] | None:
             by_pid: dict[int, list[Step]] = defaultdict(list)
@@ -210,7 +210,7 @@ class LiveResize:
             return by_pid if made >= num_steps else None
 
         what = f"{num_steps} steps of {change.workers_after} workers after {change.kind}"
-        return self._job.wait_for(what, look, START_TIMEOUT_S)  # a new node may have to be started first
+        return self._job.wait_for(what, look, START_TIMEOUT_S)  # a new node may have to start first
 
     def _measure(self, change: Change) -> None:
         by_pid = self._await_steps(change, self._size.steady_steps + SETTLING_STEPS)
@@ -226,12 +226,12 @@ class LiveResize:
 
 
 def every_change(live: LiveResize, number: int) -> None:
-    """All changes between one, two and three workers, starting and ending with one."""
+    """Run all changes between one, two and three workers, starting and ending with one."""
     live.start(num_workers=1, num_spares=2)
     live.grow()  # 1 -> 2
     live.grow()  # 2 -> 3
     live.kill(victim=number % 3)  # 3 -> 2
-    live.await_spares(1)  # the one that was killed
+    live.await_spares(1)  # wait for the killed worker
     live.replace()
     live.start_spare()
     live.await_spares(1)
@@ -257,7 +257,7 @@ def every_kind_once(live: LiveResize) -> None:
 
 
 def stock_restarts(space: Workspace, name: str, size: Size, worlds: list[int]) -> list[Stall]:
-    """Train with `worlds[0]` workers, stop, go on from the checkpoint with `worlds[1]`, and so on."""
+    """Train with `worlds[0]` workers, stop, resume from the checkpoint with `worlds[1]`, and so on."""
     stalls: list[Stall] = []
     arguments = ["--strategy=ddp", f"--checkpoint={space.folder / name}.ckpt", *size.arguments]
     with space.job(name, arguments) as job:
@@ -305,7 +305,7 @@ def main() -> int:
         etcd = space.etcd()
         size = QUICK if options.quick else FULL
         for number in range(1 if options.quick else options.rounds):
-            # A new job every time, so that ours and the stock way take turns and share the machine's moods.
+            # A new job every time, so that ours and the stock way alternate under the same load of the machine.
             with space.live_job(f"live-{number}", etcd, "1:8", size.arguments) as job:
                 live = LiveResize(job, size, dice)
                 if options.quick:

@@ -1,11 +1,10 @@
-"""Jobs whose memory grows to a hard limit: one that nobody watches is killed, one that is watched finishes.
+"""Jobs with memory that grows to a hard limit. A static one is killed, and a watched one finishes.
 
     python benchmarks/memory_growth.py                  # a leak, and a table that grows
     python benchmarks/memory_growth.py --what leak
 
-Every worker that holds more than the limit is killed at once, as Slurm does without control groups, and is told its limit in
-the same variable. The last line counts the static jobs that were killed, the watched ones that finished, and their workers that
-were killed all the same.
+Every worker above the limit is killed at once, as Slurm does without control groups, and finds its limit in the same variable.
+The last line counts the killed static jobs, the finished watched jobs, and the workers of watched jobs that were killed anyway.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from jobs import ControlledJob, Workspace, describe_machine, result_line
 
 SCRIPT = Path(__file__).resolve().parent / "memory_script.py"
 MIB = 2**20
-LIMIT_MIB = 900  # about 400 of these are Python and its libraries
+LIMIT_MIB = 900  # Python and its libraries take about 400 of these
 TIMEOUT_S = 400.0
 NUM_STEPS = 1500
-# A leak passes the limit after half of the steps; a table that one worker cannot hold fits into three.
+# A leak passes the limit after half of the steps. A table that is too large for one worker fits into three.
 GROWTH = {"leak": 1 * MIB, "table": 3 * MIB // 4}
 WORKERS = {"leak": (1, 1), "table": (1, 3)}
 
 
 class MemoryKiller:
-    """Kills the workers of a job that hold more than the limit."""
+    """Kills the workers of a job that exceed the limit."""
 
     def __init__(self, job: ControlledJob) -> None:
         self.killed: list[int] = []
@@ -74,7 +73,7 @@ def _job(workspace: Workspace, endpoint: str, what: str, static: bool) -> Iterat
 
 
 def run(workspace: Workspace, endpoint: str, what: str, static: bool) -> tuple[int, bool]:
-    """How many workers were killed, and whether the job has made all of its steps."""
+    """Return the number of killed workers, and whether the job has made all its steps."""
     with _job(workspace, endpoint, what, static) as (job, finished), MemoryKiller(job) as killer:
 
         def over() -> bool | None:

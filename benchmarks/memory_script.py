@@ -1,7 +1,7 @@
-"""The script of `memory_growth.py`: a training whose memory grows with every step.
+"""The script of `memory_growth.py`: a training with memory that grows in every step.
 
-`leak`: a list that is never emptied. `table`: rows that are made when their key is seen first, each on the worker that its key
-belongs to; whoever takes over keys makes their rows anew, so what a worker holds is a share of what the job has seen.
+`leak`: a list that is never emptied. `table`: rows that are created when their key first occurs, each on the worker that owns
+the key. A new owner of keys creates their rows anew, so a worker holds a share of all rows that the job has used.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What our strategy and callback cost while nothing changes: step times against Lightning's stock DDPStrategy.
+"""Cost of our strategy and callback while the job does not change: step times against Lightning's stock DDPStrategy.
 
     python benchmarks/overhead.py [--cycles N] [--quick]
 
 Three jobs of two workers are alive at once: stock DDP (torchrun, c10d backend), ours, and ours with `DLRoverCallback`. They
-take turns in blocks of a second or so, so that other load on the machine hits all alike; whoever has no turn is stopped by
-SIGSTOP, background threads included. In turn with steps of about 5 ms and of about 50 ms, by the number of samples.
+take turns in blocks of a second or so, so that other load on the machine affects all alike. The waiting jobs are stopped by
+SIGSTOP, background threads included. Steps of about 5 ms and of about 50 ms alternate, set by the number of samples.
 
-The ratios are medians of all steps over the median of all stock steps. CPU ms is what one worker's threads used for a step.
-The callback's share is if anything overstated: its background work goes by the wall clock, of which a job's own turn is a
-third.
+The ratios are medians of all steps over the median of all stock steps. CPU ms is the CPU time of one worker's threads per
+step. The callback's share is an upper bound: its background work follows the wall clock, and a job's own turn is a third of
+that.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 NUM_WORKERS = 2
 NUM_IGNORED_STEPS = 5
-"""At the start of every block: caches are cold, and threads that were stopped have some work to catch up on."""
+"""Number of ignored steps at the start of every block: caches are cold, and continued threads have to catch up."""
 
 
 STEPS_S = {"50ms": 0.050, "5ms": 0.005}
-FRAMEWORK_S = 0.004  # roughly what Lightning, DDP and the optimizer take of a step
+FRAMEWORK_S = 0.004  # approximate time of Lightning, DDP and the optimizer per step
 WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 2, 16
 
 
 class Contestant:
-    """One job that makes steps only when it is given a turn."""
+    """One job that makes steps only during its turn."""
 
     def __init__(self, name: str, job: Job, gate: socket.socket) -> None:
         self.name = name
-        self.blocks: dict[str, list[Block]] = {label: [] for label in STEPS_S}  # of rank 0
+        self.blocks: dict[str, list[Block]] = {label: [] for label in STEPS_S}  # blocks of rank 0
         self._job = job
         self._gate = gate
         self._channels: list[TextIO] = []
         self._pids: list[int] = []
 
     def wait_at_gate(self) -> None:
-        """The first, unmeasured block: the job starts up, and then stops."""
+        """Run the first, unmeasured block: the job starts up, and then stops."""
         self._gate.settimeout(1.0)
 
         def accept() -> TextIO | None:
@@ -97,7 +97,7 @@ class Contestant:
 
 
 def repeats_for(step_s: float) -> int:
-    """How many times a step computes on its batch so that it takes about `step_s`."""
+    """Number of computations on a step's batch that make it take about `step_s`."""
     torch.set_num_threads(1)
     model = Perceptron(WIDTH, NUM_LAYERS)
 
@@ -142,7 +142,7 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd) -> Iterator[list[Contestan
 
 
 def report(label: str, found: list[Contestant]) -> dict[str, float | int]:
-    """Print a table; returns the ratios of medians to stock."""
+    """Print a table; return the ratios of medians to stock."""
     measured = {c.name: [block.durations_s[NUM_IGNORED_STEPS:] for block in c.blocks[label]] for c in found}
     steps = {name: list(chain.from_iterable(blocks)) for name, blocks in measured.items()}
     medians = {name: statistics.median(of_job) for name, of_job in steps.items()}
@@ -176,7 +176,7 @@ def main() -> int:
     repeats = {label: repeats_for(step_s) for label, step_s in STEPS_S.items()}
     with Workspace("overhead", options.keep) as space, contestants(space, space.etcd()) as found:
         for cycle in range(cycles):
-            # Everyone follows everyone else equally often.
+            # Each job follows each other one equally often.
             order = found if cycle % 2 == 0 else found[::-1]
             for label, step_s in STEPS_S.items():
                 for contestant in order[cycle % 3 :] + order[: cycle % 3]:

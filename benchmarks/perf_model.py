@@ -1,4 +1,4 @@
-"""How well the resource-performance model predicts step times that were measured on clusters, and what that costs.
+"""Accuracy and cost of the resource-performance model on step times that were measured on clusters.
 
     python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--quick]
 
@@ -10,10 +10,10 @@ Reads `MODEL-placements.csv` and `MODEL-scalability.csv` of each model from DIR/
     scale    all placements -> the larger worlds of the scalability file
     few      12 random samples -> the rest of the placements
 
-Errors are mean absolute percentage errors of the step time: of the model, of its physical prior alone, of boosted trees alone
-(scikit-learn's as they come), and two published beside the traces (Pollux's analytic fit, and trees). Last line: means of the
-models, the largest ratio of our error to the better published one, and the percentage of predicted samples inside of the
-90 % interval, over all splits.
+Errors are mean absolute percentage errors of the step time, for the model, its physical prior alone, and boosted trees alone
+(scikit-learn's defaults). Two errors published with the traces stand beside them (Pollux's analytic fit, and trees). The last
+line holds the means of the models, the largest ratio of our error to the better published one, and the percentage of
+predicted samples inside the 90 % interval, over all splits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve(
 SPLITS = ("interp", "extrap", "scale", "few")
 NUM_FEW = 12
 
-# Pollux's fit and trees, by model and split: published in the README of the traces.
+# Errors of Pollux's fit and of trees, by model and split, as published in the README of the traces.
 PUBLISHED = {
     "ncf": ((16.9, 8.0), (11.1, 8.6), (12.8, 20.0), (14.7, 14.9)),
     "cifar10": ((7.7, 6.6), (9.5, 5.6), (9.7, 20.1), (11.0, 29.0)),
@@ -69,7 +69,7 @@ Samples = Sequence[StepProfile]
 
 
 def splits(split: str, placed: Samples, scaled: Samples, num_seeds: int) -> Iterator[tuple[Samples, Samples]]:
-    """Samples to learn from, and to predict."""
+    """Samples for the fit, and samples to predict."""
     if split == "scale":
         yield placed, scaled
     elif split == "extrap":
@@ -109,7 +109,7 @@ def cost() -> tuple[float, float]:
 
     samples = [sample(step) for step in range(2000)]
     asked = Columns.of([configuration_of(sample(step)) for step in range(100_000)])
-    StepTimeModel.fit(samples[:100]).predict_columns(asked.rows(np.arange(2)))  # pays for the imports
+    StepTimeModel.fit(samples[:100]).predict_columns(asked.rows(np.arange(2)))  # run the imports before the clock starts
     started = time.process_time()
     model = StepTimeModel.fit(samples)
     fitted = time.process_time()

@@ -1,7 +1,7 @@
-"""A training script of plain PyTorch, the same loop in two behaviours; its workers write down every step they make.
+"""A training script of plain PyTorch, the same loop in two behaviours. Its workers record every step.
 
-`--behaviour=live`: the workers come and go while it trains. `--behaviour=restart`: it knows nothing of any of this; torchrun
-starts all its workers again when one fails, and they go on from the checkpoint.
+`--behaviour=live`: the workers come and go while it trains. `--behaviour=restart`: it does not use our package. torchrun
+restarts all its workers when one fails, and they resume from the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
 
 
 class Training:
-    """Model and optimizer, and what is done in one step."""
+    """Model, optimizer and the work of one step."""
 
     def __init__(self, options: Options) -> None:
         torch.manual_seed(7)
@@ -57,7 +57,7 @@ class Training:
         self._file = (options.records / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
     def make(self, replica: DistributedDataParallel, number: int, rank: int, world_size: int) -> list[int]:
-        """The samples of this worker's share."""
+        """Make one step; return the samples of this worker's share."""
         time.sleep(self._options.step_floor_s)
         first = number * GLOBAL_BATCH_SIZE
         samples = list(range(first + rank, first + GLOBAL_BATCH_SIZE, world_size))
@@ -77,7 +77,7 @@ class Training:
         self._file.write(step.encode())
 
     def load(self) -> int:
-        """Steps made before, as the checkpoint says."""
+        """Number of steps made before, from the checkpoint."""
         if not self._options.checkpoint.exists():
             return 0
         saved = torch.load(self._options.checkpoint)
@@ -86,7 +86,7 @@ class Training:
         return int(saved["num_made"])
 
     def save(self, num_made: int, rank: int) -> None:
-        """A checkpoint, where one is due and this worker writes it."""
+        """Write a checkpoint, if one is due and this worker writes it."""
         if rank == 0 and num_made % self._options.checkpoint_every == 0:
             state = {"num_made": num_made, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             unfinished = self._options.checkpoint.with_suffix(f".{os.getpid()}")
@@ -95,7 +95,7 @@ class Training:
 
 
 def restart(options: Options, training: Training) -> None:
-    """As any script for torchrun is written."""
+    """Train like any script for torchrun."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     replica = DistributedDataParallel(training.model)

@@ -1,8 +1,8 @@
-"""Planners with a part of ours, to measure what each part is worth. For benchmarks, not for users.
+"""Planners that use a part of ours, to measure the value of each part. For benchmarks, not for users.
 
-`heuristics` follows what DLRover does today without a model (dlrover/python/master/resource/local_optimizer.py and
-hyperparams/simple_strategy_generator.py of intelligent-machine-learning/dlrover): thresholds of utilisation say what to
-add, and what was added is taken back when it brought too little.
+`heuristics` follows DLRover's current rules without a model (dlrover/python/master/resource/local_optimizer.py and
+hyperparams/simple_strategy_generator.py of intelligent-machine-learning/dlrover). Thresholds of utilisation choose the next
+addition, and an addition that brought too little is withdrawn.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lightning_dlrover.planner.space import Limits, configuration, settings_of, 
 __all__ = ["PLANNERS", "Planner"]
 
 Planner = Callable[[Situation, Limits, Objective, int, float], Decision]
-"""Situation, limits, objective, decision id and seconds since the epoch to a decision."""
+"""Function from situation, limits, objective, decision id and seconds since the epoch to a decision."""
 
-SIGMA = 0.15  # of the log, of models that cannot tell how sure they are
+SIGMA = 0.15  # standard deviation of the log, for models without an estimate of their own
 
-BUSY = 0.8  # of a worker's threads: a worker or thread more would have work
-STARVING = 0.1  # of a step spent waiting for data: a loader worker more would have work
+BUSY = 0.8  # busy fraction of a worker's threads above which one more worker or thread would have work
+STARVING = 0.1  # fraction of a step spent waiting for data above which one more loader worker would have work
 MIN_SPEEDUP_OF_DOUBLING = 1.2
 
 
 @dataclass(frozen=True)
 class PriorAlone:
-    """The physical terms without trees and without corrections by what was measured."""
+    """The physical terms, without trees and without corrections from measurements."""
 
     prior: PhysicalPrior
 
@@ -148,7 +148,7 @@ def _heuristics(situation: Situation, limits: Limits, objective: Objective, deci
 
 
 def _next(situation: Situation, limits: Limits, refused: set[Settings]) -> tuple[Settings, str]:
-    """The first threshold that asks for more, and what it asks for."""
+    """Settings and reason of the first threshold that asks for more."""
     current, now = situation.current, settings_of(situation.current)
     waiting = current.data_wait_s / current.step_time_s
     threads = max(1, now.intra_op_threads)
@@ -171,7 +171,7 @@ def _next(situation: Situation, limits: Limits, refused: set[Settings]) -> tuple
 
 
 def _was_in_vain(decision: Decision, times: Mapping[Settings, float]) -> bool:
-    """Whether an addition was measured and brought too little; a step back is no addition."""
+    """Return whether an addition was measured and brought too little. A step back is not an addition."""
     if decision.chosen not in times or not decision.explored:
         return False
     before_s = times.get(decision.current, decision.observed_step_time_s)
@@ -184,7 +184,7 @@ def _above(values: Sequence[int], now: int) -> int | None:
 
 
 def _step_times_s(situation: Situation) -> dict[Settings, float]:
-    """Median step time of each settings that ran with this batch."""
+    """Median step time of each configuration that ran with this batch."""
     found: dict[Settings, list[float]] = {}
     for window in situation.windows:
         if window.global_batch == situation.current.global_batch:

@@ -1,18 +1,18 @@
-"""How the rendezvous costs grow with the number of nodes: N elastic agents against one etcd, beside torch's own rendezvous.
+"""Growth of the rendezvous' cost with the number of nodes: N elastic agents against one etcd, beside torch's own rendezvous.
 
     python benchmarks/rendezvous_scale.py [--nodes 16,64,256,1000] [--stock 16,64,256] [--rounds 3] [--quick]
 
-A node is a rendezvous handler as torchrun makes it, with a connection of its own to etcd, in a thread; light processes hold
-the threads. It starts no workers and trains nothing. What only stands in the way because so many nodes share one machine is
-set aside, for torch's nodes as for ours: they are nicer than the server, which real nodes would not share a processor with,
-and their threads do not wake up many times per second to look whether there is something to do (see `be_light`). For each N:
+A node is a rendezvous handler as torchrun makes it, with its own connection to etcd, in a thread. Light processes hold the
+threads. It starts no workers and trains nothing. Obstacles that only come from sharing one machine are removed, for torch's
+nodes as for ours: nodes have a lower priority than the server, which real nodes would not share a processor with, and their
+threads do not wake up many times per second to poll (see `be_light`). For each N:
 
 - join: N - 1 nodes wait, the last one comes; until `next_rendezvous` has returned to all N (the round takes exactly N nodes).
 - absorb: one more node comes to the N that run, which may be N + 1; until `num_nodes_waiting` is above 0 for each of the N.
 - idle: requests to etcd per second and node while all N + 1 are there and nothing happens, by etcd's own count (its /metrics):
-  every unary call it has answered (`grpc_server_handled_total`) and every message that it was sent on a stream
+  every unary call that it has answered (`grpc_server_handled_total`) and every message that it received on a stream
   (`grpc_server_msg_received_total` of lease refreshes and watches). Keys elsewhere in etcd change meanwhile
-  (`--writes` per second), as on an etcd that is shared: a watch that is checked only in a quiet etcd would look too good.
+  (`--writes` per second), as on a shared etcd: a quiet etcd would make the check of a watch look too cheap.
 
 torch's DynamicRendezvousHandler runs on a TCPStore (the c10d backend) in the same processes, with the same nodes and the same
 measure of joining. All clocks are the machine's monotonic one. Each figure is the median of `--rounds`, each on a fresh etcd.
@@ -53,7 +53,7 @@ NODES_PER_PROCESS = 25
 START_TIMEOUT_S = 120.0
 SETTLE_S = 5.0
 JOIN_TIMEOUT_S = 600.0
-LOOK_S = 0.1  # how often a node that runs asks how many wait, as torchrun does
+LOOK_S = 0.1  # seconds between a running node's checks for waiting nodes, as in torchrun
 STACK_BYTES = 256 << 10
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
@@ -66,7 +66,7 @@ PRELOADED = [
 
 
 def hold_nodes(pipe: Connection) -> None:
-    """Do what the parent says until it hangs up."""
+    """Execute the parent's commands until it closes the pipe."""
     be_light()
     host = _Host()
     with contextlib.suppress(EOFError):
@@ -84,21 +84,21 @@ def be_light() -> None:
 
     os.nice(10)
     threading.stack_size(STACK_BYTES)
-    gc.freeze()  # torch's objects: to look through them in each process costs more than the rest of its work
-    sys.setswitchinterval(1.0)  # threads that wait for the interpreter wake up so often; none here keeps it for long
-    grpc._common.MAXIMUM_WAIT_TIMEOUT = 5.0  # of gRPC's Python: a thread that waits for a watch wakes up so often; else 0.1
+    gc.freeze()  # scanning torch's objects would cost each process more than the rest of its work
+    sys.setswitchinterval(1.0)  # seconds after which a thread may take the interpreter; no thread here holds it for long
+    grpc._common.MAXIMUM_WAIT_TIMEOUT = 5.0  # wake-up interval in seconds of gRPC threads that wait for a watch (default 0.1)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Node(threading.Thread):
-    """One node: joins a round, then counts those that wait for the next."""
+    """One node: joins a round, then counts the nodes that wait for the next."""
 
     def __init__(self, make_handler: Any, connecting: threading.Semaphore) -> None:
         super().__init__(daemon=True)
         self._make_handler = make_handler
         self._connecting = connecting
-        self.waits = threading.Event()  # its handler exists; it is about to join
+        self.waits = threading.Event()  # its handler exists, and it is about to join
         self.may_join = threading.Event()
         self.joined_at: float | None = None
         self.knew_at: float | None = None
@@ -126,7 +126,7 @@ class _Host:
         self._nodes: list[_Node] = []
 
     def make(self, kind: str, endpoint: str, run_id: str, num_nodes: int, min_nodes: int, max_nodes: int) -> None:
-        """Handlers that are ready to join, each with a connection of its own."""
+        """Create handlers that are ready to join, each with its own connection."""
         from torch.distributed.elastic.rendezvous.api import RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_dynamic
@@ -145,7 +145,7 @@ class _Host:
             return create_dynamic(store, backend, params)
 
         make_handler = etcd_handler if kind == "etcd-v3" else c10d_handler
-        # A thousand connections asked for at the same moment overflow the server's queue, ours and torch's.
+        # A thousand simultaneous connections overflow the server's queue, ours and torch's.
         connecting = threading.Semaphore(1)
         nodes = [_Node(make_handler, connecting) for _ in range(num_nodes)]
         self._nodes += nodes
@@ -154,7 +154,7 @@ class _Host:
         _wait_for([node.waits for node in nodes], nodes, START_TIMEOUT_S)
 
     def join(self, num_nodes: int) -> float:
-        """Let the last made nodes join; returns when they were let."""
+        """Let the newest nodes join; return the time at which they were released."""
         began = time.monotonic()
         for node in self._nodes[-num_nodes:] if num_nodes else []:
             node.may_join.set()
@@ -172,7 +172,7 @@ class _Host:
         return [(node.node_rank, node.joined_at or 0.0) for node in self._nodes]
 
     def knew(self, timeout_s: float) -> float:
-        """When the last node that runs knew that another one waits."""
+        """Time at which the last running node detected that another one waits."""
         deadline = time.monotonic() + timeout_s
         running = [node for node in self._nodes if node.joined_at is not None]
         while any(node.knew_at is None for node in running):
@@ -205,7 +205,7 @@ def _raise_errors(nodes: list[_Node]) -> None:
 
 
 class Hosts:
-    """Light processes with nodes in them; leaving ends them as a crash would, without a word to etcd."""
+    """Light processes with nodes in them. Leaving ends them as a crash would, without any write to etcd."""
 
     def __init__(self, num_nodes: int) -> None:
         fork = multiprocessing.get_context("forkserver")
@@ -232,7 +232,7 @@ class Hosts:
             process.join(10)
 
     def make(self, kind: str, endpoint: str, run_id: str, min_nodes: int, max_nodes: int) -> None:
-        """All nodes but the last one, which the last process holds."""
+        """Create all nodes but the last one, which the last process holds."""
         shares = [self._shares[0] - 1, *self._shares[1:]]
         self._ask_all("make", [(kind, endpoint, run_id, share, min_nodes, max_nodes) for share in shares])
 
@@ -251,7 +251,7 @@ class Hosts:
         return [found for host in self._ask_all("joined", [(JOIN_TIMEOUT_S,) for _ in everyone]) for found in host]
 
     def knew(self) -> float:
-        """When the last of all nodes knew of one more."""
+        """Time at which the last of all nodes detected one more."""
         return float(max(self._ask_all("knew", [(START_TIMEOUT_S,) for _ in self._pipes])))
 
     def cpu_s(self) -> float:
@@ -280,11 +280,11 @@ class Figures:
     join_s: float
     absorb_s: float
     idle_rps_per_node: float
-    join_cpu_s: float  # of the processes with nodes and of etcd, while they joined
+    join_cpu_s: float  # CPU time of etcd and of the processes with nodes, while they joined
 
 
 def requests_to(etcd: EmbeddedEtcd) -> dict[str, float]:
-    """Unary calls answered and stream messages received so far, by method, as etcd counts them."""
+    """Unary calls answered and stream messages received so far, by method, from etcd's own metrics."""
     connection = http.client.HTTPConnection(etcd.host, etcd.port, timeout=60)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
@@ -299,7 +299,7 @@ def requests_to(etcd: EmbeddedEtcd) -> dict[str, float]:
 
 
 class OtherUser:
-    """Another user of the same etcd, who writes under another prefix."""
+    """Another user of the same etcd, writing under another prefix."""
 
     def __init__(self, etcd: EmbeddedEtcd, writes_per_s: float) -> None:
         self.num_writes = 0
@@ -324,7 +324,7 @@ class OtherUser:
 
 
 def measure(etcd: EmbeddedEtcd, num_nodes: int, idle_s: float, writes_per_s: float) -> Figures:
-    """Our backend, on a fresh etcd."""
+    """Measure our backend, on a fresh etcd."""
     run_id = f"scale-{num_nodes}"
     where = ("etcd-v3", etcd.endpoint, run_id, num_nodes, num_nodes + 1)
     with Hosts(num_nodes) as hosts:
@@ -353,7 +353,7 @@ def measure_stock(num_nodes: int) -> float:
         port = probe.getsockname()[1]
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with Hosts(num_nodes) as hosts:
-        # It tells nobody how many wait; each node's attempts to come in have had time to end.
+        # The handler does not report the number of waiting nodes, so allow each node's first attempts to end.
         settled_s = max(2.0, num_nodes / 20)
         join_s, _ = join(
             hosts, "c10d", f"127.0.0.1:{port}", "stock", num_nodes, num_nodes, settled=lambda: time.sleep(settled_s)
@@ -372,7 +372,7 @@ def join(
     settled: Callable[[], None],
     etcd_pid: int | None = None,
 ) -> tuple[float, float]:
-    """Seconds from the last node's arrival to the last node's rank, and of CPU time meanwhile."""
+    """Seconds from the last node's arrival to the last node's rank, and the CPU time meanwhile."""
     where = (kind, endpoint, run_id, min_nodes, max_nodes)
     hosts.make(*where)
     hosts.make_one(*where)

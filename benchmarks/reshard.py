@@ -1,24 +1,24 @@
-"""What a change of the workers costs a model with sharded embedding tables: ours, in memory, against a stop and a restart.
+"""Cost of changing the workers of a job with sharded embedding tables: our exchange in memory, against a stop and a restart.
 
     python benchmarks/reshard.py [--rounds N] [--mib 1024] [--quick]
 
 One live job of real processes (stock torchrun agents, etcd) trains 1 GiB of row-wise tables, their optimizer's state included,
-with snapshots in memory switched on. In each round the plan asks for 3 workers where there were 2, one of them is killed by
-SIGKILL, and once it stands ready again the plan asks for 3 workers, then for 2.
+with snapshots in memory switched on. In each round the plan asks for 3 workers instead of 2, and one of them is killed by
+SIGKILL. Once its replacement is ready, the plan asks for 3 workers, then for 2.
 
-    stall_s          in which no step was made, the longer way: from the end of a survivor's last step before the change to the
-                     end of its first one after it, less a usual (median) step; beside it what the job's own history says
+    stall_s          time without a step, the longer way: from the end of a survivor's last step before the change to the end
+                     of its first one after it, less a usual (median) step; beside it the figure of the job's own history
     bytes_ratio      bytes that all workers received over the least that any change to equal shares moves
     bandwidth_ratio  these bytes by the seconds of the exchange (the longest of all workers', waiting for each other included),
                      over those of a raw gloo send and recv of the same bytes between as many processes, into touched memory
-    extra_memory     a survivor's peak of anonymous memory during the change less what it needs before or after, whichever
-                     is more, over the bytes of its shards, of which the same holds
-    kill_s           from SIGKILL until all survivors have made the step again that was the newest one then, less a usual step
-                     for each one made again. They keep their processes
+    extra_memory     a survivor's peak of anonymous memory during the change, less its need before or after, whichever is more,
+                     over the bytes of its shards, also the larger of before and after
+    kill_s           from SIGKILL until all survivors have repeated the newest step of that time, less a usual step for each
+                     repeated one. They keep their processes
 
-Beside it, in the same run, the stock way: torchrun, torchrec's DistributedModelParallel and torch.distributed.checkpoint; the
-job saves at its last step and ends, one of the other size starts from there, all in one agent. `ratio`: from the end of the
-last step to the end of the first, over our stall (the longer of both ways over the shorter of theirs).
+The same run also measures the stock way: torchrun, torchrec's DistributedModelParallel and torch.distributed.checkpoint. The
+job saves at its last step and ends, and one of the other size starts from there, all in one agent. `ratio`: from the end of
+the last step to the end of the first, over our stall (the longer of both ways over the shorter of theirs).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from lightning_dlrover.tables.placement import (
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 
 SETTLING_STEPS = 3
-"""First steps of a round, which do not tell what is usual."""
+"""Number of first steps of a round that are ignored, because they are not typical."""
 
 SAMPLE_S = 0.003
 ANONYMOUS = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
@@ -88,7 +88,7 @@ CHUNK_BYTES = 4 << 20
 RAW_REPEATS = 5
 
 Traffic = dict[tuple[int, int], int]
-"""Bytes by (sender, receiver); the receivers are numbered first."""
+"""Bytes by (sender, receiver). The receivers are numbered first."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Change:
-    """A planned change of the number of workers, as it was measured."""
+    """Measurements of a planned change of the number of workers."""
 
     workers_before: int
     workers_after: int
     stall_s: float
-    told_s: float  # by the job's history
+    told_s: float  # seconds reported by the job's history
     usual_step_s: float
     moved_bytes: int
     least_bytes: float
     exchange_s: float
-    began_apart_s: float  # between the first and the last member that began the exchange
+    began_apart_s: float  # seconds between the first and the last member's start of the exchange
     extra_memory: float
     traffic: Traffic
 
@@ -134,8 +134,8 @@ class Change:
 class Loss:
     """One worker of three killed."""
 
-    seconds: float  # until the newest step was reached again, less those made again
-    stall_s: float  # until the first step was made
+    seconds: float  # seconds until the newest step was reached again, less those of repeated steps
+    stall_s: float  # seconds until the first step was made
     made_again: int
     usual_step_s: float
 
@@ -147,7 +147,7 @@ class Loss:
 
 
 class MemoryWatch:
-    """Samples the anonymous memory of some processes; shared memory, such as snapshots, is not part of it."""
+    """Samples the anonymous memory of some processes. Shared memory, such as snapshots, is not part of it."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.samples: dict[int, list[tuple[float, int]]] = {pid: [] for pid in pids}
@@ -170,7 +170,7 @@ class MemoryWatch:
                     samples += [(time.monotonic(), int(kib) << 10) for kib in ANONYMOUS.findall(text)]
 
     def extra_bytes(self, pid: int, from_s: float, to_s: float) -> int:
-        """The peak between two moments less the usual before or after, whichever is more."""
+        """Peak between two moments, less the usual value before or after, whichever is more."""
         before = [held for at, held in self.samples[pid] if at < from_s]
         during = [held for at, held in self.samples[pid] if from_s <= at <= to_s]
         after = [held for at, held in self.samples[pid] if at > to_s]
@@ -180,7 +180,7 @@ class MemoryWatch:
 
 
 class Resharding:
-    """One live job, resized and robbed of a worker."""
+    """One live job that is resized and loses workers."""
 
     def __init__(self, job: LiveJob, etcd: EmbeddedEtcd, size: Size, dice: random.Random) -> None:
         self.changes: list[Change] = []
@@ -197,14 +197,14 @@ class Resharding:
         self._job.wait_for_steps(self._size.steady_steps, 2)
         self._await_spare()
         self._resize(3)
-        self._kill()  # its agent starts it again, as the next spare
+        self._kill()  # its agent restarts it as the next spare
         self._resize(3)
         self._resize(2)
 
     # --- changes ----------------------------------------------------------------------------------------------------------
 
     def _await_spare(self) -> None:
-        """Wait until one is ready, and the others train undisturbed again."""
+        """Wait until a spare is ready, and the others train undisturbed again."""
         self._job.wait_for_ready(1)
         self._await_snapshots(1)
         size = len(self._job.member_pids())
@@ -262,9 +262,9 @@ class Resharding:
         print(change, flush=True)
 
     def _kill(self) -> None:
-        """SIGKILL one of three; its agent starts it again, as a spare."""
+        """SIGKILL one of three. Its agent restarts it as a spare."""
         job = self._job
-        self._await_snapshots(2)  # so that the first one counts
+        self._await_snapshots(2)  # makes the first one count
         time.sleep(self._dice.uniform(0.3, 1.3))
         former, before = self._round_number, job.member_pids()
         victim = before[self._dice.randrange(3)]
@@ -282,7 +282,7 @@ class Resharding:
 
         job.wait_for("a step after the loss", since, STEP_TIMEOUT_S)
         newest = max(s.number for s in job.steps() if s.ended_s <= killed_s)
-        job.plan(2)  # or it would be admitted again before enough steps are measured
+        job.plan(2)  # keeps it from rejoining before enough steps are measured
         made = job.wait_for("the step before the loss to be made again", again, STEP_TIMEOUT_S)
         self._await_spare()
         if sorted(job.member_pids()) != sorted(survivors):
@@ -299,7 +299,7 @@ class Resharding:
         self.losses.append(loss)
         print(loss, flush=True)
 
-    # --- what the job has written ----------------------------------------------------------------------------------------
+    # --- records of the job ----------------------------------------------------------------------------------------------
 
     @property
     def _round_number(self) -> int:
@@ -314,7 +314,7 @@ class Resharding:
         return by_pid
 
     def _usual_step_s(self, pids: Sequence[int], former: int, last: int = 0) -> float:
-        """Median of what these workers' steps take since a round, or of the last ones."""
+        """Median duration of these workers' steps since a round, or of the last ones."""
         by_pid = self._steps()
         since = [[s for s in by_pid[pid] if s.round_number > former][SETTLING_STEPS - 1 :][-last:] for pid in pids]
         return statistics.median(b.ended_s - a.ended_s for steps in since for a, b in pairwise(steps))
@@ -323,13 +323,13 @@ class Resharding:
         return list(lines_in(self._job.folder / "records", kind))
 
     def _round(self, number: int) -> dict[str, RoundLine]:
-        """What its members have said of a round, by their ids, in rank order."""
+        """Lines of a round's members, by their ids, in rank order."""
         found = {line.worker: line for line in self._lines(RoundLine) if line.round_number == number}
         members = next(iter(found.values())).members
         return {worker: found[worker] for worker in members}
 
     def _await_snapshots(self, num_snapshots: int) -> None:
-        """Wait until so many were taken in this round: all but the last one count."""
+        """Wait until `num_snapshots` were taken in this round: all but the last one count."""
         if not self._size.snapshot_s:
             return
 
@@ -344,7 +344,7 @@ class Resharding:
         self._job.wait_for(f"{num_snapshots} snapshots", look, STEP_TIMEOUT_S, poll_s=0.05)
 
     def _traffic(self, old: Mapping[str, RoundLine], new: Mapping[str, RoundLine]) -> Traffic:
-        """Who had to send how much to whom, from the plans of two rounds."""
+        """Bytes that each worker had to send to each other one, from the plans of two rounds."""
         plans = [plan_from_dict(next(iter(lines.values())).plan) for lines in (old, new)]
         workers = list(dict.fromkeys([*new, *old]))
         found: Traffic = defaultdict(int)
@@ -355,7 +355,7 @@ class Resharding:
         return dict(found)
 
     def _event(self, kind: str) -> EventRecord:
-        """The newest of a kind in the job's history; it is written within a second."""
+        """Newest event of a kind in the job's history; it is written within a second."""
         keys = Keys(self._job.name)
         number = self._round_number
 
@@ -377,7 +377,7 @@ class Resharding:
 
 
 class RawSenders:
-    """Processes that do nothing but send and receive; forked here, before there are threads, so that they need not import."""
+    """Processes that only send and receive. Forked here, before there are threads, so that they need not import."""
 
     def __init__(self, num_processes: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="dlrover-raw-"))
@@ -403,7 +403,7 @@ class RawSenders:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def seconds(self, traffic: Traffic) -> float:
-        """Median of sending this traffic between as many processes, each into memory that is touched already."""
+        """Median seconds for sending this traffic between as many processes, each into touched memory."""
         size = 1 + max(max(pair) for pair in traffic)
         self._num_measured += 1
         for connection in self._connections[:size]:
@@ -418,7 +418,7 @@ class RawSenders:
 
 
 def _serve_raw(rank: int, connection: Any, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the benchmark alone, which then ends this process
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while os.getppid() == parent:
@@ -447,7 +447,7 @@ def _send_raw(rank: int, size: int, traffic: Traffic, store: str) -> list[tuple[
 
 
 def stock_restarts(space: Workspace, name: str, size: Size, worlds: Sequence[int], disk: Path) -> dict[str, float]:
-    """Train with `worlds[0]` workers, save, stop, go on from there with `worlds[1]`, and so on: seconds by way."""
+    """Train with `worlds[0]` workers, save, stop, resume with `worlds[1]`, and so on; return seconds by way."""
     found: dict[str, float] = {}
     arguments = ["--strategy=stock", *size.arguments(space.folder / name / "records")]
     checkpoints = [disk / f"{name}-{i}" for i in range(len(worlds))]
@@ -455,7 +455,7 @@ def stock_restarts(space: Workspace, name: str, size: Size, worlds: Sequence[int
         for i, world_size in enumerate(worlds):
             stopped_at, max_steps = i * size.steady_steps, (i + 1) * size.steady_steps
             if i > 0:
-                # A stock job reads and writes one place; it was moved here at no cost.
+                # A stock job reads and writes one place, so the checkpoint was moved here outside the measured time.
                 checkpoints[i - 1].rename(checkpoints[i])
             agent = job.start_agent(stock_agent(world_size), [f"--max-steps={max_steps}", f"--checkpoint={checkpoints[i]}"])
             if any(job.wait_until_ended(3 * START_TIMEOUT_S)):
@@ -475,7 +475,7 @@ def stock_restarts(space: Workspace, name: str, size: Size, worlds: Sequence[int
 def summary(
     changes: Sequence[Change], losses: Sequence[Loss], raw: Mapping[str, Sequence[float]], stock: Mapping[str, Sequence[float]]
 ) -> dict[str, float | int]:
-    """Print a table by way; returns the worse of both ways."""
+    """Print a table by way; return the worse of both ways."""
 
     def by_way(value: Callable[[Change], float]) -> dict[str, float]:
         ways = sorted({change.way for change in changes})
@@ -535,10 +535,10 @@ def main() -> int:
         etcd = space.etcd()
         disk = options.folder or space.folder
         for number in range(options.rounds):
-            # A new job every time, so that ours and the stock way take turns and share the machine's moods.
+            # A new job every time, so that ours and the stock way alternate under the same load of the machine.
             name = f"live-{number}"
             arguments = ["--strategy=dlrover", *size.arguments(space.folder / name / "records")]
-            # What a killed job leaves in memory for its next start goes with it here.
+            # Remove the snapshots that a killed job leaves in memory for its next start.
             with snapshot_memory() as memory:
                 arguments += [f"--snapshot-s={options.snapshot_s}", f"--memory={memory}"]
                 with space.live_job(name, etcd, "1:4", arguments, SCRIPT) as job:

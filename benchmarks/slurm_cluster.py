@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: one slurmctld and several slurmd, in folders of their own and on free ports.
+"""A real Slurm on this machine: one slurmctld and several slurmd, in their own folders and on free ports.
 
-For tests and benchmarks, run by root or not; nothing is taken from an installed configuration, and nothing is left behind.
+For tests and benchmarks, run by root or not. It uses no installed configuration, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import psutil
 
 __all__ = ["SlurmCluster", "missing_packages", "slurm_cluster"]
 
-_SBIN = "/usr/sbin:/sbin"  # of daemons; not on everybody's PATH
+_SBIN = "/usr/sbin:/sbin"  # folders of the daemons, which may be missing in PATH
 
 
 def missing_packages() -> str:
-    """What is lacking, and how to get it; empty if nothing."""
+    """Missing packages and the command to install them; empty if none is missing."""
     path = f"{os.environ.get('PATH', '')}:{_SBIN}"
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "squeue", "scancel") if shutil.which(name, path=path) is None]
     return f"{', '.join(missing)} not found; .ci/install_slurm installs Debian's packages" if missing else ""
@@ -33,20 +33,20 @@ def missing_packages() -> str:
 
 @dataclass
 class SlurmCluster:
-    """Made by `slurm_cluster`."""
+    """A cluster created by `slurm_cluster`."""
 
     folder: Path
     num_hosts: int
-    limits_memory: bool = False  # jobs that use more than they have asked for are killed
+    limits_memory: bool = False  # kill jobs that exceed their requested memory
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Slurm's commands need to find this cluster."""
+        """Variables with which Slurm's commands find this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __call__(self, *command: str, timeout_s: float = 20.0) -> str:
-        """What one of Slurm's commands prints."""
+        """Output of a Slurm command."""
         done = subprocess.run(
             command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -62,7 +62,7 @@ class SlurmCluster:
         return self("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
 
     def preempt(self, job: str) -> str:
-        """Have another job, of higher priority, want the whole host of a job. Its number."""
+        """Submit a job of higher priority for the whole host of `job`; return its number."""
         wanted = (
             "--partition=urgent",
             "--exclusive",
@@ -90,10 +90,10 @@ class SlurmCluster:
             )
 
     def start(self) -> None:
-        """Return when all hosts are idle.
+        """Start the daemons; return when all hosts are idle.
 
         Raises:
-            AssertionError: they are not, within 30 s; with the end of the daemons' logs.
+            AssertionError: they are not idle within 30 s; the message ends with the daemons' logs.
         """
         self._configure()
         self.start_controller()
@@ -120,7 +120,7 @@ class SlurmCluster:
         ports = _free_ports(1 + self.num_hosts)
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        # However many cores this machine has: what runs here only waits most of the time.
+        # More cores than this machine may have: jobs here mostly wait.
         hosts = "\n".join(
             f"NodeName=h{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
             for n, port in enumerate(ports[1:])
@@ -171,7 +171,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
         )
 
     def stop(self) -> None:
-        """End all jobs, then the daemons, and whatever they have started."""
+        """End all jobs, then the daemons and all their children."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             if jobs := list(self.jobs()):
                 self("scancel", "--signal=KILL", "--full", *jobs)
@@ -195,7 +195,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
         psutil.wait_procs(family, timeout=5)
 
     def _steps(self) -> list[psutil.Process]:
-        """slurmstepd processes leave slurmd's family. They write into its log; what they run knows the configuration."""
+        """All slurmstepd processes. They leave slurmd's process tree, but write to its log; their jobs inherit the settings."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -211,7 +211,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path, num_hosts: int, limits_memory: bool = False) -> Iterator[SlurmCluster]:
-    """A cluster of so many hosts, all of them this machine."""
+    """A cluster of `num_hosts` hosts, all of them this machine."""
     cluster = SlurmCluster(folder, num_hosts, limits_memory)
     try:
         cluster.start()

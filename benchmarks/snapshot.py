@@ -1,10 +1,10 @@
-"""What snapshots in memory cost training with sharded embedding tables.
+"""Cost of snapshots in memory for training with sharded embedding tables.
 
     python benchmarks/snapshot.py [--cycles N] [--mib 1024] [--folder FOLDER] [--quick]
 
-Two live jobs of two workers are alive at once: one takes snapshots as often as it does by default, the other none. They train
-in turn, a few seconds each, so that other load on the machine hits both alike; who has no turn is stopped by SIGSTOP. A cycle
-is as many turns as make up the interval between two snapshots: each one holds a snapshot of the first job.
+Two live jobs of two workers are alive at once: one takes snapshots at the default interval, the other none. They train in
+turn, a few seconds each, so that other load on the machine affects both alike. The waiting one is stopped by SIGSTOP. A cycle
+has as many turns as fill the interval between two snapshots, so each cycle holds a snapshot of the first job.
 
     throughput_ratio  steps with snapshots over steps without, by the second: the median over the cycles
     stall_ratio       seconds for which the training thread copies, the slowest worker's, over those of `torch.save` of as much
@@ -36,14 +36,14 @@ from lightning_dlrover.tables.snapshots import SnapshotConfig
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 NUM_WORKERS = 2
 WARM_UP_SNAPSHOTS = 2
-"""Of which each touches memory for the first time."""
+"""Number of ignored first snapshots, each of which touches memory for the first time."""
 
 TURN_S = 3.0
 
 
 @dataclass
 class Cycle:
-    """What one job did in its turns."""
+    """Results of one job in its turns."""
 
     num_steps: int = 0
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Cycle:
 
 
 class Contestant:
-    """One job that makes steps only when it is given a turn."""
+    """One job that makes steps only during its turn."""
 
     def __init__(self, name: str, job: LiveJob) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Contestant:
         self._pids: list[int] = []
 
     def start(self, num_snapshots: int) -> None:
-        """Train until so many snapshots were taken, then stop."""
+        """Train until `num_snapshots` were taken, then stop."""
         self._job.plan(NUM_WORKERS)
         for _ in range(NUM_WORKERS):
             self._job.start_worker()
@@ -86,11 +86,11 @@ class Contestant:
         self.cycles[-1].seconds += ended_s - began_s
 
     def steps(self) -> list[Step]:
-        """Those of one worker: all make them together."""
+        """Steps of one worker: all make them together."""
         return [step for step in self._job.steps() if step.pid == self._pids[0]]
 
     def snapshots(self) -> list[list[SnapshotLine]]:
-        """What the workers have said of each, once all have."""
+        """Every worker's line of each snapshot, once all have written theirs."""
         by_pid: dict[int, list[SnapshotLine]] = defaultdict(list)
         for line in lines_in(self._job.folder / "records", SnapshotLine):
             by_pid[line.pid].append(line)
@@ -107,7 +107,7 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, tables: Tables, interval_s
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(snapshot_memory())
         found = []
-        # Time goes on while a job is stopped, which it is for half of it.
+        # Time continues while a job is stopped, which is half of the time.
         for name, snapshot_s, num_snapshots in (("with", 2 * interval_s, 1), ("without", 0.0, 0)):
             arguments = ["--strategy=dlrover", f"--records={space.folder / name / 'records'}", f"--snapshot-s={snapshot_s}"]
             arguments.append(f"--memory={memory}")
@@ -120,7 +120,7 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, tables: Tables, interval_s
 
 
 def saving_s(space: Workspace, tables: Tables, disk: Path, num_saves: int) -> dict[str, list[float]]:
-    """Seconds that each way of saving has taken, by the slowest of the processes."""
+    """Seconds of each way of saving, by the slowest of the processes."""
     records = space.folder / "saves" / "records"
     arguments = ["--strategy=stock", f"--records={records}", "--max-steps=5", f"--saves={num_saves}", f"--save-folder={disk}"]
     with space.job("saves", [*arguments, *tables.arguments], SCRIPT) as job:
@@ -181,7 +181,7 @@ def main() -> int:
                     now = ", ".join(f"{c.cycles[-1].steps_per_s:.2f} steps/s {c.name}" for c in found)
                     print(f"cycle {cycle}: {now}" if cycle >= 0 else f"to warm up: {now}", flush=True)
                 for contestant in found:
-                    del contestant.cycles[0]  # who has been still for longer is slower at first
+                    del contestant.cycles[0]  # the job that was stopped longer is slower at first
             saves = saving_s(space, tables, disk, options.saves)
             print(result_line(report(found, saves)))
     finally:

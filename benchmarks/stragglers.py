@@ -1,12 +1,12 @@
-"""What the job does about a worker that is slow: one of three is stopped for half of the time.
+"""Detection and replacement of a slow worker: one of three is stopped for half of the time.
 
     python benchmarks/stragglers.py                        # 3 jobs with a slow worker, 10 without
     python benchmarks/stragglers.py --slow 1 --quiet 0
 
-Every job is run by `dlrover run`, which starts the new worker. The slow one, another in every job, is stopped and continued a
-hundred times a second, as a quota of half a core would do; whoever takes its place is left alone. The last line says after how
-many steps the slow worker was named (the worst job), the throughput after its replacement over that before it became slow (the
-worst job), and how many workers were named in jobs in which none was slow.
+`dlrover run` runs every job and starts the new worker. The slow one, another in every job, is stopped and continued a hundred
+times a second, as a quota of half a core would do. Its replacement is left alone. The last line holds the steps until the slow
+worker was named (the worst job), the throughput after its replacement over that before it became slow (the worst job), and the
+number of workers that were named in jobs without a slow one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jobs import BenchmarkError, ControlledJob, Workspace, describe_machine, res
 from lightning_dlrover.rdzv.job.records import EventRecord
 
 NUM_WORKERS = 3
-NUM_MEASURED = 120  # steps that a rate is measured in
-NUM_SETTLED = 20  # steps before that: the first ones of a process are slower
+NUM_MEASURED = 120  # steps in which a rate is measured
+NUM_SETTLED = 20  # steps before the measurement: the first ones of a process are slower
 NAMING_TIMEOUT_S = 90.0
 REPLACING_TIMEOUT_S = 90.0
-PULSE_S = 0.005  # that the worker is stopped, and that it runs
+PULSE_S = 0.005  # seconds of each stop, and of each run between two stops
 
 
 WORK = {
-    # Each worker has a device of its own, so to say: most of a step passes without a core.
+    # Simulates a device per worker: most of a step needs no core.
     "device": ["--step-floor-s", "0.1", "--width", "256", "--batch-size", "64"],
-    # All workers compute on the cores there are. With fewer cores than workers, what one does not use the others do, so
+    # All workers compute on the available cores. With fewer cores than workers, the others use the time that one leaves, so
     # stopping it for half of the time costs the job less than half.
     "cpu": ["--width", "1024", "--num-layers", "2", "--batch-size", "256"],
 }
@@ -82,7 +82,7 @@ def named(job: ControlledJob) -> list[EventRecord]:
 
 
 def run_slow(workspace: Workspace, endpoint: str, index: int, work: str) -> tuple[int, float]:
-    """Steps from the beginning of the pulses to the name of the worker, and the share of the throughput that came back."""
+    """Steps from the first pulse to the naming of the worker, and the share of the throughput that was recovered."""
     with _job(workspace, endpoint, f"slow{index}", 100_000, work) as job:
         job.wait_for_step(NUM_SETTLED + NUM_MEASURED)
         before = job.rate(job.newest_step() - NUM_MEASURED, NUM_MEASURED)
@@ -107,7 +107,7 @@ def run_slow(workspace: Workspace, endpoint: str, index: int, work: str) -> tupl
 
 
 def run_quiet(workspace: Workspace, endpoint: str, index: int, num_steps: int, work: str) -> int:
-    """How often a worker was named though none is slow."""
+    """Number of times that a worker was named although none is slow."""
     with _job(workspace, endpoint, f"quiet{index}", num_steps, work) as job:
         codes = job.wait_until_ended(600.0)
         if any(codes):

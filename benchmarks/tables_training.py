@@ -1,10 +1,10 @@
-"""The script that benchmarks with sharded embedding tables train, started by torchrun; its workers write down what they do.
+"""Training script of the benchmarks with sharded embedding tables, started by torchrun. Its workers record their work.
 
 The same model and data in two ways. `--strategy=dlrover`: a LightningModule under our strategy. `--strategy=stock`: a plain
 loop around torchrec's `DistributedModelParallel`, which reads and writes its checkpoints with `torch.distributed.checkpoint`.
 
-A worker writes a line for each step, for each round (what it holds, and what the exchange before it has carried) and for each
-snapshot it takes part in.
+A worker writes a line for each step, for each round (its shards, and the traffic of the exchange before it) and for each
+snapshot in which it takes part.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad}
 
 @dataclass(frozen=True)
 class Tables:
-    """What is trained: the tables' memory, their optimizers' included, is `mib`."""
+    """Shape of the tables. Their memory, including their optimizers', is `mib`."""
 
     mib: int
     num_tables: int
@@ -66,7 +66,7 @@ class Tables:
 
     @property
     def num_rows(self) -> list[int]:
-        """Of each table: the second is twice as large as the first, the third three times, and so on."""
+        """Rows of each table: the second is twice as large as the first, the third three times, and so on."""
         rows = (self.mib << 20) / (4 * DIM + self.state_bytes_per_row)
         unit = rows / (self.num_tables * (self.num_tables + 1) / 2)
         return [int(unit * (i + 1)) for i in range(self.num_tables)]
@@ -78,16 +78,16 @@ class Tables:
 
 @dataclass(frozen=True)
 class RoundLine:
-    """What one worker says once it has made its first step in a round."""
+    """Record of one worker after its first step in a round."""
 
     pid: int
     worker: str
     round_number: int
     members: list[str]
-    plan: dict[str, Any]  # of all tables, see `placement.plan_from_dict`
-    shard_bytes: int  # that this worker holds
-    received_bytes: int  # in the exchange that led here
-    began_s: float  # that exchange; monotonic clock
+    plan: dict[str, Any]  # plan of all tables, see `placement.plan_from_dict`
+    shard_bytes: int  # bytes of this worker's shards
+    received_bytes: int  # bytes received in the exchange before this round
+    began_s: float  # start of that exchange; monotonic clock
     exchange_s: float
 
 
@@ -107,7 +107,7 @@ class SaveLine:
 
     pid: int
     way: str
-    num_bytes: int  # that this worker has written
+    num_bytes: int  # bytes that this worker has written
     seconds: float
 
 
@@ -116,16 +116,16 @@ SUFFIXES: dict[type[Line], str] = {RoundLine: "rounds", SnapshotLine: "snapshots
 
 
 def lines_in(folder: Path, kind: type[Any]) -> Iterator[Any]:
-    """All lines of this kind that workers have written there; those of one worker in order."""
+    """All lines of this kind in the workers' records; those of one worker in order."""
     for file in sorted(folder.glob(f"*.{SUFFIXES[kind]}")):
         for line in file.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):  # the writer may be killed, or caught, in mid-line
+            if line.endswith(b"\n"):  # the writer may be killed, or interrupted, in mid-line
                 yield kind(**json.loads(line))
 
 
 @contextlib.contextmanager
 def snapshot_memory() -> Iterator[Path]:
-    """A folder for the snapshots of the jobs of one benchmark: those of workers that were killed stay in memory otherwise."""
+    """Folder for the snapshots of the jobs of one benchmark. Otherwise those of killed workers would stay in memory."""
     folder = Path(tempfile.mkdtemp(prefix="dlrover-benchmark-", dir=MEMORY))
     try:
         yield folder
@@ -142,7 +142,7 @@ def write_line(folder: Path, line: Line) -> None:
 
 
 class Numbers(Dataset[int]):
-    """Samples that are their own numbers; what is looked up for them is worked out by the batch."""
+    """Samples that are their own numbers. The lookups are computed for the whole batch."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -294,7 +294,7 @@ def train_elastic(options: argparse.Namespace, tables: Tables) -> None:
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """torchrec offers blocks of rows on GPUs only, though gloo can do all that they need."""
+    """torchrec offers blocks of rows on GPUs only, although gloo supports all their operations."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(dict.fromkeys([*super().sharding_types(compute_device_type), "row_wise"]))
@@ -358,13 +358,13 @@ def train_stock(options: argparse.Namespace, tables: Tables) -> None:
     for number in range(options.saves):
         save_both_ways(training, options.records, options.save_folder, number)
     dist.destroy_process_group()
-    # A thread of gloo's may still be there when the interpreter ends, which then aborts: now and then, with all work done.
+    # A gloo thread that still runs at the interpreter's exit sometimes aborts it, with all work done.
     sys.stdout.flush()
     os._exit(0)
 
 
 def save_both_ways(training: StockTraining, records: Path, folder: Path, number: int) -> None:
-    """Write the state with `torch.save`, each worker what it holds, and with `torch.distributed.checkpoint`."""
+    """Write each worker's part of the state with `torch.save`, and the whole with `torch.distributed.checkpoint`."""
     state = training.state()
     local: dict[str, Tensor] = {}
     for key, value in [*state["net"].items(), *_flat(state["optimizer"]["state"])]:

@@ -1,4 +1,4 @@
-"""The Lightning script that all benchmarks train, started by torchrun; its workers write down every step they make.
+"""The Lightning script that all benchmarks train, started by torchrun. Its workers record every step.
 
 The same model, data and recording for our strategy and for stock DDP: only `--strategy` differs.
 """
@@ -23,16 +23,16 @@ from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
 NUM_FEATURES = 256
 SLICE_S = 0.001
-"""A forward pass that shall take long does so in slices of this length."""
+"""Seconds per slice of a forward pass that must take long."""
 
 NUM_DISTINCT = 997
-"""Rows that the data set really holds; it repeats them, so that long epochs cost no memory."""
+"""Number of distinct rows of the data set. It repeats them, so that long epochs cost no memory."""
 
 
 @dataclass(frozen=True)
 class Options:
     strategy: str
-    profiled: bool  # with DLRoverCallback
+    profiled: bool  # add DLRoverCallback
     plan_every_s: float
     records: Path
     width: int
@@ -41,10 +41,10 @@ class Options:
     num_samples: int
     loader_workers: int
     max_steps: int
-    checkpoint: Path | None  # written at the end, and every `checkpoint_every` steps; resumed from where it exists
+    checkpoint: Path | None  # written at the end, and every `checkpoint_every` steps; resumed from if it exists
     checkpoint_every: int
     digests: bool
-    step_floor_s: float  # forward pass of a step takes at least this long
+    step_floor_s: float  # minimum duration of a step's forward pass
     gate: str  # socket at which `overhead.py` waits
 
     @staticmethod
@@ -69,7 +69,7 @@ class Options:
 
 
 class RepeatedRows(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """A regression problem; every sample says its own number."""
+    """A regression problem. Every sample contains its own number."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -93,14 +93,15 @@ class Perceptron(L.LightningModule):
             layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
         self._step_floor_s = step_floor_s
-        self.repeats = 1  # how often a step computes on its rows, as if the batch were so many times larger
-        self.samples: list[int] = []  # of the step that is being made, also when it is made again
+        self.repeats = 1  # computations per step on its rows, as if the batch were that many times larger
+        self.samples: list[int] = []  # samples of the current step, also when it is repeated
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
         self.samples = numbers.tolist()
         for _ in range(round(self._step_floor_s / SLICE_S)):
-            time.sleep(SLICE_S)  # slices, as of an accelerator's kernels: who is stopped for a while makes none meanwhile
+            # Slices, like an accelerator's kernels, because a stopped worker must make no progress meanwhile.
+            time.sleep(SLICE_S)
         outputs = self.net(inputs.repeat(self.repeats, 1))
         loss: torch.Tensor = (outputs - targets.repeat(self.repeats, 1)).square().mean()
         return loss
@@ -110,7 +111,7 @@ class Perceptron(L.LightningModule):
 
 
 class Recorder(L.Callback):
-    """One line per step and worker, written through at once: the next line may never come."""
+    """Writes one line per step and worker, flushed at once: the next line may never come."""
 
     def __init__(self, folder: Path, with_digests: bool) -> None:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -135,7 +136,7 @@ class Recorder(L.Callback):
 
 
 class Gate(L.Callback):
-    """After every block of steps: hand their durations to the benchmark and wait until it is our turn again."""
+    """Sends the durations of every block of steps to the benchmark and waits for the job's next turn."""
 
     def __init__(self, address: str) -> None:
         connection = socket.socket(socket.AF_UNIX)
@@ -160,11 +161,11 @@ class Gate(L.Callback):
             assert isinstance(pl_module, Perceptron)
             self._num_steps, pl_module.repeats = map(int, self._channel.readline().split())
             self._durations_s = []
-            self._ended_s = 0.0  # the step that follows contains the wait
+            self._ended_s = 0.0  # the following step contains the wait
 
 
 class FinalCheckpoint(L.Callback):
-    """The newest state of the training in one file, and where it is looked for at the start."""
+    """Keeps the newest state of the training in one file, and resumes from it at the start."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path = path
@@ -189,7 +190,7 @@ def main() -> None:
     L.seed_everything(7, verbose=False)
     callbacks: list[L.Callback] = []
     if options.profiled:
-        # Threads and loader workers stay as they are: what is measured here must not change because of a plan.
+        # Threads and loader workers stay as they are: a plan must not change the measured values.
         callbacks.append(DLRoverCallback(plan_every_s=options.plan_every_s, tune=["num_workers"]))
     callbacks.append(Recorder(options.records, options.digests))
     if options.checkpoint is not None:

@@ -19,8 +19,8 @@ def weighted_auc(scores: npt.ArrayLike, positive: npt.ArrayLike, negative: npt.A
 
     Args:
         scores: any order, shape ``(num_rows,)``.
-        positive: how much of each row is positive (its label, its probability, or a count).
-        negative: how much of each row is negative.
+        positive: positive weight of each row (its label, its probability, or a count).
+        negative: negative weight of each row.
     Returns:
         A number in [0, 1], or NaN when one of the two classes is absent.
     """

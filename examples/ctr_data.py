@@ -1,9 +1,8 @@
 """Rows for a click model, from the Adult files, a Criteo-format TSV, or a generator.
 
-Decides how a file becomes tensors and what a broken row means; batching and splitting over workers are left
-to the loader. Everything that follows from the data (means, vocabularies) is learned from the training rows
-only and depends on the seed and the files alone, so every worker of a job loads the same rows in the same
-order.
+Decides how a file becomes tensors and how a broken row is treated. Batching and splitting over workers are left
+to the loader. Everything derived from the data (means, vocabularies) is learned from the training rows only and
+depends on the seed and the files alone, so every worker of a job loads the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Ids = npt.NDArray[np.int64]
 
 UNSEEN = 0
-"""Category id of everything that is missing or was not seen in the training rows."""
+"""Category id of every value that is missing or absent from the training rows."""
 
 MAX_IDS = 1 << 14
-"""Ids per category; columns with more distinct values share ids by hashing."""
+"""Ids per category. Columns with more distinct values share ids by hashing."""
 
 ADULT_FILES = (("adult-train.csv", "adult-test.csv"), ("adult.data", "adult.test"))
 ADULT_NUMBERS = {
@@ -73,7 +72,7 @@ CRITEO_LABELS = {"0": 0.0, "1": 1.0}
 
 
 class DataError(ValueError):
-    """A data file that cannot be used; the message names file, line, value and what to do."""
+    """A data file that cannot be used. The message names file, line, value and remedy."""
 
 
 class ClickRows(Dataset[Batch]):
@@ -91,13 +90,13 @@ class ClickRows(Dataset[Batch]):
         return self.numbers[index], self.categories[index], self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch in three gathers: 40 times faster than stacking 1024 single rows."""
+        """Return a whole batch in three gathers: 40 times faster than stacking 1024 single rows."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return self.numbers[chosen], self.categories[chosen], self.labels[chosen]
 
 
 def collate(rows: Any) -> Batch:
-    """The batch itself where `ClickRows` has already made one, else single rows stacked."""
+    """Return the batch itself where `ClickRows` has already made one, else stack single rows."""
     if isinstance(rows, tuple):
         return rows
     numbers, categories, labels = default_collate(rows)
@@ -107,12 +106,12 @@ def collate(rows: Any) -> Batch:
 @dataclass(frozen=True)
 class ClickData:
     name: str
-    about: str  # one sentence: what was loaded, and why
+    about: str  # one sentence: the loaded data, and the reason for the choice
     train: ClickRows
-    val: ClickRows  # a tenth of the rows given for training
+    val: ClickRows  # a tenth of the training rows
     test: ClickRows
     cardinalities: tuple[int, ...]  # ids per category
-    best_auc: float | None  # test AUC of the model that made the labels, where it is known
+    best_auc: float | None  # test AUC of the model that made the labels, if known
 
     @property
     def num_numbers(self) -> int:
@@ -129,13 +128,13 @@ class GeneratedRows:
 
 
 def load(path: Path | None, seed: int, rows: int) -> ClickData:
-    """Training, validation and test rows of `path`, or of the default where it is None.
+    """Load training, validation and test rows of `path`, or of the default if it is None.
 
     Args:
         path: a folder with the Adult files or a Criteo-format TSV. None: `DEFAULT_ADULT` where it exists,
             else
             generated rows.
-        rows: how many rows to generate, or the most that are read from a TSV.
+        rows: number of rows to generate, or the maximum that is read from a TSV.
     Raises:
         DataError: the path or a row of it cannot be used.
     """
@@ -156,7 +155,7 @@ def load(path: Path | None, seed: int, rows: int) -> ClickData:
 
 
 def generate(seed: int, num_rows: int) -> GeneratedRows:
-    """Rows in Criteo's schema whose clicks come from a known logistic model.
+    """Rows in Criteo's schema with clicks from a known logistic model.
 
     Category ids are long-tailed (Zipf, exponent 1.05, up to `MAX_IDS` - 1 of them), numbers are standard
     normal, every id and every number has a planted effect on the logit, and one pair of numbers interacts.
@@ -167,7 +166,7 @@ def generate(seed: int, num_rows: int) -> GeneratedRows:
     logits = -1.5 + numbers @ rng.normal(0.0, 0.2, len(CRITEO_NUMBERS)) + 0.3 * numbers[:, 0] * numbers[:, 1]
     categories = np.empty((num_rows, len(cardinalities)), dtype=np.int64)
     for column, cardinality in enumerate(cardinalities):
-        popularity = np.cumsum(1.0 / np.arange(1, cardinality) ** 1.05)  # of ids 1 ..; `UNSEEN` never occurs
+        popularity = np.cumsum(1.0 / np.arange(1, cardinality) ** 1.05)  # popularity of ids from 1 on; `UNSEEN` never occurs
         drawn = rng.random(num_rows) * popularity[-1]
         categories[:, column] = 1 + np.searchsorted(popularity, drawn, side="right")
         logits += rng.normal(0.0, 0.25, cardinality)[categories[:, column]]
@@ -330,7 +329,7 @@ def _read(
     max_rows: int | None = None,
 ) -> _Columns:
     num_columns = 1 + len(numbers) + len(categories)
-    may_be_empty = delimiter == "\t"  # Criteo leaves out what it does not know; Adult writes "?"
+    may_be_empty = delimiter == "\t"  # Criteo leaves unknown values empty; Adult writes "?"
     rows, lines = _read_rows(path, delimiter, num_columns, max_rows)
     columns = [np.array(column, dtype=np.str_) for column in zip(*rows, strict=True)]
 
@@ -407,7 +406,7 @@ def _to_numbers(path: Path, column: npt.NDArray[np.str_], lines: list[int], name
         values = text.astype(np.float64)
     except ValueError:
         values = np.array([_float_or_inf(value) for value in text.tolist()])
-    # "nan" is what we wrote for a missing number; anything else that is not finite was in the file.
+    # "nan" is our own mark for a missing number. Any other non-finite value was in the file.
     wrong = ~np.isfinite(values) & ~((column == "") & may_be_empty)
     if wrong.any():
         row = int(wrong.argmax())

@@ -1,7 +1,7 @@
 """A wide-and-deep click model with DLRM's interactions, as an ordinary LightningModule.
 
-Nothing in it knows that the job may be resized. Its validation figures are sums over samples, reduced once
-per validation, so they do not depend on how the samples were spread over workers.
+The model contains nothing about resizing. Its validation figures are sums over samples, reduced once per validation,
+so they do not depend on the split of the samples over workers.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def count_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def auc_of_counts(counts: torch.Tensor) -> float:
-    """AUC of what `count_scores` counted."""
+    """AUC of the counts of `count_scores`."""
     negatives, positives = counts.cpu().numpy()
     return weighted_auc(range(NUM_BINS), positives, negatives)
 

@@ -1,9 +1,9 @@
-"""Show a live elastic job from start to finish, on this machine: what `make run` executes.
+"""Show a live elastic job from start to finish, on this machine. `make run` executes this script.
 
-It starts `dlrover run --workers 1:2 examples/train_ctr.py`, and then only watches and disturbs: waits until
-the planner has grown the job to two workers, kills one with SIGKILL, waits for its replacement, asks for one
-worker, waits for the shrink, and lets the job finish. Every wait has a deadline; the exit code is 0 only if
-every stage happened.
+It starts `dlrover run --workers 1:2 examples/train_ctr.py`. From then on it only watches and disturbs the job: it waits
+until the planner has grown the job to two workers, kills one with SIGKILL, and waits for its replacement. Then it asks for
+one worker, waits for the shrink, and lets the job finish. Every wait has a deadline. The exit code is 0 only if every stage
+happened.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "examples" / "train_ctr.py"
 POLL_S = 0.1
-END_S = 10.0  # from the end of the job's etcd to its own
-STEADY_S = 8.0  # trained between two changes, so that the pictures show each size
+END_S = 10.0  # seconds from the end of the job's etcd to the job's own end
+STEADY_S = 8.0  # seconds of training between two changes, so that the pictures show each size
 
 
 class DemoError(RuntimeError):
-    """A stage that did not happen; the message says what was awaited and what to look at."""
+    """A stage that did not happen. The message names the awaited event and the logs to read."""
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """What `dlrover run` writes into `runs/<id>/job.json`, as far as the demo needs it."""
+    """Fields of `runs/<id>/job.json`, as `dlrover run` writes it, that the demo needs."""
 
     endpoint: str
     prefix: str
 
 
 def start(run_id: str, run_dir: Path, script_arguments: list[str]) -> Demo:
-    """Start `dlrover run` on the example; its output goes to a file beside the run's folder."""
+    """Start `dlrover run` on the example. Its output goes to a file beside the run's folder."""
     command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "1:2"]
     command += ["--rdzv-id", run_id, "--run-dir", str(run_dir)]
-    command += ["--history", "off"]  # every demo is the same, whatever ran before
+    command += ["--history", "off"]  # keeps earlier runs from changing the demo
     command += [str(SCRIPT), *script_arguments]
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{run_id}.log"
@@ -98,7 +98,7 @@ class Demo:
         self._keys = Keys(self.run_id, job.prefix)
 
     def wait(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
-        """What `look` finds, asked again until it finds something.
+        """Poll `look` and return its first result that is not None.
 
         Raises:
             DemoError: the job ended, or nothing was found within `timeout_s`.
@@ -108,7 +108,7 @@ class Demo:
             try:
                 found = look()
             except EtcdError as error:
-                # The job's etcd ends with the job, whose own end is the better news.
+                # The job's etcd ends with the job. The job's exit is then the more useful message.
                 try:
                     self.process.wait(END_S)
                 except subprocess.TimeoutExpired:
@@ -126,7 +126,7 @@ class Demo:
             time.sleep(POLL_S)
 
     def round_of(self, num_workers: int, after: int = 0, without: str = "") -> Callable[[], RoundRecord | None]:
-        """A look for a round of this size that is newer than round `after` and lacks the worker `without`."""
+        """Return a function that looks for a round of this size, newer than round `after` and without the worker `without`."""
 
         def look() -> RoundRecord | None:
             found = self.round()
@@ -137,7 +137,7 @@ class Demo:
         return look
 
     def round_without(self, worker_id: str, after: int) -> Callable[[], RoundRecord | None]:
-        """A look for a round newer than `after` in which `worker_id` is no member, of any size."""
+        """Return a function that looks for a round of any size, newer than `after`, without the member `worker_id`."""
 
         def look() -> RoundRecord | None:
             found = self.round()
@@ -156,15 +156,15 @@ class Demo:
         self.wait("steady training", lambda: True if time.monotonic() - begun > STEADY_S else None, STEADY_S + 5)
 
     def kill(self, worker_id: str) -> None:
-        """SIGKILL to one worker of this job and to nothing else.
+        """Send SIGKILL to one worker of this job and to nothing else.
 
         Raises:
-            DemoError: its record or its process is not what we started.
+            DemoError: its record or its process does not match the one that we started.
         """
         worker = self._read(WorkerRecord, self._keys.workers + worker_id)
         if worker is None:
             raise DemoError(f"worker {worker_id} has no record in etcd, so its process is unknown")
-        # Process ids are reused and etcd may be shared: both must say that it is ours.
+        # Process ids are reused and etcd may be shared, so both must match.
         command = _command_line(worker.pid)
         if worker.host not in (os.uname().nodename, "localhost") or str(SCRIPT) not in command:
             raise DemoError(f"process {worker.pid} of {worker.host} is not a worker of this demo; nothing was killed")
@@ -201,7 +201,7 @@ class Demo:
             raise DemoError(f"the job failed with exit code {code}")
 
     def stop(self) -> None:
-        """End the job if it still runs: first as Ctrl-C would, then harder."""
+        """End the job if it still runs: first as Ctrl-C would, then with SIGKILL."""
         if self._client is not None:
             self._client.close()
         for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
@@ -225,10 +225,10 @@ class Demo:
         return events
 
     def metrics(self) -> dict[str, Any]:
-        """What `train_ctr.py` measured at its end.
+        """Metrics that `train_ctr.py` measured at its end.
 
         Raises:
-            DemoError: it wrote nothing that can be read.
+            DemoError: it wrote no readable metrics.
         """
         path = self.folder / "metrics.json"
         try:
@@ -242,7 +242,7 @@ class Demo:
             found = json.loads((self.folder / "job.json").read_text())
             return JobFile(str(found["endpoint"]), str(found["prefix"]))
         except (OSError, ValueError, KeyError):
-            return None  # not there, or not completely
+            return None  # missing or incomplete
 
     def _read(self, record_type: type[T], key: str) -> T | None:
         assert self._client is not None
@@ -285,11 +285,11 @@ def main() -> int:
 
 
 PLANNER_S = 40.0
-"""For the planner to want another worker; on some machines more threads for one are better."""
+"""Seconds for the planner to choose another worker. On some machines more threads for one worker are better."""
 
 
 def play(demo: Demo) -> None:
-    """All stages, in order.
+    """Run all stages, in order.
 
     Raises:
         DemoError: a stage did not happen.
@@ -311,7 +311,7 @@ def play(demo: Demo) -> None:
         if plan is None or plan.source != "planner":
             raise DemoError(f"the job grew, but the plan came from {plan.source if plan else 'nobody'}, not from the planner")
     demo.say(f"grown to 2 workers while training (round {grown.number}). {plan.reason if plan else ''}")
-    demo.scale(2)  # what is set by hand stays: the planner may want to go back before all was shown
+    demo.scale(2)  # fixed by hand, because the planner might shrink the job before all stages were shown
     demo.train_steadily()
 
     victim = grown.members[-1]

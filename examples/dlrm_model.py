@@ -1,8 +1,8 @@
 """DLRM (Naumov et al., arXiv 1906.00091) with torchrec's tables, as an ordinary LightningModule.
 
-Nothing in it knows that its tables are spread over workers, or that the job may be resized: `DLRoverStrategy` shards them and
-keeps them so. Figures are sums over samples, reduced once per validation, in which all workers take part: tables that are
-spread over the workers cannot be asked by one of them alone.
+The model contains nothing about sharding or resizing: `DLRoverStrategy` shards its tables over the workers and keeps them
+sharded. Figures are sums over samples, reduced once per validation, in which all workers take part. One worker alone cannot
+query sharded tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrec.optim import RowWiseAdagrad
 __all__ = ["DLRM"]
 
 SETS = ("val", "test")
-"""What the validation loaders are, in this order; there may be only the first."""
+"""Names of the validation loaders, in this order. The second one may be missing."""
 
 
 class DLRM(L.LightningModule):
@@ -37,8 +37,9 @@ class DLRM(L.LightningModule):
         cardinalities: ids per category.
         width: units of the two hidden layers of the top MLP; the cost of a step grows with its square.
         embedding_dim: values per id, a multiple of 4 (fbgemm's kernels).
-        learning_rate: of the MLPs, by AdamW.
-        table_learning_rate: of the tables, by row-wise Adagrad: a row is updated in the backward pass, and only if it was used.
+        learning_rate: learning rate of the MLPs, used by AdamW.
+        table_learning_rate: learning rate of the tables, used by row-wise Adagrad. A row is updated in the backward pass,
+            and only if it was used.
     """
 
     pairs: torch.Tensor
@@ -65,7 +66,7 @@ class DLRM(L.LightningModule):
                     embedding_dim=embedding_dim,
                     num_embeddings=cardinality,
                     feature_names=[name],
-                    init_fn=partial(nn.init.normal_, std=0.01),  # ids that were never trained on add next to nothing
+                    init_fn=partial(nn.init.normal_, std=0.01),  # near zero, so that untrained ids hardly contribute
                 )
                 for name, cardinality in zip(self.features, cardinalities, strict=True)
             ],
@@ -108,7 +109,7 @@ class DLRM(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # Lightning stops at max_steps in the middle of an epoch without a validation; asked to stop, it makes one.
+        # When max_steps ends training in the middle of an epoch, Lightning validates only if it is asked to stop.
         if self.trainer.global_step == self.trainer.max_steps:
             self.trainer.should_stop = True
 

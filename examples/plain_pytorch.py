@@ -1,11 +1,11 @@
-"""A plain PyTorch loop, without Lightning, whose workers may come, go and be killed while it trains.
+"""A plain PyTorch loop, without Lightning, with workers that may come, go and be killed while it trains.
 
     python examples/plain_pytorch.py                                                      # one worker, no etcd
     torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --rdzv-conf=live=1 --nnodes=1:4 \
         --nproc-per-node=1 examples/plain_pytorch.py                                      # more join by the same command
 
-However often the world changes, every sample is trained on once per epoch, in the same global batches: the parameters at the
-end are those of an undisturbed run, within rounding.
+However often the world changes, every sample is trained on once per epoch, in the same global batches. The final parameters
+are those of an undisturbed run, within rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SEED = 1
 
 
 def rows_of_step(step: Step, num_rows: int, batch_size: int) -> tuple[torch.Tensor, int]:
-    """This worker's share of the step's global batch, as row numbers, and how many rows the whole batch has.
+    """Return this worker's share of the step's global batch, as row numbers, and the number of rows in the whole batch.
 
-    The step's number is the cursor: epoch, order and place in it follow from it alone, and so does who takes which rows.
+    The step's number is the cursor: it determines the epoch, the order, the place in it and the owner of each row.
     """
     steps_per_epoch = -(-num_rows // batch_size)
     epoch, place = divmod(step.number, steps_per_epoch)
@@ -57,13 +57,13 @@ def main() -> None:
         for step in world.steps(num_steps, model=model, optimizer=optimizer, scheduler=scheduler):
             with step:
                 if step.round_is_new:
-                    replica = DistributedDataParallel(model, init_sync=False)  # all have the same parameters already
+                    replica = DistributedDataParallel(model, init_sync=False)  # parameters are already equal
                     world.guard(replica)
                     print(f"step {step.number}: rank {step.rank} of {step.size}", flush=True)
                 rows, num_rows = rows_of_step(step, options.rows, options.batch_size)
                 time.sleep(options.step_s)
                 optimizer.zero_grad()
-                # DDP takes the mean over workers, whose shares may differ by a row; meant is the mean over the batch.
+                # DDP averages over workers, but their shares may differ by a row. The loss must average over the batch.
                 loss = cross_entropy(replica(inputs[rows]), targets[rows], reduction="sum") * step.size / num_rows
                 loss.backward()
                 optimizer.step()

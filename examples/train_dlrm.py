@@ -1,4 +1,4 @@
-"""Train DLRM with sharded embedding tables: what `train_ctr.py` is for dense models. The elastic lines are marked.
+"""Train DLRM with sharded embedding tables, as `train_ctr.py` trains a dense model. The elastic lines are marked.
 
     python examples/train_dlrm.py                                     one worker, profiled
     dlrover run --workers 1:3 examples/train_dlrm.py                  live elastic on this machine
@@ -55,7 +55,7 @@ def main() -> int:
     except (TorchrecMissingError, DataError) as error:
         print(f"train_dlrm: {error}", file=sys.stderr)
         return 2
-    from dlrm_model import DLRM  # not before it is known that there is a torchrec
+    from dlrm_model import DLRM  # only after the check that torchrec is installed
 
     model = DLRM(
         data.cardinalities,
@@ -67,7 +67,7 @@ def main() -> int:
     )
     loader_workers = options.loader_workers
     train_loader = DataLoader(data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
-    # Tables that are spread over the workers are asked by all of them together, so the test rows are measured within fit, too.
+    # Sharded tables need all workers for a lookup, so the test rows are measured within fit, too.
     measured = [DataLoader(rows, options.batch_size, collate_fn=collate) for rows in (data.val, data.test)]
 
     trainer = L.Trainer(
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def load_rows(options: Options) -> ClickData:
-    """Rows of `--data`, else generated ones: tables of 26 categories are what is shown here.
+    """Load the rows of `--data`, else generate some: 26 categories show the tables best.
 
     Raises:
         DataError: the path or a row of it cannot be used.
@@ -162,7 +162,7 @@ def _at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text} must be {least} or more")
         return number
 
-    parse.__name__ = "int"  # argparse names it when the text is no number
+    parse.__name__ = "int"  # argparse names the type when the text is not a number
     return parse
 
 

@@ -1,6 +1,6 @@
-"""What Lightning scripts may contain, and what becomes of it in a job that changes: the source of docs/compatibility.md.
+"""Features of Lightning scripts and their fate in a job that changes: the source of docs/compatibility.md.
 
-`python tests/compatibility.py` writes the page. A test compares the two, and looks each test up.
+`python tests/compatibility.py` writes the page. A test compares the two, and checks that each named test exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Row:
     group: str
     feature: str
     verdict: Verdict
-    test: str  # path::function, with [parameter] where one case shows it
+    test: str  # path::function, with [parameter] if a single case shows it
     note: str = ""
 
 
@@ -453,7 +453,7 @@ ROWS: list[Row] = [
 
 
 def render(rows: list[Row]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# What scripts may contain",
         "<!-- Written by `python tests/compatibility.py` from the table in that file. -->",

@@ -18,14 +18,14 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {"checks", "learn", "live", "observe", "planner", "report", "tables", "watch"}
-"""Folders whose tests must leave nothing behind. Jobs of the other folders end in processes of their own."""
+"""Test folders that must leave nothing behind. Jobs of the other folders end in separate processes."""
 
-# No job of a test is warm-started by, or seen in, the history of whoever runs the tests.
+# Keep the history of the user who runs the tests from warm-starting or recording their jobs.
 os.environ["DLROVER_HISTORY"] = "off"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what would make a test run longer than half an hour on two cores, and what this machine has no device for."""
+    """Leave out tests that extend a run beyond half an hour on two cores, and those without a device on this machine."""
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:
             if item.get_closest_marker("on_demand") is not None:
@@ -58,7 +58,7 @@ def etcd() -> Iterator[EmbeddedEtcd]:
 
 @pytest.fixture
 def private_etcd() -> Iterator[EmbeddedEtcd]:
-    """A server of this test's own, to be killed and restarted at will."""
+    """A server of this test alone, to be killed and restarted at will."""
     with EmbeddedEtcd() as server:
         yield server
 

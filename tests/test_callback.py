@@ -1,4 +1,4 @@
-"""The callback in a real Trainer of one process: what it measures, logs, plans and says."""
+"""The callback in a real Trainer of one process: its measurements, logs, plans and messages."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TwoSteps(Model):
 
 
 class Remaining(L.Callback):
-    """What is left after each batch."""
+    """Remaining work after each batch."""
 
     def __init__(self) -> None:
         self.seen: list[float | None] = []
@@ -174,7 +174,7 @@ def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_tak
     trainer(tmp_path, callback, callbacks=[callback, remaining], **limits).fit(model(), loader(160))
     num = 40
     assert len(remaining.seen) == num
-    # What is left of a number of steps is known by the batches of one.
+    # The remaining batches are known from the batches per optimizer step.
     assert remaining.seen == pytest.approx([num - 1.0 - i for i in range(num)], abs=3)
     assert remaining.seen[-1] == 0
     assert len(windows) > 2
@@ -188,7 +188,7 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
     strategy: Any = SimpleNamespace(live=SimpleNamespace(formation=None))
     for record in [RoundRecord(number, ["w"], "", "loss", False) for number in range(1, 50)]:
-        strategy.live.formation = None  # of a round in which no step was made
+        strategy.live.formation = None  # a round without a step
         strategy.live.formation = Formation(record, {}, 0)
         place: Any = callback._place(trainer, strategy)
         assert place == record.number

@@ -1,4 +1,4 @@
-"""The page on compatibility holds what the tests show."""
+"""The compatibility page matches the tests."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.observe.descriptors import Descriptors
 
 Place = Literal["nowhere", "function", "full_graph", "submodule", "submodule_in_place", "model", "module"]
-"""What is compiled."""
+"""Place at which a script uses `torch.compile`."""
 
 NUM_STEPS = 4
 
 
 class Counter:
-    """A backend that runs the graphs as they are."""
+    """A backend that runs the graphs unchanged, and counts them."""
 
     def __init__(self) -> None:
         self.num_graphs = 0
@@ -73,7 +73,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def trained(place: Place, callbacks: list[L.Callback]) -> int:
-    """Compiled graphs of a short training."""
+    """Number of compiled graphs of a short training."""
     torch._dynamo.reset()
     backend = Counter()
     model: Any = Model(place, backend)
@@ -98,8 +98,8 @@ def trained(place: Place, callbacks: list[L.Callback]) -> int:
 @pytest.mark.parametrize("place", get_args(Place))
 def test_callback_leaves_compilation_alone(place: Place) -> None:
     plain = trained(place, [])
-    assert (plain > 0) == (place not in ("nowhere", "module"))  # the step is no forward
+    assert (plain > 0) == (place not in ("nowhere", "module"))  # the step is not a forward call
     callback = DLRoverCallback(plan_every_s=0)
     assert trained(place, [callback]) == plain
-    # What was seen of a compiled model is no description of it.
+    # Observations of a compiled model do not describe it.
     assert (callback._descriptors == Descriptors()) == (place != "nowhere")

@@ -1,4 +1,4 @@
-"""What a GPU changes: results that come late, and state that belongs on the device. The CPU runs the same tests."""
+"""Effects of a GPU: results that arrive late, and state that belongs on the device. The CPU runs the same tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 class AbortedWorld:
-    """A world whose round ends while a collective is on the stream."""
+    """A world that loses its round while a collective is on the stream."""
 
     broken = False
     worker_id = "a"
@@ -50,7 +50,7 @@ class AbortedWorld:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> LiveTraining:
-    """One of two workers on a GPU; where there is none, on a device that has computed everything at once."""
+    """One of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(live_module, "wait_for_device", lambda device: None)
     found = LiveTraining.__new__(LiveTraining)
@@ -83,7 +83,7 @@ def test_reduction_cut_short_by_an_abort_is_done_again(
 
     def reduce() -> float:
         values.append(len(values))
-        world.broken = len(values) == 1  # no error: the stream goes on after an abort
+        world.broken = len(values) == 1  # no error: the stream continues after an abort
         return values[-1]
 
     def recover() -> bool:
@@ -152,7 +152,7 @@ def test_missed_update_brings_state_and_scale_to_the_own_device(device: str) -> 
     source, ahead, its_optimizer, its_scaler = worker(device)
     target, behind, optimizer, scaler = worker(device)
     make_update(behind, optimizer, scaler, device)
-    for factor in (float("inf"), 1.0):  # gradients that overflow halve the scale
+    for factor in (float("inf"), 1.0):  # overflowing gradients halve the scale
         make_update(ahead, its_optimizer, its_scaler, device, factor)
     assert its_scaler.state_dict() != scaler.state_dict()
     target._apply(_Update(**transfer.loads(transfer.dumps(vars(source._capture())))))

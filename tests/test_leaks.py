@@ -1,4 +1,4 @@
-"""The check that every test ends what it has started: it finds what was left, and nothing else."""
+"""The check that every test ends its threads and processes: it finds everything left behind, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_child_process_is_left_behind_until_it_ends() -> None:
     command = [sys.executable, "-c", "print(flush=True); input()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()  # its command line is there
+    process.stdout.readline()  # wait until its command line exists
     [found] = left_behind(before, 0.0)
     assert found.startswith(f"child process {process.pid}: ")
     process.communicate(b"\n")

@@ -1,4 +1,4 @@
-"""Strategy and callback as `LightningCLI` makes them from a configuration."""
+"""Strategy and callback as `LightningCLI` creates them from a configuration."""
 
 from __future__ import annotations
 

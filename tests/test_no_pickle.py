@@ -1,4 +1,4 @@
-"""No line of ours can turn somebody else's bytes into running code."""
+"""No line of ours can turn foreign bytes into running code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FILES = sorted(file for folder in ("rdzv", "components", "lightning_dlrover") fo
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing.reduction"}
 FUNCTIONS = {"eval", "exec", "compile", "__import__"}
-COLLECTIVES = {  # torch pickles what these are given
+COLLECTIVES = {  # torch pickles the arguments of these
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
     *("send_object_list", "recv_object_list"),
 }
 
 
 def offences(source: str) -> list[str]:
-    """Every use of something that runs what it reads, with its line."""
+    """Uses of functions that execute their input, each with its line."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []

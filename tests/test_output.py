@@ -1,4 +1,4 @@
-"""What is printed, and what happens where it cannot be."""
+"""The printed output, and behaviour when it cannot be printed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def full() -> Iterator[IO[str]]:
 
 @pytest.fixture
 def lost_terminal() -> Iterator[int]:
-    """A terminal whose window has gone: writing to it fails with EIO."""
+    """A terminal without its window: writing to it fails with EIO."""
     window, terminal = pty.openpty()
     os.close(window)
     yield terminal

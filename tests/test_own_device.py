@@ -1,4 +1,4 @@
-"""Which device each worker trains on; devices have names without CUDA, too."""
+"""The device on which each worker trains. Devices have names without CUDA, too."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ both = pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning]
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Output of a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -54,7 +54,7 @@ def test_strategy_of_the_users_own_is_taken(package: ModuleType) -> None:
 
 @both
 def test_classes_are_those_of_both_packages(package: ModuleType) -> None:
-    assert issubclass(DLRoverStrategy, package.strategies.Strategy)  # as jsonargparse asks
+    assert issubclass(DLRoverStrategy, package.strategies.Strategy)  # required by jsonargparse
     assert issubclass(DLRoverCallback, package.Callback)
     fabric: Any = packages.fabric_submodule(package.__name__, "plugins")
     assert isinstance(DLRoverEnvironment({}), fabric.ClusterEnvironment)

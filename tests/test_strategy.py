@@ -1,4 +1,4 @@
-"""The strategy without a job around it: what it refuses, and that a plain script trains as ever."""
+"""The strategy without a job around it: its refusals, and the unchanged training of a plain script."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
 
 def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module_as_it_was() -> None:
     class Broken(torch.nn.Module):
-        """As DDP, when a worker is lost while buffers are sent around."""
+        """Simulates DDP when a worker is lost during the broadcast of buffers."""
 
         def forward(self, *_: Any) -> None:
             raise RuntimeError("Connection closed by peer")

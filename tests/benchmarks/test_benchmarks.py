@@ -1,4 +1,4 @@
-"""Every benchmark runs in its short form and says what its documentation promises."""
+"""Every benchmark runs in its short form and reports the figures that its documentation promises."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ takes_minutes = pytest.mark.on_demand
 
 
 def quick_result(script: str) -> dict[str, float]:
-    """The `name=value` pairs of the last line that `script --quick` prints."""
+    """The `name=value` pairs of the last line of `script --quick`."""
     command = [sys.executable, str(BENCHMARKS / script), "--quick"]
     benchmark = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = benchmark.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        benchmark.send_signal(signal.SIGINT)  # it ends what it has started
+        benchmark.send_signal(signal.SIGINT)  # it ends all its processes
         output, _ = benchmark.communicate(timeout=30.0)
         raise AssertionError(f"{script} --quick was not done after {DEADLINE_S:.0f} s: {output}") from None
     assert benchmark.returncode == 0, output
@@ -42,7 +42,7 @@ def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
     result = quick_result("live_resize.py")
     changes = ["grow_s", "shrink_s", "replace_s", "rank0_leaves_s", "kill_s"]
     assert list(result) == [*changes, "stock_s", "ratio"]
-    # A stall can come out slightly negative when the machine is busy: a usual step is subtracted from it.
+    # A stall can be slightly negative on a busy machine, because a usual step is subtracted from it.
     assert all(-0.5 < result[name] < result["stock_s"] for name in changes)
     assert result["ratio"] > 3
 
@@ -64,7 +64,7 @@ def test_jobs_whose_workers_are_killed_finish_and_survivors_agree_soon() -> None
     assert list(result) == ["finished", "of", "stock_finished", "stock_of", "agree_s", "node_lost_s"]
     assert result["finished"] == result["of"] == 2
     assert 0 < result["agree_s"] < 5  # 0.5 s on a quiet machine
-    assert 1 < result["node_lost_s"] < 20  # no sooner than a lease can end, or nothing had vanished
+    assert 1 < result["node_lost_s"] < 20  # at least a lease's expiry, else nothing had vanished
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_nodes_join_faster_than_with_torchs_rendezvous_and_are_quiet_while_idle(
     assert list(result) == ["join_16_s", "absorb_16_s", "idle_rps_per_node", "ratio_16"]
     assert 0 < result["join_16_s"] < 5
     assert 0 < result["absorb_16_s"] < 5
-    # Counted, not timed: lease refreshes every 2.5 s, and the convener looks after the folder it watches.
+    # Counted, not timed: lease refreshes every 2.5 s, and the convener's checks of its watch.
     assert 0.2 < result["idle_rps_per_node"] <= 0.6
     assert result["ratio_16"] > 1
 

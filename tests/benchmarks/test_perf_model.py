@@ -1,4 +1,4 @@
-"""The benchmark of the resource-performance model keeps what the documentation promises, on the measured traces."""
+"""The benchmark of the resource-performance model reaches the documented accuracy on the measured traces."""
 
 from __future__ import annotations
 

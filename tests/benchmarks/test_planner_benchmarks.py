@@ -1,4 +1,4 @@
-"""The benchmarks of the planner's three stages run in their short form and say what their documentation promises."""
+"""The benchmarks of the planner's three stages run in their short form and report the promised figures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytestmark = [
 def test_what_the_planner_chooses_is_compared_with_the_best_of_a_grid() -> None:
     result = quick_result("auto_config.py")
     assert list(result) == ["cold_min", "warm_min", "visited_max"]
-    # How good it is takes a quiet machine; that it is of the order of the best is seen on any.
+    # Precise figures need a quiet machine; their order of magnitude shows on any.
     assert 0.2 < result["cold_min"] < 5
     assert 0.2 < result["warm_min"] < 5
-    assert 1 <= result["visited_max"] <= 4  # of as many
+    assert 1 <= result["visited_max"] <= 4  # four configurations in all
 
 
 def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:

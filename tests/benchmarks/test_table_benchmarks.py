@@ -1,4 +1,4 @@
-"""The benchmarks of models with sharded tables run in their short form and say what their documentation promises."""
+"""The benchmarks of models with sharded tables run in their short form and report the promised figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_resharding_in_memory_moves_the_least_and_is_shorter_than_a_restart() ->
     assert result["ratio"] > 2
     assert result["bytes_ratio"] == pytest.approx(1.0, abs=0.01)  # counted, not timed
     assert result["bandwidth_ratio"] > 0
-    assert math.isfinite(result["extra_memory"])  # of small tables it says nothing
+    assert math.isfinite(result["extra_memory"])  # not meaningful for small tables
     assert -2 < result["kill_s"] < 20
 
 

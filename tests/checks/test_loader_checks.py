@@ -1,4 +1,4 @@
-"""Which data loaders of other people are split, and which are refused with what to do instead."""
+"""Users' data loaders: the kinds that are split, and the kinds that are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stream(IterableDataset[int]):
 
 
 class OwnBatches(BatchSampler):
-    """Decides itself what a batch is."""
+    """A user's own composition of batches."""
 
 
 class Own(Sampler[int]):
@@ -59,7 +59,7 @@ class Own(Sampler[int]):
 
 
 class RankAware(Own):
-    """As in DeiT's repeated augmentation: derived from Sampler, not from DistributedSampler."""
+    """Derived from Sampler, not from DistributedSampler, as in DeiT's repeated augmentation."""
 
     def __init__(self) -> None:
         self.num_replicas, self.rank = 2, 0

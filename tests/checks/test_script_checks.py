@@ -1,4 +1,4 @@
-"""Scripts that several workers cannot carry out together are refused in words."""
+"""Scripts that several workers cannot execute together are refused with an explanation."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_step_after_manual_backward_is_fine() -> None:
     check.backward()
     check.optimizer_step(stepped, do_nothing_closure)
     check.batch_begins()
-    check.optimizer_step(stepped, do_nothing_closure)  # of the former batch's gradients
-    check.optimizer_step(stepped, lambda: None)  # it may call `manual_backward`
+    check.optimizer_step(stepped, do_nothing_closure)  # uses the previous batch's gradients
+    check.optimizer_step(stepped, lambda: None)  # may call `manual_backward`
     check.batch_begins()
     with pytest.raises(Exception, match=r"call self\.manual_backward"):
         check.optimizer_step(stepped, do_nothing_closure)

@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, Pla
 
 @pytest.fixture
 def dlrover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """Runs a command in an empty folder; returns exit code, output and errors."""
+    """Run a command in an empty folder; return exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("DLROVER_")]:
         monkeypatch.delenv(name)
@@ -50,7 +50,7 @@ def job(client: EtcdClient, keys: Keys) -> Keys:
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a history of two jobs of one name and one of another."""
+    """URL of a history with two jobs of one name and one of another."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path / 'history.sqlite'}"
     with JobHistory(url) as written:

@@ -21,7 +21,7 @@ def test_output_is_followed_to_the_end_of_a_job_that_has_failed_before_its_first
 ) -> None:
     Path(f"runs/{keys.run_id}/logs").mkdir(parents=True)
     following = ("logs", "-f", "--endpoint", etcd.endpoint, keys.run_id)
-    client.put(keys.plan, encode(PlanRecord(1, "initial", "start", True)))  # all that a controller leaves
+    client.put(keys.plan, encode(PlanRecord(1, "initial", "start", True)))  # the only record that a controller leaves
     assert dlrover(*following) == (0, "", "")
     client.put(keys.job, encode(JobRecord("failed", True, 1, 3, "0")))
     assert dlrover(*following) == (0, "", "")
@@ -85,5 +85,5 @@ def test_the_output_of_all_nodes_is_shown_with_their_names(dlrover: RunCli) -> N
         Path(f"runs/job/logs/{node}").mkdir(parents=True)
         Path(f"runs/job/logs/{node}/stdout.log").write_text(text)
     assert dlrover("logs", "job") == (0, "[node2] two\n[node10] ten\n[node10] rows\n", "")
-    # Nobody runs it and its etcd is not known, so nothing more will come.
+    # The job does not run and its etcd is unknown, so no more output can come.
     assert dlrover("logs", "--follow", "job") == (0, "", "")

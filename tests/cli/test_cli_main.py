@@ -1,4 +1,4 @@
-"""The `dlrover` command as such: help, bad usage, what it imports, and which arguments are its own."""
+"""The `dlrover` command itself: help, bad usage, its imports, and the separation of its arguments from the script's."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCl
     )
     words = ["${app_id}", "a$$b", "$(HOME)", "100%25", 'it\'s "so"', "two\nlines", "--escaped", ""]
     [role] = elastic.train(*words, script="train.py").roles
-    assert "$" not in "".join(role.args).replace("${app_id}", "", 1)  # that of the job's name is TorchX's to replace
+    assert "$" not in "".join(role.args).replace("${app_id}", "", 1)  # TorchX replaces the job's name
     assert dlrover(*role.args[2:])[0] == 0
     assert seen == [["train.py", *words]]
 
@@ -131,7 +131,7 @@ def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest
         text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
         rows = [line for line in text.splitlines() if line.startswith("| `--")]
         started = re.findall(r"dlrover run ((?:[^\n]*\\\n)*[^\n`]*)", text)
-        started = [options.split(".py")[0] for options in started]  # what comes then is for the script
+        started = [options.split(".py")[0] for options in started]  # the remaining options belong to the script
         named = {
             name for part in (*(row.split("|")[1] for row in rows), *started) for name in re.findall(r"--[a-z][a-z-]*", part)
         }

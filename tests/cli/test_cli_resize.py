@@ -59,7 +59,7 @@ def test_scale_sets_how_workers_work_and_keeps_what_it_was_not_asked_to_change(
 def test_a_setting_by_hand_leaves_the_number_of_workers_a_recommendation(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
-    """Nobody asked for another size, and the workers that are there must not be sent away."""
+    """No person chose another size, so the existing workers must not be dismissed."""
     client.put(job.plan, encode(PlanRecord(1, "planner", "1 would do", False)))
     assert dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, "--threads", 1)[0] == 0
     entry = client.get(job.plan)
@@ -121,7 +121,7 @@ def decided(client: EtcdClient, keys: Keys, rates: Sequence[float], gpus: int = 
 
 @pytest.fixture
 def competitors(client: EtcdClient, keys: Keys) -> list[Keys]:
-    """Two jobs: one hardly gains by a second worker, the other one does."""
+    """Two jobs: one hardly gains from a second worker, the other one does."""
     both = [Keys(f"{keys.run_id}-{name}") for name in ("flat", "steep")]
     decided(client, both[0], [100.0, 105.0, 106.0])
     decided(client, both[1], [10.0, 19.0, 27.0])

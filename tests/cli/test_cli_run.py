@@ -1,4 +1,4 @@
-"""What `dlrover run` refuses, and does before and after a job; whole jobs are in tests/e2e."""
+"""Refusals of `dlrover run`, and its work before and after a job. Whole jobs are in tests/e2e."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
             {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
             "nodes run on Kubernetes, where these mean nothing: --partition; `--target local` keeps them on this host",
         ),
-        # Without a service account there is nobody as whom nodes could be asked for.
+        # Without a service account nodes cannot be requested.
         ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
     ],
 )
@@ -74,7 +74,7 @@ def test_nodes_run_where_their_controller_does_unless_told_otherwise(
     options = ("--target", "auto", "--partition", "p", "--image", "i", "--max-restarts", "-1")
     code, output, errors = dlrover("run", *options, "script.py")
     assert (code, output.strip()) == (2, said)
-    assert "--max-restarts is -1" in errors  # and went on to what else is wrong
+    assert "--max-restarts is -1" in errors  # the check continues with the other options
 
 
 def test_a_job_that_has_ended_in_a_shared_etcd_is_not_run_again(
@@ -96,7 +96,7 @@ def test_a_folder_of_an_earlier_job_is_not_written_into(dlrover: RunCli) -> None
 
 
 def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> None:
-    # An address for documentation, which no host has.
+    # An address reserved for documentation, which no host has.
     code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
     assert (code, "Traceback" in errors) == (2, False)
     assert not Path("runs/job").exists()

@@ -64,7 +64,7 @@ def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
     for name, endpoint in ((job.run_id, etcd.endpoint), ("gone", etcd.endpoint), ("silent", "127.0.0.1:1")):
         Path(f"runs/{name}").mkdir(parents=True)
         JobPlace(name, endpoint, job.prefix).write(Path(f"runs/{name}"), "slurm", "mark")
-    # Of none of them is a `dlrover run` left here, and yet nodes of the first train.
+    # No `dlrover run` is left here, but nodes of the first job train.
     listed = {line.split()[0]: " ".join(line.split()[1:]) for line in dlrover("list")[1].splitlines()}
     assert listed == {
         "JOB": "STATE TARGET WORKERS NODES CONTROLLER",

@@ -1,8 +1,8 @@
-"""A controller that is killed anywhere: the next one goes on, no node is leaked and none is started twice.
+"""A controller that is killed anywhere: the next one continues, no node is leaked and none is started twice.
 
-Controllers are killed before and after every request to etcd and to the scheduler while a job adds, drains, replaces, loses and
-cancels nodes, and the scheduler fails at each of them. It forgets nothing here and outlives them; its nodes do what an agent
-with one worker does.
+Controllers are killed before and after every request to etcd and to the scheduler, while a job adds, drains, replaces, loses
+and cancels nodes. The scheduler also fails at each of them. It keeps its state here and outlives the controllers. Its nodes
+behave like an agent with one worker.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ QUICK = Patience(
 )
 SIZE = NodeSize(1, 1024)
 EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 3
-EVERY_LONG = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 20  # of a life that takes more than a second
+# Interval between the tested requests of lives that take more than a second.
+EVERY_LONG = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 20
 
 
 class Killed(BaseException):
-    """What `kill -9` is to the code that it meets."""
+    """Simulates `kill -9`, as the killed code experiences it."""
 
 
 @dataclass
 class Fault:
-    """Kills, or fails, at the n-th request, before it is carried out or after."""
+    """Kills, or fails, at the n-th request, before or after its execution."""
 
     at: int = 0
     num_requests: int = 0
@@ -96,12 +97,12 @@ class Fault:
 
 @dataclass
 class Scheduler:
-    """Like Slurm: a process of its own that runs what it has taken on."""
+    """A scheduler that is a separate process, like Slurm, and runs the jobs it has accepted."""
 
-    statuses: dict[str, AppStatus] = field(default_factory=dict)  # by handle
-    nodes: dict[str, str] = field(default_factory=dict)  # by handle
-    sizes: dict[str, NodeSize] = field(default_factory=dict)  # by node
-    late: list[str] = field(default_factory=list)  # asked for, and not taken on before `deliver`
+    statuses: dict[str, AppStatus] = field(default_factory=dict)  # status by handle
+    nodes: dict[str, str] = field(default_factory=dict)  # node by handle
+    sizes: dict[str, NodeSize] = field(default_factory=dict)  # size by node
+    late: list[str] = field(default_factory=list)  # requested, but not accepted before `deliver`
     out_of_memory: set[str] = field(default_factory=set)  # handles
 
     def submit(self, node: str) -> str:
@@ -120,7 +121,7 @@ class Scheduler:
 
 
 class SchedulerTarget:
-    """A controller's side of it."""
+    """The controller's interface to the scheduler."""
 
     name = "fake"
     outlives_controller = True
@@ -132,7 +133,7 @@ class SchedulerTarget:
         self.answers = True
         self.loses_requests = False
         self.refuses = False
-        self.ends_at_once = True  # when cancelled
+        self.ends_at_once = True  # end as soon as they are cancelled
         self.wanted_back: set[str] = set()
         self.num_cancels = 0
 
@@ -184,13 +185,13 @@ class SchedulerTarget:
 
 
 class Job:
-    """A job whose controllers may be killed, and the hand that writes what nodes and workers would write."""
+    """A job with controllers that may be killed; the test writes the records of its nodes and workers."""
 
     def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
         self.patience = QUICK
-        self.silent: set[str] = set()  # nodes that no worker of runs
-        self.registers = True  # whoever starts now
+        self.silent: set[str] = set()  # nodes without started workers
+        self.registers = True  # whether new nodes' workers register
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
         self.scheduler = Scheduler()
         self.target = SchedulerTarget(self.scheduler, fault)
@@ -211,7 +212,7 @@ class Job:
         self.hand.close()
 
     def step(self) -> None:
-        """One step of a controller, of the next one if it is killed."""
+        """Make one step of a controller, or of its successor if it is killed."""
         try:
             if self.controller is None:
                 self.client = EtcdClient(EtcdConfig(self.etcd.endpoint))
@@ -226,7 +227,7 @@ class Job:
             self.num_kills += 1
 
     def bury(self) -> None:
-        """Take away what a killed controller leaves, once its lease has ended."""
+        """Remove the records of a killed controller, as the expiry of its lease would."""
         if self.controller is not None:
             self.controller._mirror.close()
             self.controller._office.lease.close()
@@ -250,7 +251,7 @@ class Job:
     # --- nodes ---------------------------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """What workers do: register, form rounds as the plan says, leave."""
+        """Act as the workers: register, form rounds as the plan requires, leave."""
         running = [self.scheduler.nodes[handle] for handle in self.scheduler.living]
         if not self.registers:
             self.silent |= set(running) - self.registered
@@ -299,7 +300,7 @@ class Job:
         self.hand.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", True)))
 
     def stop(self, why: str) -> None:
-        """As `dlrover cancel` does it."""
+        """Stop the job as `dlrover cancel` does."""
         entry = self.hand.get(self.keys.nodes)
         assert entry is not None
         nodes = decode(NodesRecord, entry.value, entry.key)
@@ -320,7 +321,7 @@ class Job:
 
 
 def add_drain_replace_and_lose(job: Job) -> None:
-    """A job's life, and that it ends with nothing left."""
+    """A job's whole life, after which no node is left."""
     job.run_until("a worker", job.trains_with(1))
     job.plan(2)
     job.run_until("the second worker", job.trains_with(2))
@@ -355,7 +356,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
 
 
 def cancel_what_is_not_wanted(job: Job) -> None:
-    """A job whose nodes do not end by themselves, and that it ends with nothing left."""
+    """A job whose nodes do not end by themselves, after which no node is left."""
     job.patience = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
@@ -407,7 +408,7 @@ def test_a_controller_may_be_killed_before_and_after_every_request(
     for kill_at in range(1, num_requests, every):
         job = make_job(kill_at)
         life(job)
-        # One name may be lost between being written down and being asked for.
+        # One name may be lost between its record and its request.
         assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
         assert job.num_kills == 1
 
@@ -558,7 +559,7 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     job.plan(3)
     former._act([], SIZE)
-    assert not former._add(SIZE)  # it would not have noticed yet
+    assert not former._add(SIZE)  # the former controller would not have noticed yet
     former.end_nodes()
     former.close()
     job.run_until("three workers", job.trains_with(3))
@@ -570,13 +571,13 @@ def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(mak
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
     assert former is not None
-    former._office.lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    former._office.lease.revoke()  # expires in etcd without the controller's knowledge
     job.controller = None
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
     assert not former._office.lease.lost.is_set()
     for _ in range(3):
-        former.step()  # it sees a node that it has not asked for
+        former.step()  # detects a node that it has not requested
         time.sleep(0.05)
     former._act([CancelNode("node1", "it would not know better")], SIZE)
     former.end_nodes()
@@ -589,7 +590,7 @@ def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_j
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
     assert former is not None
-    former._office.lease.revoke()  # as etcd does it meanwhile: nobody has told the controller
+    former._office.lease.revoke()  # expires in etcd without the controller's knowledge
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     assert former._act([Give(1, "all nodes seemed to have failed")], SIZE) is None
@@ -627,7 +628,7 @@ def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_b
 
 
 def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one request to etcd fail, the first one while there is a key; a transaction is carried out all the same."""
+    """Fail the first request to etcd after the key exists. A transaction is executed all the same."""
     owner: Any = client.leases if name == "revoke" else client
     request, get = getattr(owner, name), client.get
     is_lost = False
@@ -665,7 +666,7 @@ def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: Make
 
 
 def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> None:
-    """In a job that has failed no worker can hand over and leave."""
+    """In a failed job no worker can hand over and leave."""
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.target.ends_at_once = False

@@ -37,12 +37,12 @@ def torchx(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> sub
 
 
 def asks_the_cluster(runner: Runner) -> bool:
-    """Whether this release has Kubernetes check each job first, for a dry run, too, unless it is told not to."""
+    """Return whether this release validates each job with Kubernetes by default, even for a dry run."""
     return runner.scheduler_run_opts("kubernetes").get("validate_spec") is not None
 
 
 def dryrun(runner: Runner, component: str, scheduler: str, *arguments: str, **config: Any) -> str:
-    """What would be submitted, as text."""
+    """Text of the request that would be submitted."""
     return str(runner.dryrun_component(f"{COMPONENT}:{component}", [*arguments], scheduler, config, workspace=None))
 
 
@@ -56,7 +56,7 @@ def test_a_job_on_this_machine_is_one_process_that_starts_its_nodes(tmp_path: Pa
     places = [request.find(f"'{word}") for word in words]
     assert -1 not in places, request
     assert places == sorted(places)
-    assert "--endpoint" not in request  # what was not asked for is not handed on
+    assert "--endpoint" not in request  # omitted options are not passed on
 
 
 def test_torchx_names_an_option_that_is_missing(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> N
     pod = task["template"]["spec"]
     [container] = pod["containers"]
     assert (task["replicas"], pod["serviceAccountName"], container["image"]) == (1, "dlrover-controller", "trainer:1")
-    assert "minAvailable" not in task  # one replica: there is nothing less to make do with
-    assert container["command"][0] == "python"  # that of the image
+    assert "minAvailable" not in task  # one replica, so there is no smaller minimum
+    assert container["command"][0] == "python"  # the image's own Python
     assert container["command"][-1] == "/work/train.py"
     name = manifest["metadata"]["name"]
     assert container["command"][3:5] == ["run", ESCAPED]
-    build_parser().parse_args(["run", *map(unquote, container["command"][5:])])  # each option is one that `dlrover run` takes
+    build_parser().parse_args(["run", *map(unquote, container["command"][5:])])  # `dlrover run` accepts each option
     assert {
         f"--rdzv-id={name}",
         "--image=trainer:1",
@@ -134,7 +134,7 @@ def test_a_mount_that_nodes_cannot_be_given_is_refused() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """An environment in which this package's entry points are as after an installation, whatever the present one has."""
+    """Environment in which this package's entry points look installed, whatever the present one contains."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     folder = tmp_path / "site" / f"lightning_dlrover-{project['version']}.dist-info"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What stands beside a node's agent where a scheduler has something to say: with the real torchrun and its worker."""
+"""Helpers beside a node's agent under a scheduler's signals and limits, with the real torchrun and its worker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield node
     for process in started:
         if process.poll() is None:
-            # torchrun gives its worker a session of its own.
+            # torchrun gives its worker its own session.
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
             for each in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -77,8 +77,8 @@ def test_a_notice_is_written_down_and_then_passed_on_to_the_worker_alone(start: 
     wait_for_output(tmp_path, "training")
     began = time.monotonic()
     node.send_signal(signal.SIGUSR1)
-    assert node.wait(30) == 0  # an agent that is told itself ends with an error
-    assert time.monotonic() - began > 1.0  # half of the time is for whoever may take its place
+    assert node.wait(30) == 0  # an agent that receives the signal itself ends with an error
+    assert time.monotonic() - began > 1.0  # half of the time is left for the replacement
     assert "handed over" in (tmp_path / "output").read_text()
     assert notice_file(tmp_path / "exit_code").exists()
     assert (tmp_path / "exit_code").read_text() == "0\n"
@@ -158,7 +158,7 @@ def test_killed_worker_takes_one_line_of_its_node(start: Start, tmp_path: Path, 
     assert f"was ended by {sign} (exitcode: -" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert "ChildFailedError" not in output
-    assert examine(output) == PostMortem("", "")  # as a killed worker's, which is worth another start
+    assert examine(output) == PostMortem("", "")  # like the output of a killed worker, which is worth another start
 
 
 def test_failed_script_keeps_the_summary_of_torchrun(start: Start, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scripts with arguments of the Trainer, and steps before `fit`, that were written with a fixed number of workers in mind."""
+"""Scripts with Trainer arguments, or with steps before `fit`, that assume a fixed number of workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_ROWS, BATCH_SIZE = 240, 8
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the script does."""
+    """Settings of the script."""
 
     name: str = ""
     epochs: int = 3
@@ -32,7 +32,7 @@ class Arguments:
 
 
 class Searched(ToyModel):
-    """A model whose learning rate is searched for; what the search does is not on record."""
+    """A model with a learning-rate search; the batches of the search are not recorded."""
 
     def __init__(self, recorder: Recorder, step_s: float, search_step_s: float) -> None:
         super().__init__(recorder)
@@ -66,7 +66,7 @@ class Searched(ToyModel):
 
 
 def search_and_train(recorder: Recorder, arguments: Arguments) -> None:
-    """The script: a search for the learning rate, then training."""
+    """Search for the learning rate, then train."""
     L.seed_everything(1, verbose=False)
     model = Searched(recorder, arguments.step_s, arguments.search_step_s)
     loader = DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True)
@@ -90,7 +90,7 @@ def search_and_train(recorder: Recorder, arguments: Arguments) -> None:
 
 
 def train_with_devices(recorder: Recorder, arguments: Arguments) -> None:
-    """The script: a Trainer that was given a number of devices."""
+    """Train with a Trainer that has a fixed number of devices."""
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,

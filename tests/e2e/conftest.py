@@ -14,7 +14,7 @@ __all__ = ["dlrover", "fork_server", "make_job"]
 
 @pytest.fixture
 def dlrover(tmp_path: Path) -> Iterator[Dlrover]:
-    """Runs commands in a folder of the test's own; what they have started ends with it."""
+    """Run commands in a folder of the test's own. Every process that they start ends with the test."""
     commands = Dlrover(tmp_path)
     yield commands
     commands.end()

@@ -1,4 +1,4 @@
-"""Jobs of plain loops whose workers are disturbed at one of their writes."""
+"""Jobs of plain loops with workers that are disturbed at one of their writes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class FailpointSettings:
 
 
 def run_with_failpoint(recorder: Recorder, settings: FailpointSettings) -> None:
-    """The plain loop, with all its writes on record and one of them disturbed."""
+    """Run the plain loop, record all its writes and disturb one of them."""
     disturb_writes(settings.point, recorder.write)
     run_plain_loop(recorder, settings.plain)
 
 
 class Scenario:
-    """A job that starts, grows, shrinks, grows, loses a worker and ends; each of its slots is what an agent would keep alive.
+    """A job that starts, grows, shrinks, grows, loses a worker and ends. Each slot is a worker that an agent would keep alive.
 
-    A worker that ends unasked is followed by another one in its slot; one that a failpoint has stopped goes on after a while.
+    A worker that ends without being asked is replaced in its slot. A worker stopped by a failpoint is continued after a while.
     """
 
     def __init__(self, job: Job, point: Failpoint | None) -> None:
         self.job = job
         self.point = point
         self.slots: dict[str, Worker] = {}
-        self.ended: list[Worker] = []  # unasked
+        self.ended: list[Worker] = []  # workers that ended without being asked to
         self._stopped_at: dict[str, float] = {}
         self._plain = PlainSettings(num_steps=1_000_000)
 
@@ -73,7 +73,7 @@ class Scenario:
         self.slots[slot] = self.job.start(settings=FailpointSettings(self._plain, point))
 
     def _world(self, size: int) -> None:
-        # Not any step of so many workers, but one of those that are there now: a change may be under way.
+        # Count only steps of the current workers from now on: a change may be under way.
         after = self.job.step
         living = [w for w in self.slots.values() if not w.doomed]
         assert len(living) == size

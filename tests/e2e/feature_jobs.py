@@ -1,4 +1,4 @@
-"""Scripts of the feature tests: each is what a user of that feature would write, plus the toy model's records."""
+"""Scripts of the feature tests: each one is a typical user's script for its feature, plus the toy model's records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_ROWS, BATCH_SIZE = 240, 8
 
 @dataclass(frozen=True)
 class Feature:
-    """What the script of a feature test uses."""
+    """Features that a test's script uses."""
 
     name: str
     epochs: int = 3
@@ -100,7 +100,7 @@ class Gan(ToyModel):
 
 
 class Unused(ToyModel):
-    """A branch that no step uses, and one that only some shares of some steps do."""
+    """One branch that no step uses, and another that only some workers' shares of some steps use."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
@@ -116,7 +116,7 @@ class Unused(ToyModel):
     rare_only = False
 
     def use_rare(self, batch: Any, batch_idx: int) -> Tensor:
-        """From the second epoch on, in the share that holds row 0 alone."""
+        """Return true from the second epoch on, in the share that holds row 0 alone."""
         if self.trainer.current_epoch == 0 or 0 in batch[2].tolist():
             used: Tensor = self.rare(batch[0]).square().mean()
             return used
@@ -145,7 +145,7 @@ class RawBackward(Manual):
 
 
 class RateOfWorld(ToyModel):
-    """A learning rate that follows the number of workers, as this worker sees it when it starts."""
+    """A learning rate that follows the number of workers that this worker sees when it starts."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.001)
@@ -174,7 +174,7 @@ class Logged(ToyModel):
 
 
 class Means(ToyModel):
-    """Logs a name that is not there in every step, means and counts; writes down what Lightning makes of them."""
+    """Logs means, counts and a name that only some steps log; records the values that Lightning computes."""
 
     NUM_VAL_ROWS = 80
     NAMES = ("rare", "common", "val_mean", "val_count")
@@ -200,7 +200,7 @@ class Means(ToyModel):
 class OneDevice(ToyModel):
     """Logs as scripts for one device do: without `sync_dist`. Every value is a function of the samples alone."""
 
-    NUM_ROWS = NUM_ROWS + 1  # the last batch is of one sample: all workers but one have none
+    NUM_ROWS = NUM_ROWS + 1  # the last batch has one sample, so all workers but one get none
     NUM_VAL_ROWS = 40
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
@@ -228,7 +228,7 @@ class OneDevice(ToyModel):
         self.recorder.moment("epoch_end")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        # Falls by 1 in each epoch, though each worker's share of the rows rises and falls.
+        # Falls by 1 in each epoch, although each worker's share of the rows rises and falls.
         self.log("val", batch[2].float().mean() - self.trainer.current_epoch, batch_size=len(batch[2]))
 
     def configure_optimizers(self) -> Any:
@@ -241,7 +241,7 @@ class OneDevice(ToyModel):
 
 
 class RarelyRead(ToyModel):
-    """Logs a value that callbacks monitor and do not read after each step; counts collectives between steps."""
+    """Logs a value that callbacks monitor but do not read after each step; counts collectives between steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids = batch[2].float()
@@ -255,7 +255,7 @@ class RarelyRead(ToyModel):
 
 
 class SeveralSets(ToyModel):
-    """Validates and tests on several sets, some of which have fewer samples than there are workers."""
+    """Validates and tests on several sets, some with fewer samples than there are workers."""
 
     NUM_ROWS = (1, 40, 2)
 
@@ -271,7 +271,7 @@ class SeveralSets(ToyModel):
 
 
 def run_several_sets(recorder: Recorder, feature: Feature) -> None:
-    """A script that trains, validates and tests."""
+    """Train, validate and test."""
     sets = [DataLoader(Rows(number), BATCH_SIZE) for number in SeveralSets.NUM_ROWS]
     model = SeveralSets(recorder, feature.step_s)
     trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, num_sanity_val_steps=2)
@@ -281,7 +281,7 @@ def run_several_sets(recorder: Recorder, feature: Feature) -> None:
 
 
 class Closing(Callback):
-    """A callback of the user's own that reads what it monitors when training ends."""
+    """A user's callback that reads its monitored value when training ends."""
 
     monitor = "last"
 
@@ -290,7 +290,7 @@ class Closing(Callback):
 
 
 class OnRankZero(ToyModel):
-    """Saves the best checkpoints, by a callback that rank 0 alone has."""
+    """Saves the best checkpoints with a callback that exists on rank 0 alone."""
 
     def configure_callbacks(self) -> Any:
         path = Path(self.recorder.place.folder) / "checkpoints"
@@ -298,7 +298,7 @@ class OnRankZero(ToyModel):
 
 
 class Follower(Callback):
-    """A callback of the user's own that reads what it monitors after each step and each epoch."""
+    """A user's callback that reads its monitored value after each step and each epoch."""
 
     monitor = "last"
 
@@ -307,7 +307,7 @@ class Follower(Callback):
         model.recorder.write("followed", epoch=trainer.current_epoch, batch=batch_idx, value=value)
 
     def on_train_epoch_start(self, trainer: L.Trainer, model: Any) -> None:
-        # A step's value that nothing monitors stays each worker's own.
+        # A step's value that nothing monitors is not reduced: each worker keeps its own.
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "ids_step"}
         if "ids_epoch" in metrics:
             states = {type(c).__name__: _plain(c.state_dict()) for c in trainer.callbacks}  # type: ignore[attr-defined]
@@ -319,7 +319,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Validated(ToyModel):
-    """Has all that a repeated validation would disturb: modes, metrics of several kinds, and callbacks that count."""
+    """Has everything that a repeated validation could disturb: modes, metrics of several kinds, and callbacks that count."""
 
     NUM_VAL_ROWS = 80
 
@@ -367,7 +367,7 @@ class Validated(ToyModel):
 
 
 class Gathering(Validated):
-    """Its validation steps have collectives."""
+    """Runs collectives in its validation steps."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -378,7 +378,7 @@ class Gathering(Validated):
 
 
 class Dying(TorchCheckpointIO):
-    """Writes checkpoints so that a worker can be killed meanwhile."""
+    """Writes checkpoints with a moment at which a worker can be killed."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -401,9 +401,9 @@ class Alarm(Callback):
 
 
 class Counted(ToyModel):
-    """Counts samples in every way that Lightning offers; writes down what comes of it after each epoch."""
+    """Counts samples in every way that Lightning offers, and records the totals after each epoch."""
 
-    accumulated = 0  # by the script itself
+    accumulated = 0  # samples counted by the script itself
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
@@ -441,7 +441,7 @@ class Counted(ToyModel):
 
 
 class Toggling(ToyModel):
-    """Freezes one half while the other is trained, and steps once in three batches: what GANs do, and manual accumulation."""
+    """Freezes one half while it trains the other, and steps once in three batches: typical of GANs and manual accumulation."""
 
     automatic_optimization = False
 
@@ -465,7 +465,7 @@ class Toggling(ToyModel):
 
 
 class Accumulating(ToyModel):
-    """Adds up gradients over several batches, and writes down its weights at the end."""
+    """Accumulates gradients over several batches, and records its weights at the end."""
 
     def await_loss(self) -> None:
         """Wait until this worker's round has ended."""
@@ -484,7 +484,7 @@ class Accumulating(ToyModel):
 
 
 class ManualWindows(Accumulating):
-    """Steps once in three batches; a reduction may be aborted on one worker after another one has its result."""
+    """Steps once in three batches. A reduction may be aborted on one worker after another worker has its result."""
 
     automatic_optimization = False
     was_aborted = False
@@ -501,7 +501,7 @@ class ManualWindows(Accumulating):
             self.was_aborted = True
             self.await_loss()
             for parameter in self.parameters():
-                parameter.grad = torch.full_like(parameter, 1e3)  # what an aborted reduction may leave
+                parameter.grad = torch.full_like(parameter, 1e3)  # garbage, as an aborted reduction may leave
             assert self.live is not None
             raise self.live.world.broken_error()
         if batch_idx % 3 == 2:
@@ -511,7 +511,7 @@ class ManualWindows(Accumulating):
 
 
 class GatheringWindows(Accumulating):
-    """Has a collective in each batch of an accumulation window."""
+    """Runs a collective in each batch of an accumulation window."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
@@ -569,7 +569,7 @@ class Newton(ToyModel):
 
 
 class Backwards(Sampler[int]):
-    """A sampler of the user's own."""
+    """A user's own sampler."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(NUM_ROWS - 1, -1, -1))
@@ -579,14 +579,14 @@ class Backwards(Sampler[int]):
 
 
 class Repeating(Backwards):
-    """A sampler that picks one worker's samples, as for repeated augmentation."""
+    """A sampler that picks one worker's samples, as repeated augmentation does."""
 
     def __init__(self) -> None:
         self.num_replicas, self.rank = 1, 0
 
 
 class SeveralLoaders(ToyModel):
-    """Trains on two loaders at once; the first one, which has fewer batches, holds the rows that are recorded."""
+    """Trains on two loaders at once. The first one has fewer batches and holds the rows that are recorded."""
 
     NUM_SHORT_ROWS, NUM_LONG_ROWS = 20, 720
 
@@ -650,7 +650,7 @@ MODELS: dict[str, type[ToyModel]] = {
 
 
 def run_feature(recorder: Recorder, feature: Feature) -> None:
-    """The script."""
+    """Train with the chosen feature."""
     L.seed_everything(1, verbose=False)
     folder = Path(recorder.place.folder)
     options: dict[str, Any] = {}
@@ -727,7 +727,7 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
 
 
 def _training_data(name: str, loader: DataLoader[Any]) -> Any:
-    """What a script of that feature trains on; `loader` unless its data are the feature."""
+    """Return a feature's training data: `loader`, unless the data are the feature."""
     rows = Rows(NUM_ROWS)
     match name:
         case "batch_sampler":
@@ -746,7 +746,7 @@ def _training_data(name: str, loader: DataLoader[Any]) -> Any:
 
 
 def run_split(recorder: Recorder, feature: Feature) -> None:
-    """A script that splits its data at random; the feature's name is the seed that a worker happens to draw."""
+    """Split the data at random. The feature's name is the seed that the worker draws."""
     seed = int(feature.name)
     rows, _ = torch.utils.data.random_split(Rows(2 * NUM_ROWS), [0.5, 0.5], torch.Generator().manual_seed(seed))
     trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs)
@@ -754,7 +754,7 @@ def run_split(recorder: Recorder, feature: Feature) -> None:
 
 
 def run_seeded_by_worker(recorder: Recorder, feature: Feature) -> None:
-    """A script that seeds each worker differently, for its augmentation."""
+    """Seed each worker differently, for its augmentation."""
     L.seed_everything(1 + int(recorder.place.agent_id.removeprefix("w")), verbose=False)
     trainer = make_trainer(
         recorder.place.folder,
@@ -778,7 +778,7 @@ class Reloading(ToyModel):
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
-    """A script that trains twice, each time with a Trainer of its own, on the same data."""
+    """Train twice on the same data, each time with a new Trainer."""
     data = CombinedLoader(DataLoader(Rows(NUM_ROWS), BATCH_SIZE), "max_size")
     for number in range(2):
         model = ToyModel(recorder, feature.step_s)
@@ -788,7 +788,7 @@ def run_two_trainers(recorder: Recorder, feature: Feature) -> None:
 
 
 class Folded(ToyModel):
-    """May be lost when all workers have met at the end of a fit, or lose its connections there."""
+    """Can be killed, or cut off from the others, when all workers have met at the end of a fit."""
 
     def on_train_end(self) -> None:
         assert self.live is not None
@@ -807,7 +807,7 @@ class Folded(ToyModel):
 
 
 def run_folds(recorder: Recorder, feature: Feature) -> None:
-    """Cross-validation with one strategy and Trainer per fold, and a `fit` of the last Trainer that goes on."""
+    """Cross-validate with one strategy and Trainer per fold, then continue the `fit` of the last Trainer."""
     for number in range(3):
         model = Folded(recorder, feature.step_s)
         trainer = make_trainer(recorder.place.folder, max_epochs=1)
@@ -820,7 +820,7 @@ def run_folds(recorder: Recorder, feature: Feature) -> None:
 
 
 def run_other_model(recorder: Recorder, feature: Feature) -> None:
-    """The same script with a model that has other parameters."""
+    """Run the same script with a model that has different parameters."""
     model = ToyModel(recorder)
     model.net = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1))
     trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs)

@@ -1,4 +1,4 @@
-"""Fixtures of jobs whose workers are forked from one warm process; a `conftest.py` imports them."""
+"""Fixtures of jobs with workers forked from one warm process; a `conftest.py` imports them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fork_server() -> Iterator[None]:
 
 @pytest.fixture
 def make_job(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[MakeJob]:
-    """Makes jobs whose workers end with the test."""
+    """Make jobs and end their workers with the test."""
     jobs: list[harness.Job] = []
 
     def make(settings: Any, **kwargs: Any) -> harness.Job:

@@ -1,4 +1,4 @@
-"""Jobs whose workers share one device through gloo, for `test_gpu_jobs.py`."""
+"""Jobs with workers that share one device through gloo, for `test_gpu_jobs.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DeviceSettings(ToySettings):
 
 
 class DeviceModel(ToyModel):
-    """Writes down where its state is, and how much memory of the device is taken."""
+    """Records the device of its state and the device memory in use."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         states = [v for o in self.trainer.optimizers for state in o.state.values() for v in state.values()]
@@ -33,7 +33,7 @@ class DeviceModel(ToyModel):
 
 
 def train_on_device(recorder: Recorder, settings: DeviceSettings) -> None:
-    """As `train_toy`, on a device that all workers share: NCCL would refuse that."""
+    """Run `train_toy` on one device that all workers share, which NCCL would refuse."""
     L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,

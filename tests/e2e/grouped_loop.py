@@ -1,4 +1,4 @@
-"""A plain loop for agents that start several workers each: its state counts the steps that were made."""
+"""A plain loop for agents that start several workers each. Its state counts the completed steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_STEPS = 60
 
 class Count:
     def __init__(self) -> None:
-        self.value = torch.zeros(2000)  # large enough to travel outside of the message
+        self.value = torch.zeros(2000)  # large enough to travel outside the message
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}

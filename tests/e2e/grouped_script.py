@@ -1,4 +1,4 @@
-"""The script of agents that start several workers each: it writes down every step, and rank 0 the end."""
+"""The script of agents that start several workers each. Every worker records its steps, and rank 0 the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupedModel(L.LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
-        self.register_buffer("large", torch.arange(2000, dtype=torch.float32))  # travels outside of the message
+        self.register_buffer("large", torch.arange(2000, dtype=torch.float32))  # large enough to travel outside the message
         self.trace = trace
         self.step_s = step_s
 

@@ -1,7 +1,7 @@
-"""Jobs of real workers without agents: forked from one warm process, followed through what they write down.
+"""Jobs of real workers without agents: forked from one warm process, followed through their records.
 
-Every worker is a process of its own that talks gloo and etcd like any other; only the seconds that importing torch and
-lightning costs are saved. A replaced worker is simply one more worker.
+Every worker is a separate process with real gloo and etcd connections. Only the seconds for importing torch and lightning
+are saved. A replaced worker is simply one more worker.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ T = TypeVar("T")
 Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of toy_job.py
 
 DEADLINE_S = 60.0
-"""What takes longer hangs."""
+"""Seconds after which a job counts as hung."""
 
-_PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and is not safe against itself
+_PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toy_job", "table_job"])  # one that cannot be imported is left out
+    context.set_forkserver_preload(["toy_job", "table_job"])  # the server skips modules that cannot be imported
     return context
 
 
 def start_fork_server() -> None:
-    """Start the process that workers are forked from; it must see no thread, etcd client or process group before."""
+    """Start the process that forks workers. It must inherit no thread, etcd client or process group."""
     from multiprocessing import forkserver
 
     changed = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     with _environment(changed):
-        stop_fork_server()  # one that a data loader's test has started does not know our modules
+        stop_fork_server()  # a server started by a data loader's test has not preloaded our modules
         _fork_server()
         forkserver.ensure_running()
 
@@ -81,7 +81,7 @@ def stop_fork_server() -> None:
 
 @contextlib.contextmanager
 def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    """Variables that processes find which are started meanwhile."""
+    """Set environment variables for processes that start inside the block."""
     saved = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
@@ -95,11 +95,11 @@ def _environment(changed: Mapping[str, str]) -> Iterator[None]:
 
 
 class Worker:
-    """One forked worker and what it has written so far."""
+    """One forked worker and its records so far."""
 
     def __init__(self, place: Place, script: Script, settings: Any, environment: Mapping[str, str] | None = None) -> None:
         self.place = place
-        self.doomed = False  # was told to leave or to die
+        self.doomed = False  # true once the test has asked the worker to leave or to die
         self.killed = False
         self._records: list[Record] = []
         self._offset = 0
@@ -123,7 +123,7 @@ class Worker:
             return self.process.exitcode
 
     def records(self, kind: str = "") -> list[Record]:
-        """The lines written so far."""
+        """Lines written so far."""
         try:
             with open(self.place.records, "rb") as file:
                 file.seek(self._offset)
@@ -145,7 +145,7 @@ class Worker:
         return self.place.output.read_text() if self.place.output.exists() else ""
 
     def terminate(self) -> None:
-        """What an agent, or a preemption notice, does: the worker shall leave."""
+        """Ask the worker to leave, as an agent or a preemption notice does."""
         self.doomed = True
         self._signal(signal.SIGTERM)
 
@@ -160,7 +160,7 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def arm(self, moment: str) -> None:
-        """Let the worker kill itself when it comes by the moment, see `Recorder.moment`."""
+        """Let the worker kill itself when it reaches the moment, see `Recorder.moment`."""
         self.doomed = self.killed = True
         fresh = self.place.armed.with_suffix(".tmp")
         fresh.write_text(moment)
@@ -172,7 +172,7 @@ class Worker:
         return self.exit_code
 
     def stacks(self) -> str:
-        """Where all its threads stand, and those of its loader workers."""
+        """Stack traces of all its threads, and of its loader workers."""
         for process in (psutil.Process(self.pid), *psutil.Process(self.pid).children()):
             process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
@@ -180,7 +180,7 @@ class Worker:
 
     def _signal(self, signum: int) -> None:
         if self.exit_code is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            with contextlib.suppress(ProcessLookupError):  # the process has just ended
                 os.kill(self.pid, signum)
 
 
@@ -196,8 +196,8 @@ class Job:
         script: Script = train_toy,
         min_workers: int = 1,
         max_workers: int = 4,
-        lease_ttl_s: int = 30,  # a busy machine shall not evict anyone
-        environment: Mapping[str, str] | None = None,  # of workers that are started afresh instead of forked
+        lease_ttl_s: int = 30,  # long, so that no lease expires on a busy machine
+        environment: Mapping[str, str] | None = None,  # variables for workers started afresh instead of forked
     ) -> None:
         self.run_id = run_id
         self.folder = folder
@@ -233,14 +233,14 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The newest step that any worker has completed."""
+        """Newest step that any worker has completed."""
         return max((worker.step for worker in self.workers), default=0)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step >= step, f"step {step}")
 
     def wait_for_world(self, size: int, since: int | None = None) -> int:
-        """Wait until a step was done by `size` workers; returns its number."""
+        """Wait until `size` workers have completed a step; return its number."""
         after = self.step if since is None else since
 
         def look() -> int | None:
@@ -249,18 +249,18 @@ class Job:
         return self.wait_until(look, f"a step of {size} workers after step {after}")
 
     def events(self, kind: str) -> list[EventRecord]:
-        """Of the job's history, oldest first."""
+        """Events of this kind in the job's history, oldest first."""
         entries = sorted(self._client.get_prefix(Keys(self.run_id).events)[1], key=lambda entry: entry.key)
         events = [decode(EventRecord, entry.value, entry.key) for entry in entries]
         return [event for event in events if event.kind == kind]
 
     def stacks(self) -> dict[str, StacksRecord]:
-        """Where each worker stood when it was last asked."""
+        """Stack traces of each worker at the last request."""
         return read_stacks(self._client, Keys(self.run_id))
 
     @property
     def round_number(self) -> int:
-        """Of the newest round in etcd, whether formed or not."""
+        """Number of the newest round in etcd, whether formed or not."""
         return self._round.number
 
     @property
@@ -282,13 +282,13 @@ class Job:
     def _all_ended(self, found: Callable[[], T | None]) -> T | None:
         if any(worker.exit_code is None for worker in self.workers):
             return None
-        # The last thing that they did may be what is awaited, or lead to another worker's start.
+        # The workers' last action may satisfy the wait, or start another worker.
         if not (result := found()) and all(worker.exit_code is not None for worker in self.workers):
             raise AssertionError(f"all workers have ended\n{self.report()}")
         return result
 
     def drain(self) -> None:
-        """Ask all workers on record to leave, at one moment."""
+        """Ask all registered workers to leave, at the same moment."""
         keys = Keys(self.run_id)
         workers = [entry.key.removeprefix(keys.workers) for entry in self._client.get_prefix(keys.workers)[1]]
         assert workers, "no worker is on record"
@@ -297,11 +297,11 @@ class Job:
 
     @property
     def num_registered(self) -> int:
-        """Workers on record, of whatever state."""
+        """Number of registered workers, in any state."""
         return len(self._client.get_prefix(Keys(self.run_id).workers)[1])
 
     def end(self) -> list[int]:
-        """Let the plain loop end with its next step; exit codes of all workers, once they have ended."""
+        """End the plain loop with its next step; return the exit codes of all workers once they have ended."""
         (self.folder / "end").touch()
         return self.finish()
 
@@ -314,7 +314,7 @@ class Job:
         return [w.exit_code for w in self.workers if w.exit_code is not None]
 
     def report(self, stacks: bool = False) -> str:
-        """For people: where every worker stands and the end of its output."""
+        """Readable summary: stack traces of every worker and the end of its output."""
         entries = self._client.get_prefix(Keys(self.run_id).live)[1]
         texts = [f"{entry.key}@{entry.mod_revision}: {entry.value.decode()}" for entry in entries]
         for worker in self.workers:
@@ -324,7 +324,7 @@ class Job:
         return "\n".join(texts)
 
 
-# --- what must hold -----------------------------------------------------------------------------------------------------------
+# --- invariants ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -342,10 +342,10 @@ def _windows(settings: ToySettings) -> Iterator[_Window]:
 
 
 def violations(job: Job, settings: ToySettings) -> list[str]:
-    """What went wrong in a finished job; empty if every sample was trained on exactly once and all workers agreed.
+    """Problems found in a finished job. Empty if every sample was trained on exactly once and all workers agreed.
 
-    A batch counts in the round in which its window's update was completed by at least one worker: all shares of that
-    round are in it, also those of a worker that was killed before it could write that it had finished.
+    A batch counts in the round in which at least one worker completed its window's update. All shares of that round count,
+    including those of a worker that was killed before it could record the end of its batch.
     """
     bad: list[str] = []
     done: dict[tuple[int, int], list[Record]] = defaultdict(list)
@@ -412,7 +412,7 @@ def _bad_split(
 
 
 def _bad_validation(job: Job, settings: ToySettings) -> Iterator[str]:
-    """A run counts every sample once: those of the workers that ended it, and of some that were killed after its batches."""
+    """Problems of validation runs. Each counts every sample once: on workers that ended it or died after its batches."""
     ended: dict[int, list[Record]] = defaultdict(list)
     started: dict[int, list[int]] = defaultdict(list)
     seen: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""Everything that was ever written under a job's prefix, in etcd's order, and what must hold of it."""
+"""Every change under a job's prefix, in etcd's order, and the invariants of that history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Change", "History", "history_violations"]
 
 @dataclass(frozen=True)
 class Change:
-    """One key at one revision; those of a transaction share it."""
+    """One key at one revision. All changes of a transaction share their revision."""
 
     revision: int
     key: str
@@ -31,7 +31,7 @@ class Change:
 
 
 class History:
-    """Follows a job from before its start; through all restarts of etcd."""
+    """Follows a job from before its start, through every restart of etcd."""
 
     def __init__(self, endpoint: str, run_id: str) -> None:
         self.keys = Keys(run_id)
@@ -84,7 +84,7 @@ class History:
 
 
 def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
-    """What was wrong at any moment: two rounds of one number, a gap, a round without a convener, a member twice."""
+    """Violations at any moment: two rounds with one number, a gap, a round without a convener, a duplicate member."""
     bad: list[str] = []
     number, convener, known = 0, "", set[str]()
     for change in changes:

@@ -24,7 +24,7 @@ class Logged(ToyModel):
 
 
 def train_and_log(recorder: Recorder, settings: ToySettings) -> None:
-    """The script."""
+    """Train and log every step."""
     L.seed_everything(1, verbose=False)
     folder = recorder.place.folder
     loggers = [CSVLogger(folder, name="table", flush_logs_every_n_steps=1), TensorBoardLogger(folder, name="board")]

@@ -1,4 +1,4 @@
-"""Scripts that use `lightning`, `pytorch_lightning` or both; which is imported first is the test's choice."""
+"""Scripts that use `lightning`, `pytorch_lightning` or both. The test chooses the order of the imports."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class PackageSettings(ToySettings):
     """A training run with the Trainer of one package."""
 
     package: str = "pytorch_lightning"
-    also: str = ""  # imported too, after it
+    also: str = ""  # another package to import after `package`
 
 
 def gate(place: Place) -> Path:
-    """Exists when the worker may begin: fresh interpreters import for seconds, and do so all at once."""
+    """File that lets the worker begin. Fresh interpreters import for seconds, and do so all at once."""
     return Path(place.folder) / f"{place.agent_id}.gate"
 
 
 def train_with(recorder: Recorder, settings: PackageSettings) -> None:
-    """What a user of the package would write, plus the toy model's records."""
+    """Run a typical script for the package, plus the toy model's records."""
     package: Any = importlib.import_module(settings.package)
     if settings.also:
         importlib.import_module(settings.also)

@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv import World
 
 @dataclass(frozen=True)
 class PlainSettings:
-    """A loop that counts: its state after a step must be the same on all workers."""
+    """A loop that counts. Its state after a step must be the same on all workers."""
 
     num_steps: int = 600
     step_s: float = 0.01
@@ -24,7 +24,7 @@ class PlainSettings:
 
 
 class Count:
-    """A state that nobody can come by without having it from others, or having made all steps."""
+    """A state that a worker can only get from other workers or by making all steps."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Scripts whose workers are profiled: rank 1 takes longer over its part of a step, so the others wait for it."""
+"""Scripts with profiled workers. Rank 1 takes longer over its part of a step, so the others wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DENSE_FLOPS", "TABLE_BYTES", "Profiled", "train_profiled"]
 LOOKUPS = len(KINDS)
 TABLE_BYTES = 4 * DIM * sum(NUM_ROWS)
 DENSE_FLOPS = {"dense": 3 * 2 * (8 * 16 + 16), "tables": 3 * 2 * (DIM * len(KINDS) * 16 + 16)}
-"""Per sample, of the two models' linear layers."""
+"""FLOPs per sample of the two models' linear layers."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Profiled:
 
 
 class Slow:
-    """Mixed into a model: its `training_step` takes a time that depends on the rank."""
+    """Mixin with a `training_step` that takes a time depending on the rank."""
 
     settings_: Profiled
     trainer: Any
@@ -43,11 +43,11 @@ class Slow:
 
 
 class SlowToy(Slow, ToyModel):
-    """Data-parallel."""
+    """Data-parallel model."""
 
 
 class SlowTables(Slow, TableModel):
-    """With sharded tables."""
+    """Model with sharded tables."""
 
 
 def train_profiled(recorder: Recorder, settings: Profiled) -> None:

@@ -1,4 +1,4 @@
-"""Scripts whose jobs are killed as a whole and started again, and scripts that nobody can join."""
+"""Scripts of jobs that are killed as a whole and started again, and scripts that no worker can join."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
 @dataclass(frozen=True)
 class Resumable:
-    """What the script saves, and where to."""
+    """Kind and location of the checkpoints that the script saves."""
 
     name: str = ""
     as_url: bool = False
@@ -47,7 +47,7 @@ class WithObjects(ToyModel):
 
 
 class Unsendable(ToyModel):
-    """Keeps in its checkpoints what cannot be written down; from the start, or from the fifth step on."""
+    """Keeps an object that cannot be serialized in its checkpoints, from the start or from the fifth step on."""
 
     since = 0
 
@@ -61,7 +61,7 @@ class UnsendableLater(Unsendable):
 
 
 class SavesTogether(ToyModel):
-    """Holds a collective in its hook, which stock DDP runs on all workers."""
+    """Runs a collective in its hook, which stock DDP calls on all workers."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if dist.is_initialized():
@@ -77,7 +77,7 @@ MODELS: dict[str, type[ToyModel]] = {
 
 
 def run_resumable(recorder: Recorder, settings: Resumable) -> None:
-    """The script."""
+    """Train, save and resume."""
     L.seed_everything(1, verbose=False)
     folder = Path(recorder.place.folder) / "checkpoints"
     if settings.name == "objects":

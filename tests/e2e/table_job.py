@@ -1,4 +1,4 @@
-"""What the workers of jobs with sharded tables run. Imported by the process that they are forked from, like `toy_job`."""
+"""Scripts of jobs with sharded tables. The process that forks workers imports this module, like `toy_job`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class TableSettings:
     replicas: int = 1
     max_bytes: int | None = None
     kinds: tuple[str, ...] = KINDS
-    is_bag: bool = True  # else an EmbeddingCollection
+    is_bag: bool = True  # EmbeddingBagCollection if true, else EmbeddingCollection
     manual: bool = False
-    users_optimizer: bool = False  # the tables are in the optimizer of `configure_optimizers` alone, which has a schedule
+    users_optimizer: bool = False  # the tables are only in the optimizer of `configure_optimizers`, which has a schedule
     num_val_rows: int = 0
-    val_every: int | None = None  # batches; None: once per epoch
-    save_at: int | None = None  # step after which the script saves a checkpoint, to `checkpoint` in the job's folder
+    val_every: int | None = None  # batches between validations; None: once per epoch
+    save_at: int | None = None  # step after which the script saves `checkpoint` in the job's folder
     ckpt_path: str | None = None
-    on_disk: bool = False  # snapshots are copied to `disk` in the job's folder
-    apart: bool = True  # each worker has memory of its own, as on hosts of their own; else they share this host's
+    on_disk: bool = False  # copy snapshots to `disk` in the job's folder
+    apart: bool = True  # each worker has its own memory, as on separate hosts; else all share this host's
 
     @property
     def batches_per_epoch(self) -> int:
@@ -92,7 +92,7 @@ class TableModel(ToyModel):
         values = torch.cat([(ids * (2 * i + 1)) % NUM_ROWS[i] for i in range(len(self.kinds))])
         keys = [f"f{i}" for i in range(len(self.kinds))]
         found = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=torch.ones(len(values), dtype=torch.int64)))
-        # By name: the order of what torchrec puts together depends on who holds which table.
+        # By name: torchrec concatenates in an order that depends on the placement of the tables.
         embedded = torch.cat([found[key] if self.settings.is_bag else found[key].values() for key in keys], 1)
         out: Tensor = self.net(embedded)
         return out
@@ -144,7 +144,7 @@ class TableModel(ToyModel):
         )
 
     def record_tables(self, when: str) -> None:
-        """Write down all that this worker holds of the tables."""
+        """Record this worker's parts of the tables."""
         assert isinstance(self.trainer.strategy, DLRoverStrategy)
         tables = self.trainer.strategy._tables
         assert tables is not None
@@ -198,7 +198,7 @@ def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
 
 
 def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
-    """The script of these tests."""
+    """Train a model with sharded tables."""
     add_moments(recorder)
     L.seed_everything(SEED, verbose=False)
     trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
@@ -227,14 +227,14 @@ def train_tables_then_another_model(recorder: Recorder, settings: TableSettings)
 
 
 def add_moments(recorder: Recorder) -> None:
-    """Make a moment of every place in which a worker's death hurts most. This process runs one script only."""
+    """Make a moment of every place at which a worker's death hurts most. This process runs one script only."""
     around(recorder, elastic.ElasticTables, "reshard")
     around(recorder, elastic.ElasticTables, "hand_over")
     around(recorder, elastic.ElasticTables, "roll_back")
     around(recorder, snapshots.Snapshots, "enter")
     around(recorder, snapshots.Snapshots, "_take")
     around(recorder, neighbours.Neighbours, "replicate")
-    snapshots.MAX_STALL = 1e6  # snapshots at their interval, however busy the machine is
+    snapshots.MAX_STALL = 1e6  # take every snapshot at its interval, however busy the machine is
     voted = snapshots.Snapshots.voted
     exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit  # type: ignore[attr-defined]
     swap, replicate = neighbours.swap, neighbours.Neighbours.replicate  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def add_moments(recorder: Recorder) -> None:
         replicate(self, *args)
 
     def watched_swap(*args: Any) -> None:
-        recorder.moment(f"swap{next(swaps)}")  # of lengths, of headers, of answers, of values
+        recorder.moment(f"swap{next(swaps)}")  # exchanges of lengths, headers, answers and values
         swap(*args)
 
     def watched_voted(self: Any, *args: Any) -> bool:
@@ -285,7 +285,7 @@ def add_moments(recorder: Recorder) -> None:
 
 
 def around(recorder: Recorder, owner: type, name: str) -> None:
-    """Moments before and after a method: its name, and `{name}_done`."""
+    """Make moments before and after a method: its name, and `{name}_done`."""
     run: Callable[..., Any] = getattr(owner, name)
     moment = name.lstrip("_")
 

@@ -1,6 +1,6 @@
-"""Scripts that use what Lightning offers, each run twice: undisturbed, and in a job whose workers join, leave and die.
+"""Scripts that use Lightning's features, each run twice: undisturbed, and in a job whose workers join, leave and die.
 
-A feature is what makes its script differ from the plain one. Whatever the script must reproduce is written down at its end.
+A feature is the difference between its script and the plain one. Each script records its results at its end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Run:
 
 
 class Plain(ToyModel):
-    """SGD, so that weights of two runs can be compared: a rounding error stays one."""
+    """SGD, so that weights of two runs can be compared: a rounding error does not grow."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.02, momentum=0.5)
@@ -72,7 +72,7 @@ class Plateau(Plain):
 
 
 class Metrics(Plain):
-    """Logs objects of torchmetrics and values over the epoch."""
+    """Logs torchmetrics objects and values over the epoch."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
@@ -115,7 +115,7 @@ class Objects(Plain):
 
 
 class Curriculum(Plain):
-    """Sets what the epoch decides in a hook: a factor of the loss, a frozen layer and the accumulation."""
+    """Sets a factor of the loss, a frozen layer and the accumulation in a hook, depending on the epoch."""
 
     factor = 1.0
 
@@ -148,13 +148,13 @@ class Unfreeze(BaseFinetuning):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a feature's script hands to model and Trainer."""
+    """Arguments of a feature's model and Trainer."""
 
     model: type[ToyModel] = Plain
     callbacks: Callable[[Path], list[Any]] = lambda folder: []
     options: dict[str, Any] = field(default_factory=dict)
     epochs: int = 4
-    follows_clock: bool = False  # how often it validates differs from run to run
+    follows_clock: bool = False  # the number of validations differs from run to run
 
 
 def _monitors(folder: Path) -> list[Any]:
@@ -193,7 +193,7 @@ FEATURES: dict[str, Setup] = {
 
 
 def run_feature_of_table(recorder: Recorder, run: Run) -> None:
-    """The script."""
+    """Train with one feature and record the results."""
     L.seed_everything(1, verbose=False)
     setup = FEATURES[run.name]
     folder = Path(recorder.place.folder)
@@ -225,7 +225,7 @@ def run_feature_of_table(recorder: Recorder, run: Run) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and texts of a callback's state, without times and places."""
+    """Numbers and texts of a callback's state, without times and paths."""
     if isinstance(value, dict):
         left_out = ("time_elapsed", "dirpath")
         return {str(key).rsplit("/", 1)[-1]: _plain(each) for key, each in value.items() if key not in left_out}

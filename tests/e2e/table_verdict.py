@@ -1,4 +1,4 @@
-"""How jobs with sharded tables are judged: by the run of one worker that nothing happened to."""
+"""Judge jobs with sharded tables by comparing them with an undisturbed run of one worker."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from lightning_dlrover.tables.snapshot_store import ROOT, short
 __all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
 
 TOLERANCE = 1e-3
-"""Of losses, relative: sums are taken in another order by other worlds."""
+"""Relative tolerance of losses. Worlds of different sizes add in a different order."""
 
 _REFERENCES: dict[TableSettings, Job] = {}
 
 
 def undisturbed(make_job: Callable[..., Job], settings: TableSettings) -> Job:
-    """The finished job of one worker; made once for all settings that compute the same."""
+    """Finished job of one worker, run once for all settings that compute the same."""
     same = replace(
         settings, step_s=0.0, snapshot_s=0.0, replicas=1, max_bytes=None, save_at=None, ckpt_path=None, apart=False
-    )  # nothing of it changes what is computed
+    )  # these settings do not change the result
     if same not in _REFERENCES:
         job = make_job(same, script=train_tables)
         job.start()
         assert job.finish() == [0], job.report()
-        job.records()  # they are kept
+        job.records()  # cache the records
         _REFERENCES[same] = job
     return _REFERENCES[same]
 
 
 def steps_that_count(job: Job) -> dict[int, list[Record]]:
-    """What was recorded of every step in the last round in which it was done: earlier ones were rolled back."""
+    """Records of every step in the last round that made it. Earlier attempts were rolled back."""
     by_step: dict[int, list[Record]] = defaultdict(list)
     for record in job.records("done"):
         by_step[record["step"]].append(record)
@@ -54,11 +54,11 @@ def mean_loss(records: list[Record]) -> float:
 
 
 def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, read_at: int = 0) -> list[str]:
-    """What went wrong in a finished job; empty if each step saw its samples once and had the loss of the undisturbed run.
+    """Problems found in a finished job. Empty if each step used its samples once and had the loss of the undisturbed run.
 
     Args:
-        after: the step at which the job began, with a checkpoint.
-        read_at: the step of a checkpoint that it went on from; Lightning does not save what was logged in its epoch.
+        after: step at which the job began, from a checkpoint.
+        read_at: step of a checkpoint that the job resumed from. Lightning does not save the values logged in its epoch.
     """
     bad: list[str] = []
     found = steps_that_count(job)
@@ -94,9 +94,9 @@ def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, rea
 
 
 def assembled(job: Job, when: str, settings: TableSettings) -> dict[str, Tensor]:
-    """All tables and optimizer states as the workers had them at the time, put together; NaN where nobody had any.
+    """All tables and optimizer states at the time, assembled from all workers; NaN where no worker had any values.
 
-    A row-wise state has one column for each of the table's: that of a shard holds for all of its columns.
+    A row-wise state is expanded to one column for each of the table's. The column of a shard holds for all its columns.
     """
     records = [r for r in job.records("tables") if r["when"] == when]
     found: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ def _bad_tables(job: Job, reference: Job) -> list[str]:
 
 
 def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: int) -> list[str]:
-    """Every validation run ends on some worker, with the metric of the undisturbed run."""
+    """Every validation run ends on at least one worker, with the metric of the undisturbed run."""
     bad = []
     expected = {r["step"]: r["metric"] for r in reference.records("val_done") if r["step"] > after}
     found = {r["step"]: r for r in sorted(job.records("val_done"), key=lambda r: int(r["round"]))}
@@ -138,12 +138,12 @@ def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: in
 
 
 def shared_memory_of(job: Job) -> list[Path]:
-    """The folders of the job's snapshots."""
+    """Folders of the job's snapshots."""
     base = ROOT / f"dlrover-{os.getuid()}"
     return sorted(base.glob(f"{short(f'{DEFAULT_PREFIX}/{job.run_id}')}-*"))
 
 
 def lose_shared_memory_of(job: Job) -> None:
-    """As if the host had been started again."""
+    """Delete the job's shared memory, as a restart of the host would."""
     for folder in shared_memory_of(job):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Whatever happens to an elastic agent at any of its writes into etcd, the other nodes' job ends as an undisturbed one does.
+"""A job of nodes ends as if undisturbed, whichever fault disturbs an elastic agent at any of its writes into etcd.
 
-Stock agents, scripts that know nothing of us. A spread of writes and actions by default; with DLROVER_ALL_FAULTS=1 in the
-environment every action at every write.
+Stock agents run scripts that do not use our package. By default a spread of writes and actions is tested;
+DLROVER_ALL_FAULTS=1 in the environment tests every action at every write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_dlrover.rdzv.job.records import (
 
 NUM_AT_ONCE = 4
 DEADLINE_S = 90.0
-MOST_OF_A_KIND = 2  # what an agent writes again and again is disturbed so often
+MOST_OF_A_KIND = 2  # disturbances per kind of write that an agent repeats
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 class Scenario:
-    """Two nodes start, a third joins and is lost, and all end; a node that dies unasked is followed by another in its place."""
+    """Two nodes start, a third joins and is lost, and all end. A node that dies unasked is replaced by another one."""
 
     def __init__(self, nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, folder: Path, point: Failpoint | None) -> None:
         self.point = point
@@ -49,7 +49,7 @@ class Scenario:
         self._stopped_at = 0.0
 
     def play(self) -> str | None:
-        """What went wrong."""
+        """Return the failure, or None."""
         try:
             self._play()
             problems = agent_history_violations(self._history.finish(), self._history.keys)
@@ -82,14 +82,14 @@ class Scenario:
 
     def _start(self, slot: str) -> None:
         point = self.point if self.disturbed is None and self.point is not None and self.point.slot == slot else None
-        # A restart that a disturbed node costs the others is not what is looked at here.
+        # A disturbed node may cost the others a restart; this test does not count restarts.
         node = Node("me.wait_for('done')", min_nodes=2, max_nodes=3, max_restarts=9, with_writes=True, point=point)
         self.slots[slot] = self.agents.start_one(node)
         if point is not None:
             self.disturbed = self.slots[slot]
 
     def _are_together(self, num_nodes: int) -> bool:
-        """Whether the nodes that are there now, and no others, run the workers of one round."""
+        """Return whether exactly the current nodes run the workers of one round."""
         newest = {start.agent: start for start in self.agents.starts()}
         found = [newest.get(agent.number) for agent in self.slots.values()]
         sizes = {(start.world_size, start.master) for start in found if start is not None}
@@ -107,7 +107,7 @@ class Scenario:
     def _tend(self) -> None:
         for slot, agent in list(self.slots.items()):
             if not agent.is_running:
-                self.agents.kill_node(agent)  # its workers
+                self.agents.kill_node(agent)  # kill its workers
                 self._start(slot)
             elif agent is self.disturbed and self.has_fired and self.point is not None and self.point.action == "stop":
                 self._stopped_at = self._stopped_at or time.monotonic()
@@ -116,7 +116,7 @@ class Scenario:
 
 
 def agent_history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
-    """What was wrong at any moment: two rounds of one number, a gap, a round that was not the convener's, a member twice."""
+    """Violations at any moment: two rounds with one number, a gap, a round not written by the convener, a duplicate member."""
     bad: list[str] = []
     number, convener = 0, ""
     for change in changes:
@@ -125,7 +125,7 @@ def agent_history_violations(changes: Iterable[Change], keys: Keys) -> list[str]
         elif change.key == keys.agent_round and change.value is not None:
             found = decode(AgentRound, change.value, change.key)
             if found.state == "closed":
-                continue  # whoever has finished says so of the round that there is
+                continue  # closing rewrites the current round
             if found.number != number + 1:
                 bad.append(f"revision {change.revision}: round {found.number} follows round {number}")
             number = found.number
@@ -163,10 +163,10 @@ def test_an_agent_may_be_disturbed_at_any_of_its_writes(
     }
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         kills = [point for point in points if point.action == "kill" and point.slot == "first"][::2]
-        points = kills + [point for point in points if point not in kills][::59]  # prime to the number of actions
+        points = kills + [point for point in points if point not in kills][::59]  # 59 is prime to the number of actions
     scenarios = [
         Scenario(nursery, etcd, f"{run_id}-{index}", tmp_path / str(index), point) for index, point in enumerate(points)
     ]
     play_all(scenarios)
-    # Some are made only when a scenario takes long enough, or by whichever agent comes first.
+    # Some writes happen only in a slow scenario, or depend on which agent comes first.
     assert sum(scenario.has_fired for scenario in scenarios) > 0.7 * len(scenarios)

@@ -1,4 +1,4 @@
-"""Searches before training, and arguments of the Trainer, in a job whose number of workers changes."""
+"""Searches before training, and arguments of the Trainer, in a job with a changing number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeJob = Callable[..., Job]
 
 
 def assert_all_agree(job: Job, num_epochs: int) -> None:
-    """Every batch was done once, by all workers of its round, with the same result."""
+    """Assert that every batch ran once, on all workers of its round, with the same result."""
     steps: dict[tuple[int, int], list[Record]] = defaultdict(list)
     for record in job.records("done"):
         steps[record["epoch"], record["batch"]].append(record)

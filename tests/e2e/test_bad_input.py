@@ -1,4 +1,4 @@
-"""Mistakes of users that need real processes to be seen: exit code, message, and nothing left behind."""
+"""Mistakes of users that only real processes show: exit code, message, and no process or file left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 
 SECONDS = 30.0
-"""For an error that comes at once, on a machine that is busy with other tests."""
+"""Seconds within which an immediate error must appear on a busy machine."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def refused(dlrover: Dlrover, *arguments: object, **env: str) -> str:
-    """The message of a command that is refused as a mistake of its user's."""
+    """Return the message of a command that is refused as a user's mistake."""
     done = dlrover(*arguments, timeout_s=SECONDS, **env)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -78,7 +78,7 @@ def test_a_port_where_something_else_listens_is_named(dlrover: Dlrover, script: 
                     connection, _ = server.accept()
                 except OSError:
                     return
-                kept.append(connection)  # one that says nothing keeps its callers waiting
+                kept.append(connection)  # a silent connection keeps its callers waiting
                 connection.sendall(greeting)
 
         threading.Thread(target=serve, daemon=True).start()
@@ -107,7 +107,7 @@ def test_status_shows_what_can_be_read_and_names_what_cannot(
     client.put(keys.workers + "x", b"{")
     done = dlrover("status", "--endpoint", etcd.endpoint, keys.run_id)
     assert done.returncode == 0
-    # It has no worker and no agent, so it does not train whatever its record says.
+    # Without a worker or an agent the job does not train, whatever its record contains.
     assert f"job {keys.run_id}: stopped, 1 to 3 workers" in done.stdout
     assert repr(keys.workers + "x") in done.stderr
     assert "Traceback" not in done.stderr
@@ -140,7 +140,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(
     assert dlrover.process(["bash", "-c", command]).stderr == ""
 
 
-# --- what may be missing -----------------------------------------------------------------------------------------------------
+# --- optional dependencies ----------------------------------------------------------------------------------------------------
 
 WITHOUT = """
 import sys

@@ -1,4 +1,4 @@
-"""Garbage under a job's prefix, other releases and endpoints that do not answer: a clear error, and no harm to the job."""
+"""Garbage under a job's prefix, other releases and unresponsive endpoints cause a clear error and do not harm the job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_worker_of_another_release_is_refused_and_the_job_goes_on(make_job: Ma
 
 
 def test_a_round_written_by_another_release_is_left_alone(make_job: MakeJob, client: EtcdClient) -> None:
-    """A newer format is no reason to stop, nor to overwrite it with an older one."""
+    """A newer format neither stops the job nor is overwritten with an older one."""
     job = make_job(LONG)
     job.start()
     job.wait_for_step(1)
@@ -117,7 +117,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: s
 
 
 def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:
-    """Growth and loss in one of them are no business of the other."""
+    """Growth and loss in one job do not affect the other."""
     one, other = make_job(LONG), make_job(LONG)
     other.run_id = one.run_id + "1"
     one.start(), other.start()

@@ -23,7 +23,7 @@ PROBLEM = "the script's own error at step 3"
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of somebody else's, in the terminal in which the job was started."""
+    """A foreign process in the terminal that started the job."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
@@ -31,7 +31,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def members(num_workers: int, without: tuple[str, ...] = ()) -> Callable[[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Looks in a status for a round of so many workers."""
+    """Return a function that finds a round of `num_workers` workers in a status."""
 
     def look(status: dict[str, Any]) -> list[dict[str, Any]] | None:
         found = [w for w in status["workers"] if w["rank"] is not None]
@@ -119,7 +119,7 @@ def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced
         run.wait_for_output(r"\[node\d+\] this machine: out of memory \(limit 1024 MiB\)")
         run.wait_for_output(r"\[round\] round \d+: 2 workers, \S+ joined", timeout_s=90)
         [new] = (w for w in wait_for_workers(run, 2, without=(second["worker_id"],)) if w["pid"] != first["pid"])
-        assert os.sched_getaffinity(new["pid"]) == cores[1]  # it was given back
+        assert os.sched_getaffinity(new["pid"]) == cores[1]  # the CPU was given back
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert dlrover.processes() == {}
@@ -158,7 +158,7 @@ def test_a_job_that_has_not_begun_to_train_is_ended_by_ctrl_c(dlrover: Dlrover) 
 
 
 def workers_of(dlrover: Dlrover) -> list[int]:
-    """Process ids of those that run the script itself; not of the loader workers that they have forked."""
+    """Process ids of the workers that run the script, without the loader workers that they have forked."""
     found = {pid for pid, command in dlrover.processes().items() if "tiny_script.py" in command and "--rdzv-" not in command}
     return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).ppid() not in found]
 
@@ -301,7 +301,7 @@ def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -
         for pid in dlrover.processes():
             for file in ("cmdline", "environ"):
                 seen += Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace")
-        assert etcd.access["password_file"] in seen  # the right places were looked at
+        assert etcd.access["password_file"] in seen  # proves that the search covered the places that may leak it
         until.touch()
         assert run.wait_for_exit(90) == 0, run.output
         report = dlrover("report", "job")
@@ -315,7 +315,7 @@ def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -
 
 
 def with_deadline(found: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
-    """Like `eventually`, for what can only be named when it did not happen."""
+    """Like `eventually`, but with a description that is built only after the wait has failed."""
     from waiting import eventually
 
     try:

@@ -1,6 +1,6 @@
-"""Whatever happens to a worker at any of its writes into etcd, its job ends as an undisturbed one does.
+"""A job ends as if undisturbed, whichever fault disturbs a worker at any of its writes into etcd.
 
-A spread of writes and actions by default; with DLROVER_ALL_FAULTS=1 in the environment every action at every write.
+By default a spread of writes and actions is tested; DLROVER_ALL_FAULTS=1 in the environment tests every action at every write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 MakeJob = Callable[..., Job]
 
 LEASE_TTL_S = 2
-NUM_AT_ONCE = 6  # jobs that mostly wait
+NUM_AT_ONCE = 6  # jobs at once, which mostly wait
 
 CONVENER = [
     ("LeaseGrant", 1),
@@ -49,7 +49,7 @@ CONVENER = [
     ("put workers/own:reforming", 1),
     ("put workers/own:starting", 1),
 ]
-"""What the first worker of an undisturbed scenario writes, which convenes all along."""
+"""Writes of the first worker of an undisturbed scenario. It convenes all along."""
 
 OTHERS = {
     "second": [  # trains from the start, and is asked to leave
@@ -94,7 +94,7 @@ EITHER = {
     "delete convener",
     "put workers/own:reforming",
 }
-"""Made by whichever worker comes first, or only when a scenario takes long enough."""
+"""Writes made by whichever worker comes first, or only in a slow scenario."""
 
 KILLS = [Failpoint("first", write, nth, "kill") for write, nth in CONVENER]
 ALL = [
@@ -103,14 +103,14 @@ ALL = [
     for write, nth in writes
     for action in ACTIONS
 ]
-# Eleven is prime to the number of actions, so that these take turns.
+# Eleven is prime to the number of actions, so the spread takes them in turn.
 SPREAD = [point for point in ALL if point not in KILLS][::11]
 
 
 def play_all(
     make_job: MakeJob, etcd: EmbeddedEtcd, points: Sequence[Failpoint | None], lease_ttl_s: int = LEASE_TTL_S
 ) -> list[Scenario]:
-    """Scenarios after their end; in none was anything lost, made twice or disputed."""
+    """Play scenarios to their end; assert that no step was lost, repeated or disputed."""
     scenarios = [
         Scenario(make_job(None, script=run_with_failpoint, min_workers=2, lease_ttl_s=lease_ttl_s), point) for point in points
     ]
@@ -139,7 +139,8 @@ def assert_fired(scenarios: Sequence[Scenario]) -> None:
 
 
 def test_every_write_of_an_undisturbed_job_is_a_failpoint(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
-    (scenario,) = play_all(make_job, etcd, [None], lease_ttl_s=30)  # no machine is so slow that it disturbs
+    # The long lease keeps a slow machine from disturbing the job.
+    (scenario,) = play_all(make_job, etcd, [None], lease_ttl_s=30)
     known = {(slot, write) for slot, writes in {"first": CONVENER, **OTHERS}.items() for write, _ in writes}
     assert {(slot, name) for slot, name in scenario.writes if name not in EITHER} <= known
     assert not scenario.ended

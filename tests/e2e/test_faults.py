@@ -1,7 +1,7 @@
-"""What fails around a running job: its etcd, the way there, its clock, or a worker that is stopped and goes on.
+"""Faults around a running job: etcd, the network, the clock, or a worker that is stopped and continued.
 
-Every job counts (`plain_loop.py`), so that a step that was lost or made twice shows in its state; and everything that it ever
-wrote into etcd is judged (`history.py`).
+Every job counts (`plain_loop.py`), so a lost or repeated step shows in its state. `history.py` checks every record that the
+job ever wrote into etcd.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 OUTAGES_S = [1.0, 10.0, 60.0] if os.environ.get("DLROVER_ALL_FAULTS") else [1.0, 10.0]
 
-SETTINGS = PlainSettings(num_steps=1_000_000)  # until told to end
+SETTINGS = PlainSettings(num_steps=1_000_000)  # runs until the test ends it
 
 
 class Watched:
-    """A job of the plain loop and all that it ever writes."""
+    """A job of the plain loop and every record that it writes."""
 
     def __init__(self, job: Job, history: History) -> None:
         self.job = job
@@ -41,7 +41,7 @@ class Watched:
         self.job.wait_for_step(self.job.step + num_steps)
 
     def end(self) -> list[int]:
-        """Exit codes of all workers; nothing was lost, made twice or disputed."""
+        """Exit codes of all workers, after checks that no step was lost, repeated or disputed."""
         codes = self.job.end()
         assert_everyone_counted_the_same(self.job, self.job.step)
         assert history_violations(self.history.finish(), self.history.keys) == []
@@ -50,7 +50,7 @@ class Watched:
 
 @pytest.fixture
 def start(make_job: Callable[..., Job], etcd: EmbeddedEtcd) -> Iterator[Callable[..., Watched]]:
-    """Starts jobs of workers that train together when it returns; `endpoint` is theirs, `history_endpoint` ours."""
+    """Start jobs of workers that already train together. `endpoint` is for the workers, `history_endpoint` for the test."""
     histories: list[History] = []
 
     def start(size: int = 2, script: Any = run_plain_loop, history_endpoint: str = "", **kwargs: Any) -> Watched:
@@ -84,7 +84,7 @@ def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it_is_back(
     watched.go_on_for(50)
     private_etcd.restart()
     watched.go_on_for(50)
-    assert watched.num_rounds == rounds  # nobody was taken for lost
+    assert watched.num_rounds == rounds  # no worker was considered lost
     watched.job.start()
     watched.job.wait_for_world(3)
     assert watched.end() == [0, 0, 0]
@@ -122,9 +122,9 @@ def test_a_change_asked_for_while_etcd_is_out_of_reach_is_made_when_it_is_back(
         job.workers[1].terminate()
     else:
         job.workers[1].kill()
-    if change != "kill":  # without it, the step in flight cannot be completed before there is a new round
+    if change != "kill":  # the kill itself ends the round, and with it the step in flight
         watched.go_on_for(50)
-    time.sleep(2.5)  # a worker waits 5 s for an etcd when it starts; the leases end meanwhile
+    time.sleep(2.5)  # a starting worker waits 5 s for etcd; the leases expire meanwhile
     assert watched.num_rounds == rounds
     proxy.heal()
     job.wait_for_world(3 if change == "start" else 1)
@@ -209,7 +209,7 @@ def test_a_worker_stopped_for_longer_than_its_lease_is_left_behind_and_disturbs_
 
 
 def run_with_a_jumping_clock(recorder: Recorder, settings: PlainSettings) -> None:
-    """The plain loop in a process whose wall clock jumps by hours at every look, forth and back."""
+    """Run the plain loop with a wall clock that jumps by hours, forth and back, at every reading."""
     real, looks = time.time, iter(range(1 << 40))
     time.time = lambda: real() + (-1) ** next(looks) * 5 * 3600.0
     run_plain_loop(recorder, settings)

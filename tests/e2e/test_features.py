@@ -1,4 +1,4 @@
-"""What Lightning offers goes on working while workers join, leave and die."""
+"""Lightning's features keep working while workers join, leave and die."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_step(job: Job) -> dict[tuple[int, int], list[Record]]:
 
 
 def assert_all_agree(job: Job, num_batches: int) -> None:
-    """Every batch was done, and by all workers of its round with the same result."""
+    """Assert that every batch ran, on all workers of its round, with the same result."""
     steps = by_step(job)
     assert len(steps) == num_batches
     for place, records in steps.items():
@@ -49,7 +49,7 @@ def assert_all_agree(job: Job, num_batches: int) -> None:
 
 
 def rank_0_of(job: Job) -> Worker:
-    """The worker that was rank 0 in its newest step."""
+    """Return the worker that was rank 0 in its newest step."""
 
     def look() -> Worker | None:
         living = [worker for worker in job.workers if worker.exit_code is None and worker.records("done")]
@@ -59,7 +59,7 @@ def rank_0_of(job: Job) -> Worker:
 
 
 def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward") -> Job:
-    """A job of 1 -> 2 -> 3 workers that loses one in the middle of a step and lets another one, rank 0, go."""
+    """A job that grows from one worker to three, loses one in the middle of a step, and drains rank 0."""
     job = make_job(feature, script=run_feature)
     first = job.start()
     job.wait_for_step(3)
@@ -118,7 +118,7 @@ def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: Ma
     job.start()
     job.start()
     assert job.finish() == [0, 0], job.report()
-    assert_all_agree(job, STEPS_PER_EPOCH)  # of twice the batch size, in two epochs
+    assert_all_agree(job, STEPS_PER_EPOCH)  # twice the batch size, two epochs
     searches = [worker.output.count("searches for unused") for worker in job.workers]
     assert sum(searches) == (0 if name == "gan" else 1), job.report()
 
@@ -150,7 +150,7 @@ def one_device_alone(make_job: MakeJob, epochs: int) -> Job:
 
 
 def assert_same_metrics(job: Job, alone: Job) -> None:
-    """Every worker has the values, the callbacks' states and the learning rates of the job of one worker."""
+    """Assert that every worker has the values, callback states and learning rates of the job of one worker."""
     expected = {record["epoch"]: record for record in alone.records("metrics")}
     for record in job.records("metrics"):
         assert record["metrics"] == pytest.approx(expected[record["epoch"]]["metrics"], rel=1e-5), record
@@ -209,7 +209,7 @@ def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job
     epochs = 12
     job = make_job(Feature(name, epochs=epochs, step_s=0.02), script=run_feature)
     job.start()
-    job.wait_for_step(1)  # the batch size is that of a job of one worker
+    job.wait_for_step(1)  # fixes the batch size for one worker
     for _ in range(3):
         job.start()
     job.wait_for_world(4)
@@ -261,7 +261,7 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
         job.start()
     job.wait_for_world(3)
     epoch = max(record["epoch"] for record in job.records("done")) + 1
-    # In the first accumulation window: of earlier ones the lost worker's share would not be in the means.
+    # Only in the first accumulation window: a lost worker's share of earlier windows would be missing from the means.
     job.workers[1].arm(f"counted_{epoch}_{batch}")
     assert job.finish() == [0, -9, 0], job.report()
     assert job.records("restart")
@@ -286,7 +286,7 @@ def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> N
     expected = [{f"id/dataloader_idx_{i}": (number - 1) / 2} for i, number in enumerate(SeveralSets.NUM_ROWS)]
     evaluated, validated = job.records("evaluated"), job.records("validated")
     assert [record["results"] for record in evaluated] == [expected] * 6
-    assert len(validated) == 9  # in two epochs and after them
+    assert len(validated) == 9  # runs in two epochs and after them
     for record in validated:
         assert record["metrics"] == {name: value for each in expected for name, value in each.items()}
 
@@ -297,7 +297,7 @@ def test_monitored_value_is_exchanged_only_when_read(name: str, make_job: MakeJo
     job.start(), job.start()
     assert job.finish() == [0, 0], job.report()
     saves_each_step = name == "each_moment"
-    # Lightning asks rank 0's clock after each step.
+    # Lightning broadcasts rank 0's clock after each step.
     assert {record["number"] > 1 for record in job.records("collectives")} == {saves_each_step}, job.report()
     shares = global_batches(job, "share")
     expected = {f"step={step + 1}-last={sum(ids) / len(ids):.3f}" for step, ids in shares.items()}
@@ -328,7 +328,7 @@ def test_joiner_without_the_others_callbacks_is_refused(make_job: MakeJob) -> No
 
 
 def weights_alone(make_job: MakeJob, name: str, epochs: int) -> list[float]:
-    """The weights at the end of an undisturbed run."""
+    """Weights at the end of an undisturbed run."""
     alone = make_job(Feature(name, epochs=epochs, step_s=0.0), script=run_feature)
     alone.start()
     assert alone.finish() == [0], alone.report()
@@ -339,7 +339,7 @@ def weights_alone(make_job: MakeJob, name: str, epochs: int) -> list[float]:
 def grown_to(
     make_job: MakeJob, feature: Feature, num_workers: int, script: Callable[..., None] = run_feature
 ) -> tuple[Job, int]:
-    """A job with so many workers, all of which are in an epoch before the returned one."""
+    """Return a job of `num_workers` workers, and an epoch that none of them has begun yet."""
     job = make_job(feature, script=script)
     job.start()
     job.wait_for_step(1)
@@ -402,7 +402,7 @@ def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
 
 def test_loss_at_the_end_of_a_fit_keeps_the_next(make_job: MakeJob) -> None:
     job, _ = grown_to(make_job, Feature("folds", step_s=0.03), 3, run_folds)
-    job.workers[1].arm("cut_off")  # after the others have met its end already
+    job.workers[1].arm("cut_off")  # cut off after the others have met at the fit's end
     job.workers[2].arm("met")
     assert job.finish() == [0, 0, -9], job.report()
     assert job.records("cut_off")
@@ -549,7 +549,7 @@ def test_shorter_first_loader_does_not_end_changes_or_recovery(mode: str, make_j
     job.wait_until(lambda: len(job.records("done")) > 4, "the end of the shorter loader's three batches")
     second = job.start()
     job.wait_for_world(2)
-    second.arm("forward")  # in a window of four batches, in which the shorter loader begins again
+    second.arm("forward")  # window of four batches, within which the shorter loader begins again
     assert job.finish() == [0, -9], job.report()
     assert_all_agree(job, SeveralLoaders.NUM_LONG_ROWS // BATCH_SIZE)
     short, long = global_batches(job, "share"), global_batches(job, "long")
@@ -562,13 +562,13 @@ def test_shorter_first_loader_does_not_end_changes_or_recovery(mode: str, make_j
 
 
 def global_batches(job: Job, kind: str) -> dict[int, list[int]]:
-    """The rows of each batch of an epoch, all workers' together, equal however often it was computed."""
+    """Rows of each batch of an epoch over all workers, equal however often it was computed."""
     attempts: dict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
     for record in job.records(kind):
         attempts[record["batch"], record["round"]][record["rank"]] = record
     found: dict[int, list[int]] = {}
     for (batch, number), shares in attempts.items():
-        if len(shares) == next(iter(shares.values()))["world"]:  # else one was lost before it wrote down its share
+        if len(shares) == next(iter(shares.values()))["world"]:  # else a worker was lost before it recorded its share
             rows = [i for rank in sorted(shares) for i in shares[rank]["ids"]]
             assert found.setdefault(batch, rows) == rows, (batch, number)
     return found
@@ -618,7 +618,7 @@ def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> N
     job.wait_for_world(3)
     assert job.finish() == [0, 0, 0], job.report()
     for epoch in range(3):
-        num_rows = NUM_ROWS // (epoch + 1)  # loaders are made anew for each epoch
+        num_rows = NUM_ROWS // (epoch + 1)  # each epoch builds new loaders
         numbers = {batch: records[0]["round"] for (e, batch), records in by_step(job).items() if e == epoch}
         shares = [r for r in job.records("share") if r["epoch"] == epoch and r["round"] == numbers[r["batch"]]]
         assert sorted(i for r in shares for i in r["ids"]) == list(range(num_rows))

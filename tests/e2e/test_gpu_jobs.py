@@ -1,4 +1,4 @@
-"""Workers of a GPU join, leave and are lost. One GPU is enough: they share it, which gloo allows and NCCL does not."""
+"""GPU workers join, leave and are lost. All share one GPU, which gloo allows and NCCL does not."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_workers_of_one_device_survive_changes(accelerator: str, device: str, ma
         survivor = job.workers[2].records("device")
         in_last_round = [r["taken"] for r in survivor if r["round"] == survivor[-1]["round"]]
         before = [r["taken"] for r in survivor if r["round"] < survivor[-1]["round"]]
-        # What a left group has held, such as the buckets of its gradients, is free once the first step of the next is done.
+        # The first step of the next round must free the memory of the old group, such as its gradient buckets.
         assert min(in_last_round[1:]) <= max(before)

@@ -1,4 +1,4 @@
-"""Agents of several workers: one that fails ends its whole group, and the next group goes on where that one left."""
+"""Agents with several workers each. A worker that fails ends its whole group, and the next group resumes from its state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(
 
 @pytest.fixture
 def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
-    """Starts `torchrun --nproc-per-node=2` with the script."""
+    """Start `torchrun --nproc-per-node=2` with the script."""
     agents: list[Agent] = []
 
     def start(nnodes: str = "1", step_s: float = 0.05, script: Path = SCRIPT) -> Agent:
@@ -74,7 +74,7 @@ def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
 
 @pytest.fixture(scope="module")
 def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a job of one worker."""
+    """Folder of an undisturbed job of one worker."""
     folder = tmp_path_factory.mktemp("undisturbed")
     arguments = command(etcd, f"run-{uuid.uuid4().hex[:12]}", folder, "1", 1, 0.0)
     subprocess.run(arguments, env=ENVIRONMENT, check=True, timeout=120)
@@ -82,7 +82,7 @@ def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def at_step(folder: Path, step: int, num_agents: int) -> dict[str, list[dict[str, Any]]]:
-    """The newest line of each worker by agent, once the job has come to a step and all its agents' workers train."""
+    """Newest line of each worker by agent, once the job has reached a step and the workers of all its agents train."""
 
     def found() -> dict[str, list[dict[str, Any]]] | None:
         newest = {line["pid"]: line for line in lines_of(folder, "step")}
@@ -97,11 +97,11 @@ def at_step(folder: Path, step: int, num_agents: int) -> dict[str, list[dict[str
 
 
 def must_equal(folder: Path, undisturbed: Path, killed: list[int]) -> None:
-    """Whether weights and logged means of epochs are those of an undisturbed job."""
+    """Assert that weights and logged means of epochs equal those of an undisturbed job."""
     weights, expected = (torch.load(each / "weights", weights_only=True) for each in (folder, undisturbed))
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
-    # What a killed worker has logged in its last epoch is lost with it.
+    # A killed worker's logs of its last epoch are lost with it.
     steps = lines_of(folder, "step")
     died_in = {pid: max(line["in_epoch"] for line in steps if line["pid"] == pid) for pid in killed}
     counted = [line for line in steps if died_in.get(line["pid"]) != line["in_epoch"]]
@@ -118,7 +118,7 @@ def kept(client: EtcdClient, keys: Keys) -> list[int]:
 
 
 def own_folder(pid: int) -> Path:
-    """Where a worker's agent keeps the state of those that leave."""
+    """Folder in which a worker's agent keeps the state of workers that leave."""
     folder = Path(psutil.Process(pid).environ()[VARIABLE])
     assert folder.is_dir()
     assert folder.parent == ROOT

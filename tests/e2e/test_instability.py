@@ -1,4 +1,4 @@
-"""Jobs whose workers hang or are slow: what is told about them, and what is not taken for trouble."""
+"""Jobs with workers that hang or are slow: the reports that they cause, and the delays that cause none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeJob = Callable[..., Job]
 
 
 def train(job: Job, num_workers: int) -> None:
-    """Until so many workers have made more than the first few steps of their round, which are given more time."""
+    """Wait until `num_workers` workers have made more than the first few steps of their round, which have a longer limit."""
     job.wait_for_step(job.wait_for_world(num_workers) + 8)
 
 
@@ -54,12 +54,12 @@ def test_of_an_endless_loop_in_the_users_code_all_workers_tell_where_they_stand(
     assert [worker["in_collective"] for worker in found.values()] == [True, True]
     for worker in found.values():
         assert "backward" in event.data["stacks"][worker["stack"]]
-    # It is told once, not by every worker, nor again and again.
+    # One report in all: not one from every worker, and no repetition.
     assert len(job.events("hang")) == 1
 
 
 def test_collective_of_one_worker_ends_all_before_it_is_a_hang(make_job: MakeJob) -> None:
-    # Its first steps are made faster than anybody looks.
+    # The first steps finish before the watchdog first checks.
     job = make_job(UnstableSettings(num_steps=3000, step_s=0.001), script=train_unstable)
     workers = [job.start() for _ in range(2)]
     train(job, 2)
@@ -78,7 +78,8 @@ def test_a_worker_that_holds_pythons_lock_is_lost_and_writes_its_stack(make_job:
     trouble(job, workers[2], "spin_in_c")
     job.wait_for_world(2)
     job.wait_until(lambda: "in spin_in_c" in workers[2].output, "the stack on standard error")
-    assert "DLROVER_UNSAFE_STACKS is set" in workers[2].output.partition("Timeout")[0]  # who writes it, and how to end that
+    # The first lines name the writer and the way to disable it.
+    assert "DLROVER_UNSAFE_STACKS is set" in workers[2].output.partition("Timeout")[0]
     workers[2].kill()
 
 
@@ -88,7 +89,7 @@ def test_slow_validation_checkpoints_and_first_steps_are_no_hangs(make_job: Make
     for _ in range(2):
         job.start()
     job.wait_for_step(5)
-    job.start()  # while the others train on: a joiner waits, and the round changes
+    job.start()  # joins while the others train: a joiner waits, and the round changes
     assert job.finish() == [0, 0, 0]
     assert job.events("hang") == []
 

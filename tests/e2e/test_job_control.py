@@ -1,4 +1,4 @@
-"""What `dlrover run` does about nodes that fail before they are of any use."""
+"""`dlrover run` handles nodes that fail before they have trained."""
 
 from __future__ import annotations
 

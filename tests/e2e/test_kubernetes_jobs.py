@@ -1,7 +1,7 @@
-"""`dlrover run --target kubernetes` with real training: pods are processes of this machine, which a kubelet of the test runs.
+"""`dlrover run --target kubernetes` with real training. Pods are processes on this machine, run by the test's kubelet.
 
-With DLROVER_TEST_IMAGE, and a KUBECONFIG that names a real cluster, a job runs there, too: the image holds this package and
-tests/e2e/tiny_script.py as /work/tiny_script.py, and DLROVER_TEST_ENDPOINT is an etcd that both sides reach.
+With DLROVER_TEST_IMAGE and a KUBECONFIG of a real cluster, a job also runs there. The image holds this package and
+tests/e2e/tiny_script.py as /work/tiny_script.py. DLROVER_TEST_ENDPOINT is an etcd that both sides can reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_dlrover.components.targets.kubernetes_pod import (
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-# Steps that mostly sleep: beside other work, such as the start of nodes, none is taken for a straggler and replaced.
+# Steps mostly sleep: beside other work, such as the start of nodes, no worker becomes a straggler and is replaced.
 ARGUMENTS = ("--step-s", "0.1", "--until")
 
 
@@ -60,10 +60,10 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     run.process.wait()
     run = dlrover.start(*arguments, run_id=run_id)
     three = wait_for_workers(run, 3)
-    assert cluster.nodes() == ["node1", "node2", "node3"]  # it has taken over what was there
+    assert cluster.nodes() == ["node1", "node2", "node3"]  # the controller has taken over the existing nodes
     target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
     assert {job["apiVersion"] for job in cluster.objects["jobs"].values()} == {VOLCANO_JOBS if has_volcano else PLAIN_JOBS}
-    listed = dlrover("list", "--endpoint", etcd.endpoint).stdout  # from wherever etcd is reached
+    listed = dlrover("list", "--endpoint", etcd.endpoint).stdout  # reads etcd, from any host that reaches it
     controller = f"process {run.process.pid} on {socket.gethostname()}"
     assert re.search(rf"^{run_id} +training +{target} +3 +3 +{controller}$", listed, re.MULTILINE), listed
 
@@ -84,7 +84,7 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     elsewhere = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
     for output in (dlrover("logs", run_id).stdout, elsewhere.stdout):
         assert re.search(r"^\[node\d\] trained for \d+ steps$", output, re.MULTILINE), (output, elsewhere.stderr)
-    # Only the one that was killed had no time to hand over.
+    # Only the killed worker had no time to hand over.
     losses = [event for event in run.events if event.kind == "loss"]
     assert len(losses) == 1, [event.text for event in losses]
 
@@ -94,7 +94,8 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
 def test_a_job_that_torchx_starts_has_a_controller_and_nodes_that_are_apps_of_volcano(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
-    cluster.environment |= {"KUBECONFIG": str(cluster.kubeconfig), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}  # of pods
+    # The environment of pods.
+    cluster.environment |= {"KUBECONFIG": str(cluster.kubeconfig), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
     place = ("--rdzv_id", run_id, "--rdzv_endpoint", etcd.endpoint, "--run_dir", tmp_path / "runs")
     train = (f"{COMPONENT}:train", "--script", SCRIPT, "--workers", "1:2", "--image", "trainer:1", *place, "--", "--steps", 20)
     scheduler = ("-s", "kubernetes", "--workspace", "", "-cfg", f"queue=default,namespace={cluster.namespace}")
@@ -116,7 +117,7 @@ def test_a_job_that_torchx_starts_has_a_controller_and_nodes_that_are_apps_of_vo
 def test_a_controller_in_a_pod_finds_its_cluster_and_needs_no_etcd(
     dlrover: Dlrover, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # as in every pod
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # set in every pod
     run = dlrover.start("--target", "auto", "--image", "trainer:1", "--partition", "main", SCRIPT, "--steps", 20)
     assert run.wait_for_exit(60) == 0, run.output
     assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
@@ -171,7 +172,8 @@ def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
     options = ("--target", "kubernetes", "--image", "trainer:1", "--env", "LEVEL=1", "--endpoint", etcd.endpoint)
     run = dlrover.start(*options, script, "$(LEVEL)", "${HOME}", "$$", run_id=run_id)
     assert run.wait_for_exit(60) == 1
-    assert "ValueError: bad: ['$(LEVEL)', '${HOME}', '$$']" in run.output  # what the shell has left is for the script
+    # Text that the shell does not expand belongs to the script.
+    assert "ValueError: bad: ['$(LEVEL)', '${HOME}', '$$']" in run.output
     assert "failed before training began" in run.output
 
 

@@ -1,4 +1,4 @@
-"""Loader workers, prefetching and threads change while real workers train: nothing of the training changes with them."""
+"""Loader workers, prefetching and threads change while real workers train. The training itself does not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeJob = Callable[..., Job]
 TOY = ToySettings(num_rows=203, max_epochs=3, step_s=0.02)
 
 PLAN = PlanRecord(2, "planner", "a test says so", binding=False)
-"""Nobody adds or ends nodes here, so all that a plan can do is to tell workers how to work."""
+"""A plan that can only set the workers' settings: no controller adds or ends nodes here."""
 
 
 class Planner:
@@ -39,7 +39,7 @@ class Planner:
         self._client.put(Keys(self._job.run_id).plan, encode(dataclasses.replace(PLAN, **settings)))
 
     def wait_until_in_force(self, loader_workers: int, threads: int, num_workers: int) -> None:
-        """Until the newest step of so many workers was made that way."""
+        """Wait until the newest step of `num_workers` workers ran with these settings."""
 
         def look() -> bool:
             step = self._job.step
@@ -67,7 +67,7 @@ def losses(job: Job) -> list[float]:
 
 
 def modes(job: Job) -> set[tuple[int, int]]:
-    """Numbers of loader workers and threads with which steps were made."""
+    """Pairs of loader workers and threads with which steps ran."""
     return {(r["loader_workers"][0], r["threads"]) for r in job.records("done")}
 
 
@@ -108,7 +108,7 @@ def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
     for number, victim in enumerate(victims[:2]):
         loaders = 2 * (1 - number)
         plan(loader_workers=loaders, intra_op_threads=1 + number)
-        job.wait_for_step(job.step + dice.randint(0, 3))  # somewhere in the handover
+        job.wait_for_step(job.step + dice.randint(0, 3))  # anywhere in the handover
         victim.kill()
         plan.wait_until_in_force(loaders, 1 + number, num_workers=2)
         if number == 0:
@@ -129,7 +129,7 @@ def test_a_joiner_works_as_the_plan_says_from_its_first_step_on(
     plan.wait_until_in_force(1, 2, num_workers=1)
     joiner = job.start()
     job.wait_for_world(2)
-    # Again while another one comes in: at the very moment, as often as not.
+    # The plan changes again while another worker joins, about half of the time in the same instant.
     job.start()
     job.wait_until(lambda: job.workers[2].records("fit_start"), "the third worker to come")
     plan(loader_workers=2, intra_op_threads=1)

@@ -1,4 +1,4 @@
-"""Logs go on in one place while rank 0 moves from worker to worker."""
+"""Logs continue in one place while rank 0 moves from worker to worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_STEPS = SETTINGS.num_steps // 2  # two workers start, with batches of 4 each
 
 
 def logged_steps(file: Path) -> Iterator[int]:
-    """Steps whose loss is in an event file of TensorBoard's: records of length, checksum, event, checksum."""
+    """Steps with a loss in a TensorBoard event file, whose records are length, checksum, event and checksum."""
     content = file.read_bytes()
     while len(content) >= 12:
         (length,) = struct.unpack("<Q", content[:8])
@@ -41,7 +41,7 @@ def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
     leader = job.wait_until(
         lambda: next((w for w in job.workers if any(r["rank"] == 0 for r in w.records("done"))), None), "a step of rank 0"
     )
-    other = next(w for w in job.workers if w is not leader)  # has named no run yet
+    other = next(w for w in job.workers if w is not leader)  # has not named a run yet
     leader.arm("forward")
     job.start()
     last = job.wait_until(lambda: next((r["step"] for r in other.records("done") if r["round"] > 1), None), "a step without it")
@@ -52,7 +52,7 @@ def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
     with (job.folder / "table" / "version_0" / "metrics.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file) if row["loss"]] == list(range(NUM_STEPS))
     steps = [step for file in (job.folder / "board" / "version_0").glob("events*") for step in logged_steps(file)]
-    # TensorBoard's own writer holds back for two minutes what a killed worker has logged.
+    # TensorBoard's writer buffers for two minutes, so a killed worker's last values may be lost.
     assert {*range(last, NUM_STEPS)} <= {*steps}
     assert len(steps) == len({*steps})
     num_batches = NUM_STEPS // SETTINGS.max_epochs

@@ -23,7 +23,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 CLONE_NEWNET = 0x40000000
 NUM_NODES = 3
-SETTINGS = PlainSettings(num_steps=1_000_000)  # until told to end
+SETTINGS = PlainSettings(num_steps=1_000_000)  # runs until the test ends it
 _NUMBERS = itertools.count()
 
 
@@ -32,7 +32,7 @@ def ip(command: str) -> subprocess.CompletedProcess[str]:
 
 
 class Network:
-    """A bridge and the nodes on it; the host has address 1, node n has 10 + n."""
+    """A bridge and the nodes on it. The host has address 1, node n has 10 + n."""
 
     def __init__(self) -> None:
         number = (os.getpid() + 257 * next(_NUMBERS)) % 65536  # several test runs share the machine
@@ -66,7 +66,7 @@ class Network:
         ip(f"-n {self.node(node)} {command}")
 
     def cut_off(self, node: int, what: str) -> None:
-        """From `etcd`, from its `peers`, or from `both`."""
+        """Cut a node off from `etcd`, from its `peers`, or from `both`."""
         if what == "both":
             ip(f"link set {self.node(node)} down")
             return
@@ -100,7 +100,7 @@ def network() -> Iterator[Network]:
 
 
 def run_in_namespace(recorder: Recorder, settings: tuple[str, PlainSettings]) -> None:
-    """The plain loop on a node of its own."""
+    """Run the plain loop on a node of its own."""
     with open(f"/run/netns/{settings[0]}", "rb") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -125,7 +125,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody_and_another_take
         network.cut_off(2, what)
         job.wait_until(lambda: job.workers[0].step > lost.step + 5 or None, "the others to go on")
         rounds = job.round_number
-        if what == "peers":  # etcd tells it
+        if what == "peers":  # the worker learns of its removal from etcd
             job.wait_until(lambda: lost.exit_code is not None or None, "the node that was cut off to notice")
         network.heal(2, what)
         assert lost.wait() not in (0, None)

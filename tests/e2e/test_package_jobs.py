@@ -1,4 +1,4 @@
-"""Jobs whose scripts use `pytorch_lightning`, alone or beside `lightning`."""
+"""Jobs with scripts that use `pytorch_lightning`, alone or beside `lightning`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def assert_survives_changes(job: Job, settings: PackageSettings) -> None:
-    """Grow from one worker to three, lose one in a step, let rank 0 leave: no sample and no row of the log is lost."""
+    """Grow from one worker to three, lose one in a step, drain rank 0. No sample and no row of the log may be lost."""
     first, second, third = job.start(), job.start(), job.start()
     gate(first.place).touch()
     job.wait_for_step(3)
@@ -67,7 +67,7 @@ def test_job_of_pytorch_lightning_alone_survives_changes(make_job: MakeJob, tmp_
 
 
 def test_job_of_pytorch_lightning_after_lightning(make_job: MakeJob) -> None:
-    # The process that workers are forked from has imported lightning.
+    # The process that forks workers has imported lightning.
     assert_survives_changes(make_job(SETTINGS, script=train_with), SETTINGS)
 
 

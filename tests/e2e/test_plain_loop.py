@@ -16,7 +16,7 @@ def assert_everyone_counted_the_same(job: Job, num_steps: int) -> None:
     assert sorted(states) == list(range(1, num_steps + 1))
     for record in job.records("done"):
         assert record["state"] == states[record["step"]], record
-    # The sum over workers does not depend on how many they were.
+    # The sum over workers does not depend on their number.
     assert states[num_steps] == [float(num_steps), sum(step * 0.5 for step in range(num_steps))]
 
 
@@ -38,7 +38,7 @@ def test_a_plain_loop_grows_loses_a_worker_and_shrinks_without_a_wrong_count(mak
     rounds, losses = job.events("round"), job.events("loss")
     assert [event.data["number"] for event in rounds] == list(range(1, len(rounds) + 1))
     assert sum(len(event.data["cause"]["joined"]) for event in rounds) == 4
-    # One event each, with how it was noticed; the round after it says the same.
+    # One event each, with its detection. The next round records the same losses.
     lost = [event.data["worker_id"] for event in losses]
     assert len(lost) == len(set(lost)) == 2
     assert sorted(lost) == sorted(worker for event in rounds for worker in event.data["cause"]["lost"])
@@ -67,7 +67,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_0_and_runs_nothing_after_the_loo
     job.wait_for_step(3)
     second = job.start()
     job.wait_for_world(2)
-    first.terminate()  # rank 0: the one whose store the others meet in
+    first.terminate()  # rank 0 hosts the store of the group
     job.wait_for_world(1)
     assert job.finish() == [0, 0]
     assert not first.records("after_loop")

@@ -1,4 +1,4 @@
-"""What profiles say of real workers, data-parallel and with sharded tables."""
+"""Profiles of real workers, data-parallel and with sharded tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def profiles_of(job: Job, client: EtcdClient, num_workers: int) -> dict[int, StepProfile]:
-    """The newest profile of each rank, once all have one in this world."""
+    """Newest profile of each rank, once every rank has one in this world."""
 
     def look() -> dict[int, StepProfile] | None:
         entries = client.get_prefix(Keys(job.run_id).profiles)[1]

@@ -1,4 +1,4 @@
-"""The judge of the fault tests finds what must not be."""
+"""The fault tests' checks find every violation."""
 
 from __future__ import annotations
 

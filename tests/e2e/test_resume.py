@@ -1,4 +1,4 @@
-"""Jobs that go on from a checkpoint when all workers are gone, and jobs whose state cannot be handed to anybody."""
+"""Jobs that resume from a checkpoint after all workers are gone, and jobs with a state that cannot be handed over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MakeJob = Callable[..., Job]
 
 
 def killed_at(make_job: MakeJob, settings: Resumable, step: int, lease_ttl_s: int = 10) -> Job:
-    job = make_job(settings, script=run_resumable, lease_ttl_s=lease_ttl_s)  # which the next worker waits for
+    job = make_job(settings, script=run_resumable, lease_ttl_s=lease_ttl_s)  # the next worker waits for the lease to expire
     worker = job.start()
     job.wait_for_step(step)
     worker.kill()
@@ -74,4 +74,4 @@ def test_state_that_cannot_be_sent_refuses_joiners_alone(name: str, is_known_ear
         assert "The job goes on without this worker" in worker.output
     assert first.wait() == 0, job.report()
     assert first.step == 4 * STEPS_PER_EPOCH
-    assert job.round_number == (1 if is_known_early else 3)  # the second one was refused before a round took it in
+    assert job.round_number == (1 if is_known_early else 3)  # the second worker was refused before it joined a round

@@ -1,4 +1,4 @@
-"""Resizing changes nothing about what is learned: the loss of every step is that of a run that was left alone."""
+"""Resizing does not change the result: the loss of every step equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS = ToySettings(num_rows=2400, batch_size=24, max_epochs=2, step_s=0.01)
 
 
 def losses(job: Job) -> dict[int, float]:
-    """Mean loss over the samples of each step, all workers together."""
+    """Mean loss over the samples of each step, over all workers."""
     parts: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for record in job.records("done"):
         parts[record["step"]].append((record["loss"], record["weight"]))

@@ -1,6 +1,6 @@
-"""Whatever joins, leaves and dies, in any order: every sample is trained on exactly once and all workers agree.
+"""Every sample is trained on exactly once and all workers agree, whichever workers join, leave and die, in any order.
 
-Some seeds by default; with DLROVER_ALL_FAULTS=1 in the environment all of them.
+Some seeds by default; DLROVER_ALL_FAULTS=1 in the environment tests all of them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from toy_job import ToySettings
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 BATCH = 8  # schedules per test
-AT_ONCE = 3  # they sleep most of the time
+AT_ONCE = 3  # jobs at once, which mostly sleep
 
 MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end", "validation", "validation_end")
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that happens to the job."""
+    """A change or a fault of the job."""
 
     kind: str  # grow, shrink, replace, kill, kill_joiner, kill_forming
-    step: int  # as soon as this step was done
-    delay_s: float  # and a little later
-    moment: str = ""  # kill: of the victim's own program; empty: at once
+    step: int  # step after which the action begins
+    delay_s: float  # seconds after that step
+    moment: str = ""  # kill: moment in the victim's own program; empty: at once
     victim: int = 0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A training run and what happens during it, all from one seed."""
+    """A training run and its changes and faults, all from one seed."""
 
     seed: int
     settings: ToySettings
@@ -75,7 +75,7 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def carry_out(schedule: Schedule, job: Job) -> list[str]:
-    """Run a schedule to its end; returns what was violated."""
+    """Run a schedule to its end; return the violations."""
     for _ in range(schedule.start_workers):
         job.start()
     job.wait_for_step(1)
@@ -88,10 +88,10 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
     exit_codes = job.finish()
     bad = violations(job, schedule.settings)
     for worker, code in zip(job.workers, exit_codes, strict=True):
-        # An armed worker need not come by its moment any more; one that was asked to leave may not have started yet.
+        # An armed worker need not reach its moment any more. A drained worker may not have started yet.
         allowed = {0, -9} if worker.killed else {0}
         if worker.doomed and worker.records("after_fit"):
-            allowed.add(-15)  # asked too late: the script itself has the signal again
+            allowed.add(-15)  # drained too late: the script handles the signal again
         if code not in allowed:
             bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
     return bad
@@ -101,13 +101,13 @@ def _act(action: Action, job: Job) -> None:
     if action.kind in ("grow", "replace", "kill_joiner") and sum(not w.doomed for w in job.workers) < 5:
         joiner = job.start()
         if action.kind == "kill_joiner":
-            # While it is starting, waiting, being given the state or training, depending on the delay.
+            # Depending on the delay, it is starting, waiting, receiving the state or training.
             joiner.doomed = joiner.killed = True
             time.sleep(action.delay_s)
             joiner.kill()
     if action.kind == "kill_forming":
         _kill_while_forming(action, job)
-    # One that holds the state must stay: with the last one goes the job.
+    # A worker that holds the state must stay: the job ends with the last one.
     standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
     if action.kind not in ("shrink", "replace", "kill") or len(standing) < 2:
         return
@@ -121,12 +121,12 @@ def _act(action: Action, job: Job) -> None:
 
 
 def _kill_while_forming(action: Action, job: Job) -> None:
-    """Let a worker join, and kill one of those that form the new round with it."""
+    """Let a worker join, and kill a member while it forms the new round."""
     if sum(not w.doomed for w in job.workers) >= 5:
         return
     number = job.round_number
     joiner = job.start()
-    deadline = time.monotonic() + 5.0  # none is formed if the job ends now, or has no room
+    deadline = time.monotonic() + 5.0  # no round forms if the job ends now, or is full
     while job.round_number == number and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(action.delay_s / 20)

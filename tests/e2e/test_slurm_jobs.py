@@ -41,7 +41,7 @@ def variables_of(pid: int) -> dict[str, str]:
 
 
 def job_of(run: Run, slurm: SlurmCluster, pid: int) -> str:
-    """The Slurm job that a worker runs in."""
+    """Slurm job of a worker's process."""
     variables = variables_of(pid)
     number = variables["SLURM_JOB_ID"]
     assert slurm.jobs()[number][0].startswith(f"{run.run_id}.{variables['DLROVER_NODE']}.")
@@ -49,19 +49,19 @@ def job_of(run: Run, slurm: SlurmCluster, pid: int) -> str:
 
 
 def size_of(pid: int) -> tuple[str, str]:
-    """Cores and MiB of the Slurm job that a worker runs in."""
+    """Cores and MiB of the Slurm job of a worker's process."""
     variables = variables_of(pid)
     return variables["SLURM_CPUS_PER_TASK"], variables["SLURM_MEM_PER_NODE"]
 
 
 def kill_node(dlrover: Dlrover, job: str) -> None:
-    """End everything of a job at once, as the loss of its host does. (`scancel` lets a worker hand over.)"""
+    """Kill every process of a job at once, as the loss of its host does. (`scancel` lets a worker hand over.)"""
     found = []
     for pid in dlrover.processes():
         with contextlib.suppress(OSError):
             if variables_of(pid).get("SLURM_JOB_ID") == job:
                 found.append(pid)
-    # The worker first: it would be asked to leave, and do so, as soon as its agent or the job's script is gone.
+    # The worker first: it would receive SIGTERM and leave as soon as its agent or the job's script is gone.
     for pid in sorted(found, reverse=True):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     until = tmp_path / "enough"
     options: tuple[str, ...] = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30")
     options += ("--etcd-host", "127.0.0.1")
-    options += ("--cpus", "1:2", "--mem", "900M:3G")  # more than a worker uses: watches of memory have nothing to do
+    options += ("--cpus", "1:2", "--mem", "900M:3G")  # more memory than a worker uses, so that the memory watch does not act
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
     [first] = wait_for_workers(run, 1)
@@ -83,7 +83,7 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert refused.returncode == 2
     assert "job 'job' was started for nodes of 900 to 3072 MiB of memory (--mem of `dlrover run`)" in refused.stderr
     assert dlrover("scale", "job", 3, "--cpus", 2, "--mem", "1500M").returncode == 0
-    # The first one's node is too small, and perhaps another one that the planner has asked for a moment before.
+    # Replace the first node, which is too small, and possibly another one that the planner requested just before.
     three = run.wait_for(lambda: workers_of_size(run, 3, ("2", "1500")), "three workers on larger nodes", 120)
     assert first["worker_id"] not in {worker["worker_id"] for worker in three}
     run.wait_for(lambda: len(slurm.jobs()) == 3, "the end of the small nodes")
@@ -97,7 +97,7 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     run = dlrover.start(*options, SCRIPT, "--until", until)
     run.wait_for_output(r"job job: 1 to 3 workers")
     assert {w["worker_id"] for w in wait_for_workers(run, 3)} == {w["worker_id"] for w in three}
-    assert slurm.jobs() == jobs  # it has taken over what was there
+    assert slurm.jobs() == jobs  # the new controller has taken over the existing jobs
 
     killed, preempted = three[1]["worker_id"], three[2]["worker_id"]
     urgent = slurm.preempt(job_of(run, slurm, three[2]["pid"]))
@@ -112,12 +112,13 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     eventually(lambda: not dlrover.processes(), "the end of all processes")
-    left = [path.name for path in dlrover.temporary.iterdir() if not path.name.startswith("pymp-")]  # those are Python's
-    assert len(left) <= 1, left  # of the node that was killed
+    # Python's own folders do not count.
+    left = [path.name for path in dlrover.temporary.iterdir() if not path.name.startswith("pymp-")]
+    assert len(left) <= 1, left  # folder of the killed node
 
     names = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert names == [f"node{n}" for n in range(1, len(names) + 1)]
-    # One each in place of the small (or two), the killed and the preempted, perhaps of the drained, and of stragglers.
+    # Replacements of the small node (or two), the killed and the preempted, possibly of the drained and of stragglers.
     assert 6 <= len(names) <= 10
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
@@ -125,9 +126,9 @@ def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_fin
 
 
 def workers_of_size(run: Run, num_workers: int, size: tuple[str, str]) -> list[dict[str, Any]] | None:
-    """All workers, once there are so many and each one's node has this size."""
+    """All workers, once there are `num_workers` and each one's node has this size."""
     found = members(num_workers)(run.status())
-    with contextlib.suppress(OSError):  # one has just left
+    with contextlib.suppress(OSError):  # a worker has just left
         return found if found and {size_of(worker["pid"]) for worker in found} == {size} else None
     return None
 
@@ -154,11 +155,11 @@ def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, s
 
 
 def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *arguments: object) -> tuple[str, Run]:
-    """A job called `job`, of one to two workers: the number of its controller's Slurm job, and what that prints."""
+    """Start a job called `job` of one to two workers; return its controller's Slurm job number and output."""
     options = ("-s", "slurm", "-cfg", "partition=main,time=30", f"{COMPONENT}:train", "--script", script, "--workers", "1:2")
     ours = ("--rdzv_id", "job", "--partition", "main", "--time", "20", "--options=--etcd-host=127.0.0.1", "--", *arguments)
     done = dlrover.process(torchx("run", *options, *ours))
-    # Then TorchX asks what has become of it, and may fail: 0.7.0 asks `sacct` alone, and this cluster has no accounting.
+    # TorchX then queries the job's state, and may fail: 0.7.0 uses `sacct` alone, and this cluster has no accounting.
     submitted = re.search(r"^slurm://torchx/(\d+)$", done.stdout, re.MULTILINE)
     assert submitted is not None, done.stderr
     output = dlrover.folder / f"slurm-{submitted[1]}-controller-0.out"
@@ -167,7 +168,7 @@ def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *argu
 
 
 def wait_for_end(slurm: SlurmCluster, job: str) -> str:
-    """The state in which a Slurm job has ended."""
+    """Final state of a Slurm job."""
     eventually(lambda: job not in slurm.jobs(), f"the end of job {job}", 60)
     state = re.search(r"JobState=(\S+)", slurm("scontrol", "show", "job", job))
     assert state is not None
@@ -195,9 +196,9 @@ def test_cancelling_the_app_on_slurm_ends_all_of_its_nodes(dlrover: Dlrover, slu
     wait_for_first_round(run)
     assert dlrover("scale", "job", 2).returncode == 0
     wait_for_workers(run, 2)
-    slurm("scancel", app)  # all that `torchx cancel` does, after it has asked for the state
+    slurm("scancel", app)  # the only action of `torchx cancel` after its query of the state
     assert wait_for_end(slurm, app) == "CANCELLED"
-    eventually(lambda: not slurm.jobs(), "the end of all nodes")  # each is a job of its own: nobody else has cancelled it
+    eventually(lambda: not slurm.jobs(), "the end of all nodes")  # each node is a separate job, so this ended all of them
 
 
 @pytest.mark.on_demand
@@ -228,7 +229,7 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
     run.wait_for_output(r"node1 was killed for want of memory .* nodes have 70 MiB from now on")
     os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been asking for the next one
+    assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been requesting the next node
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
 
 
@@ -237,7 +238,7 @@ def losses(run: Run) -> list[str]:
 
 
 def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
-    """Let a job come to its end, and see that no node is left and none was refused, or came though nobody wanted it."""
+    """Finish a job; assert that no node is left, none was refused, and none came without a request."""
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
@@ -292,7 +293,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         if cause == "preemption":
             urgent = slurm.preempt(old)
         elif cause == "host":
-            assert losses(run) == []  # all before could hand over
+            assert losses(run) == []  # every drained worker had time to hand over
             slurm("scontrol", "update", f"NodeName={slurm.host(old)}", "State=DOWN", "Reason=test")
         else:
             slurm("scontrol", cause, old)
@@ -301,7 +302,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         if urgent:
             slurm("scancel", urgent)
         eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
-    assert run.output.count("nobody has asked for it") >= 3, run.output  # what Slurm would have started again
+    assert run.output.count("nobody has asked for it") >= 3, run.output  # Slurm would have restarted these
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
@@ -320,7 +321,7 @@ def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, s
     for _ in range(3):
         [worker] = run.wait_for(lambda f=former: members(1, f)(run.status()), f"a worker after {former}", 200)  # type: ignore[misc]
         former = (*former, worker["worker_id"])
-    assert time.monotonic() - began > 30  # the third one came when the second one's time was near its end
+    assert time.monotonic() - began > 30  # the third worker came near the end of the second one's time limit
     finish(run, slurm, until)
     assert losses(run) == []
     assert all(event.data["planned"] for event in run.events if event.kind == "round")
@@ -331,7 +332,7 @@ KILLS = {
     "while it is submitted": 'kill -9 "$PPID"; sleep 1; exec {real} "$@"',
     "after it was submitted": '{real} "$@"; kill -9 "$PPID"',
 }
-"""What `sbatch` does to the `dlrover run` that calls it."""
+"""Faults of `sbatch` that kill the `dlrover run` that calls it."""
 
 
 @pytest.mark.on_demand
@@ -412,7 +413,7 @@ case $((n % 4)) in
 esac
 exec {real} "$@"
 """
-"""What Slurm's commands do: hang, fail, carry out what they are asked for and talk nonsense, or all is well."""
+"""Faults of Slurm's commands: hang, fail, execute the request and print garbage, or work normally."""
 
 
 @pytest.mark.on_demand

@@ -1,4 +1,4 @@
-"""`dlrover status` tells what a job that does not go on waits for, from whom, and for how long."""
+"""`dlrover status` shows why a stalled job waits, for which workers, and for how long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def status(capsys: object, endpoint: str, run_id: str) -> str:
 
 
 def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[str]:
-    """The first match of `pattern` in what the command says."""
+    """First match of `pattern` in the command's output."""
     last = ""
 
     def look() -> re.Match[str] | None:
@@ -47,7 +47,7 @@ def test_of_a_worker_that_is_stopped_its_neighbour_says_that_it_waits_for_it(
     job = make_job(PlainSettings(num_steps=3000), script=run_plain_loop)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)
-    # Rank 0 convenes, and sees that rank 1 is gone: a worker watches over the one that follows it.
+    # Rank 0 convenes and detects the loss of rank 1: each worker watches the next rank.
     pids = [int(worker_id.split("-")[-2]) for worker_id in job.members]
     _, killed, stopped = sorted(workers, key=lambda worker: pids.index(worker.pid))
     os.kill(stopped.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What Lightning offers gives the same result whether or not the job's workers change."""
+"""Lightning's features give the same result whether or not the job's workers change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lose_in_step(job: Job) -> None:
 
 
 def lose_in_validation(job: Job) -> None:
-    """The next validation loses a worker, if there is another validation."""
+    """Kill a worker in the next validation, if there is one."""
     job.workers[-1].arm("validation")
 
 
@@ -57,7 +57,7 @@ def checkpoints(job: Job) -> set[str]:
 
 
 def assert_same(job: Job, expected: Record, metrics: bool) -> None:
-    """Every worker that reached the end has the undisturbed run's weights, rates, metrics and callbacks' states."""
+    """Assert that every worker that finished has the undisturbed run's weights, rates, metrics and callback states."""
     results = job.records("result")
     assert results, job.report()
     for result in results:
@@ -73,7 +73,7 @@ def assert_same(job: Job, expected: Record, metrics: bool) -> None:
 
 
 def approx(value: object) -> object:
-    """Numbers anywhere inside compared within rounding."""
+    """Compare numbers anywhere inside `value` within rounding."""
     if isinstance(value, dict):
         return {key: approx(each) for key, each in value.items()}
     if isinstance(value, list):

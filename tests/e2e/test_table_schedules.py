@@ -1,6 +1,6 @@
-"""Whatever joins, leaves and dies, in any order: a model with sharded tables ends as if nothing had happened to it.
+"""A model with sharded tables ends as if undisturbed, whichever workers join, leave and die, in any order.
 
-Some seeds by default; with DLROVER_ALL_FAULTS=1 in the environment all of them.
+Some seeds by default; DLROVER_ALL_FAULTS=1 in the environment tests all of them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ MODELS = (
     TableSettings(num_rows=150, num_val_rows=21, val_every=6),
     TableSettings(num_rows=160, kinds=KINDS[:3], is_bag=False, num_val_rows=13),
 )
-"""Few, so that each has one undisturbed run. Their last batches have a sample for each of four workers."""
+"""Few models, each compared with one undisturbed run. Their last batches have a sample for each of four workers."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that happens to the job."""
+    """A change or a fault of the job."""
 
     kind: str  # grow, shrink, replace, kill, kill_joiner, kill_changing
-    steps: int  # after the former one
+    steps: int  # steps after the previous action
     delay_s: float
-    moment: str = ""  # kills: of the victim's own program; empty: at once
+    moment: str = ""  # kills: moment in the victim's own program; empty: at once
     victim: int = 0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A training run and what happens during it, all from one seed."""
+    """A training run and its changes and faults, all from one seed."""
 
     seed: int
     settings: TableSettings
@@ -83,14 +83,14 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
-    """Run a schedule to its end; returns what went wrong."""
+    """Run a schedule to its end; return the violations."""
     for _ in range(schedule.start_workers):
         job.start()
     job.wait_for_step(1)
     for action in schedule.actions:
         if any(w.exit_code == 0 for w in job.workers if not w.doomed):
             break
-        # A snapshot counts in the round that the last change has led to: without one the next kill ends the job.
+        # Only a snapshot of the round after the last change counts. Without one the next kill would end the job.
         settled = job.step
         deadline = time.monotonic() + 0.5
         job.wait_until(
@@ -105,10 +105,10 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
     exit_codes = job.finish()
     bad = judge(job, schedule.settings, reference)
     for worker, code in zip(job.workers, exit_codes, strict=True):
-        # An armed worker need not come by its moment any more; one that was asked to leave may not have started yet.
+        # An armed worker need not reach its moment any more. A drained worker may not have started yet.
         allowed = {0, -9} if worker.killed else {0}
         if worker.doomed and worker.records("after_fit"):
-            allowed.add(-15)  # asked too late: the script itself has the signal again
+            allowed.add(-15)  # drained too late: the script handles the signal again
         if code not in allowed:
             bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
     if shared_memory_of(job):
@@ -117,7 +117,7 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
 
 
 def _act(action: Action, job: Job) -> None:
-    # One that holds the state must stay: with the last one goes the job.
+    # A worker that holds the state must stay: the job ends with the last one.
     standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
     victim = standing[action.victim % len(standing)] if len(standing) > 1 else None
     if action.kind == "kill_changing" and victim is not None:
@@ -126,7 +126,7 @@ def _act(action: Action, job: Job) -> None:
     if action.kind in ("grow", "replace", "kill_joiner", "kill_changing") and sum(not w.doomed for w in job.workers) < 4:
         joiner = job.start()
     if action.kind == "kill_joiner" and joiner is not None:
-        # While it is starting, waiting, being given the state or training, depending on the delay.
+        # Depending on the delay, it is starting, waiting, receiving the state or training.
         joiner.doomed = joiner.killed = True
         time.sleep(2 * action.delay_s)
         joiner.kill()

@@ -1,6 +1,6 @@
-"""Models with sharded tables are resized and lose workers like any other, and end as if nothing had happened.
+"""Models with sharded tables are resized and lose workers like any other, and end as if undisturbed.
 
-A spread of cases by default; with DLROVER_ALL_FAULTS=1 in the environment all of them.
+A spread of cases by default; DLROVER_ALL_FAULTS=1 in the environment tests all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = bool(os.environ.get("DLROVER_ALL_FAULTS"))
 
 
 def some(cases: Sequence[T], step: int) -> Sequence[T]:
-    """All of the cases if that was asked for, else few: every second of every `step`-th."""
+    """Return all cases in a full run, else every second of every `step`-th."""
     return cases if ALL else cases[:: 2 * step]
 
 
@@ -37,7 +37,7 @@ VALIDATING = replace(SETTINGS, num_val_rows=21, val_every=7)
 
 @pytest.fixture
 def new_job(make_job: MakeJob) -> Iterator[MakeJob]:
-    """Makes jobs of `train_tables` of which nothing stays in shared memory, whatever becomes of them."""
+    """Make jobs of `train_tables`, and remove their shared memory however they end."""
     jobs: list[Job] = []
 
     def make(settings: TableSettings = SETTINGS, **kwargs: Any) -> Job:
@@ -51,7 +51,7 @@ def new_job(make_job: MakeJob) -> Iterator[MakeJob]:
 
 
 def started(job: Job, workers: int) -> list[Worker]:
-    """A job of so many workers, which have joined one after the other."""
+    """Start `workers` workers, which join one after the other."""
     job.start()
     job.wait_for_step(1)
     for size in range(2, workers + 1):
@@ -115,16 +115,16 @@ def test_a_worker_is_replaced(new_job: MakeJob, world: int) -> None:
 
 
 OTHER_TABLES = {
-    "row_wise": replace(SETTINGS, kinds=("row_wise", "row_wise", "row_wise")),  # one of 7 rows
+    "row_wise": replace(SETTINGS, kinds=("row_wise", "row_wise", "row_wise")),  # one table has 7 rows
     "table_wise": replace(SETTINGS, kinds=("table_wise",) * 4),
     "column_wise": replace(SETTINGS, kinds=("column_wise",) * 3),
     "table_row_wise": replace(SETTINGS, kinds=("table_row_wise", "row_wise", "table_wise")),
     "table_column_wise": replace(SETTINGS, kinds=("table_column_wise", "column_wise")),
     "data_parallel": replace(SETTINGS, kinds=("data_parallel", "data_parallel")),
-    "one_table": replace(SETTINGS, kinds=("table_wise",)),  # most workers hold nothing
+    "one_table": replace(SETTINGS, kinds=("table_wise",)),  # most workers hold no rows
     "collection": replace(SETTINGS, kinds=("row_wise", "table_wise", "column_wise"), is_bag=False),
     "manual": replace(SETTINGS, manual=True),
-    "uneven": replace(SETTINGS, num_rows=205, batch_size=7),  # shares differ, the last batch is of two samples
+    "uneven": replace(SETTINGS, num_rows=205, batch_size=7),  # shares differ, and the last batch has two samples
 }
 
 
@@ -144,7 +144,7 @@ def test_other_models_grow_shrink_and_survive_a_kill(new_job: MakeJob, name: str
 def test_a_worker_that_holds_no_table_leaves_like_any_other(new_job: MakeJob) -> None:
     settings = OTHER_TABLES["one_table"]
     job = new_job(settings)
-    _, second = started(job, 2)  # the table stays with the first one
+    _, second = started(job, 2)  # the table stays with the first worker
     second.terminate()
     job.wait_for_world(1)
     assert_fine(new_job, job, settings, [0, 0], rollbacks=0)
@@ -364,10 +364,10 @@ def test_a_kill_before_the_first_snapshot_is_complete_ends_all_workers_with_what
     workers = [job.start(), job.start()]
     workers[0].arm(moment)
     job.wait_until(lambda: workers[0].records("killed"), "the kill")
-    workers.append(job.start())  # fewer than two form no round
+    workers.append(job.start())  # fewer than two workers form no round
     assert workers[1].wait() not in (0, -9)
     assert "start again" in workers[1].output
-    workers.append(job.start())  # as an agent does
+    workers.append(job.start())  # an agent would restart it, too
     job.wait_until(lambda: all(w.exit_code is not None for w in workers), "the others to end")
     last = [w for w in workers[2:] if w.exit_code == 0]
     assert last, job.report()
@@ -388,7 +388,7 @@ def test_snapshots_over_the_memory_limit_are_left_out_with_a_warning(new_job: Ma
 
 
 def kill_all(job: Job) -> int:
-    """Returns the newest step that was completed."""
+    """Kill all workers; return the newest completed step."""
     for worker in job.workers:
         worker.kill()
     for worker in job.workers:
@@ -421,7 +421,7 @@ def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_
     for worker in workers:
         worker.terminate()
     for worker in workers:
-        assert worker.wait(20) in (0, 143)  # which tells its agent that it did not finish
+        assert worker.wait(20) in (0, 143)  # the exit code shows its agent that it did not finish
     reached = job.step
     again = job.start()
     codes = job.finish()
@@ -464,10 +464,10 @@ def test_what_no_copy_covers_is_lost_and_the_job_goes_back_to_its_checkpoint(new
     job = new_job(settings)
     started(job, 2)
     job.wait_for_step(30)
-    job.workers[1].kill()  # with its host, as far as the other one can see
+    job.workers[1].kill()  # looks to the other worker like the loss of the whole host
     assert job.workers[0].wait() not in (0, -9)
     assert "start again" in job.workers[0].output
-    again = [job.start(), job.start()]  # as agents do
+    again = [job.start(), job.start()]  # restarts, as agents would make
     codes = job.finish()
     assert codes[2:] == [0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) == 21
@@ -489,7 +489,7 @@ def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new
     assert codes == [-9, -9, 0, 0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) > 1
     assert judge(job, settings, undisturbed(new_job, SETTINGS)) == [], job.report()
-    assert not list(disk.glob("*/*"))  # the job has finished
+    assert not list(disk.glob("*/*"))  # a finished job removes its snapshots
 
 
 def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: MakeJob) -> None:
@@ -577,6 +577,6 @@ def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJ
     lost.kill()
     assert job.finish() == [-9, 0], job.report()
     (event,) = job.events("rollback")
-    assert newest <= event.data["batch"] < settings.num_steps * 0.75  # the first fit's newest ones are of its end
+    assert newest <= event.data["batch"] < settings.num_steps * 0.75  # the first fit's newest snapshots are from its end
     assert len(job.records("after_second_fit")) == 1
     assert not shared_memory_of(job)

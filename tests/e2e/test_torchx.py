@@ -20,7 +20,7 @@ def torchx(*arguments: object) -> list[str]:
 
 
 def local_job(dlrover: Dlrover, script: Path, *arguments: object, options: Sequence[object] = ()) -> Run:
-    """A job called `job`, of one to two workers."""
+    """Start a job called `job` of one to two workers."""
     train = (f"{COMPONENT}:train", "--script", script, "--workers", "1:2", "--rdzv_id", "job", *options)
     return dlrover.follow(torchx("run", "-s", "local_cwd", *train, "--", *arguments), "job")
 
@@ -28,7 +28,7 @@ def local_job(dlrover: Dlrover, script: Path, *arguments: object, options: Seque
 @pytest.mark.timeout(400)
 def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
-    # The same command is meant for a cluster, too.
+    # The same command must also work for a cluster.
     run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options=--objective fastest"))
     wait_for_first_round(run)
     assert "nodes run on this machine, where these mean nothing: --partition" in run.output
@@ -58,6 +58,6 @@ def test_a_signal_to_torchx_ends_all_nodes_of_the_job(dlrover: Dlrover, number: 
     wait_for_first_round(run)
     run.process.send_signal(number)
     assert run.wait_for_exit(30) != 0
-    # TorchX kills a controller that has not ended its nodes within 10 s, which then end with it; its etcd's folder stays.
+    # TorchX kills a controller that has not ended its nodes within 10 s. The nodes then end, and etcd's folder stays.
     eventually(lambda: not dlrover.processes(), "the end of all processes")
     assert run.events[-1].kind != "finished"

@@ -1,4 +1,4 @@
-"""`dlrover run` where its own files, its nodes' output or its terminal cannot be written any more."""
+"""`dlrover run` when its own files, its nodes' output or its terminal become unwritable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print("the last line")
 
 
 def test_full_log_disk_ends_no_job(dlrover: Dlrover, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:
-    """A limit of the size of all files stands for the disk, which etcd does not use."""
+    """A limit on the size of all files simulates a full disk, which etcd does not use."""
     script = tmp_path / "script.py"
     script.write_text(TALKATIVE)
     run = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", etcd.endpoint, "--rdzv-id", run_id]
@@ -43,7 +43,7 @@ def test_full_log_disk_ends_no_job(dlrover: Dlrover, etcd: EmbeddedEtcd, run_id:
     assert "Traceback" not in done.stderr
     assert "no report was written" in done.stderr
     files = {file.name: file.stat().st_size for file in (tmp_path / "runs" / run_id).rglob("*") if file.is_file()}
-    assert files["events.jsonl"] == files["stdout.log"] == LIMIT * 1024  # both were cut
+    assert files["events.jsonl"] == files["stdout.log"] == LIMIT * 1024  # both files were cut
     assert read_event_file(tmp_path / "runs" / run_id / "events.jsonl")
     assert re.search(r"steps +300\n", dlrover("report", "--endpoint", etcd.endpoint, run_id).stdout)
 

@@ -1,4 +1,4 @@
-"""The script that `dlrover run` runs in tests: it trains until a file appears, and can be told to go wrong."""
+"""The script that `dlrover run` runs in tests. It trains until a file appears; its arguments can make it fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TinyModel(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.until is not None:
-            # As `EarlyStopping` does: all workers stop after the same step.
+            # As with `EarlyStopping`, all workers stop after the same step.
             self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(self.until.exists(), all=False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
-"""What a test's workers run: a small model that writes down everything it does, for `harness.py` to judge.
+"""Scripts of the tests' workers: a small model that records everything that it does, for `harness.py` to check.
 
-Imported by the process that workers are forked from, so that a worker starts in milliseconds instead of seconds.
+The process that forks workers imports this module, so a worker starts in milliseconds instead of seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_dlrover.live.training import LiveTraining
 torch.set_num_threads(1)
 
 L: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
-"""The package that the workers' scripts use."""
+"""Lightning package that the workers' scripts use."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _MixedIn
@@ -46,7 +46,7 @@ Script = Callable[["Recorder", Any], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands: what the elastic agent would export, and the files it writes."""
+    """A worker's identity: the variables that its elastic agent would export, and the files that it writes."""
 
     endpoint: str
     run_id: str
@@ -66,12 +66,12 @@ class Place:
 
     @property
     def armed(self) -> Path:
-        """Exists when the worker shall die; holds the name of the moment."""
+        """File that exists when the worker must die; it holds the name of the moment."""
         return Path(self.folder) / f"{self.agent_id}.armed"
 
     @property
     def end(self) -> Path:
-        """Exists when a plain loop shall end with its next step."""
+        """File that exists when a plain loop must end with its next step."""
         return Path(self.folder) / "end"
 
     @property
@@ -115,10 +115,10 @@ class Recorder:
 
 
 def run_worker(place: Place, script: Script, settings: Any) -> None:
-    """Be one worker, in a freshly forked process."""
+    """Run one worker, in a freshly forked process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test
     atexit._clear()
-    multiprocessing.set_start_method("fork", force=True)  # of loader workers: as in a script of its own
+    multiprocessing.set_start_method("fork", force=True)  # loader workers fork, as in a plain script
     output = os.open(place.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -135,7 +135,7 @@ def run_worker(place: Place, script: Script, settings: Any) -> None:
 
 
 class Rows(Dataset[tuple[Tensor, Tensor, int]]):
-    """Rows of a linear problem; each comes with its index."""
+    """Rows of a linear problem, each with its index."""
 
     def __init__(self, num_rows: int, num_features: int = 8) -> None:
         self.x = torch.randn(num_rows, num_features, generator=torch.Generator().manual_seed(0))
@@ -150,7 +150,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
 
 @dataclass(frozen=True)
 class ToySettings:
-    """A training run; with every sample's index and every parameter's hash on record."""
+    """A training run that records every sample's index and every parameter's hash."""
 
     num_rows: int = 203
     batch_size: int = 8
@@ -160,9 +160,9 @@ class ToySettings:
     loader_workers: int = 0
     accumulate: int = 1
     num_val_rows: int = 0
-    val_every: int | None = None  # batches; None: once per epoch
+    val_every: int | None = None  # batches between validations; None: once per epoch
     global_batch_size: int | None = None
-    slow_start_s: float = 0.0  # before the training loop is reached
+    slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
 
     @property
     def batches_per_epoch(self) -> int:
@@ -174,13 +174,13 @@ class ToySettings:
 
 
 class ToySteps(_MixedIn):
-    """Writes a line for every share it is given, every batch it has finished and every validation batch."""
+    """Records every share, every finished batch and every validation batch."""
 
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.register_buffer("scale", torch.ones(1))  # DDP sends buffers around before every forward pass
+        self.register_buffer("scale", torch.ones(1))  # DDP broadcasts buffers before every forward pass
         self.step_s = step_s
         self.slow_start_s = slow_start_s
         self.recorder = recorder
@@ -219,7 +219,7 @@ class ToySteps(_MixedIn):
         self.recorder.moment("backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.recorder.moment("reduced")  # gradients are there, weights are still the old ones
+        self.recorder.moment("reduced")  # gradients are reduced, weights not updated yet
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.recorder.moment("zero_grad")
@@ -285,7 +285,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 
 def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
-    """A Trainer with our strategy and nothing that a test did not ask for."""
+    """Build a Trainer with our strategy and only the features that a test asks for."""
     defaults: dict[str, Any] = {
         "strategy": DLRoverStrategy(),
         "accelerator": "cpu",
@@ -300,7 +300,7 @@ def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
 
 
 def train_toy(recorder: Recorder, settings: ToySettings) -> None:
-    """The script of most tests."""
+    """Train the toy model: the script of most tests."""
     L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,

@@ -1,4 +1,4 @@
-"""A script whose workers are killed, or fail, in a hook before their first batch."""
+"""A script with workers that are killed, or fail, in a hook before their first batch."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class UnluckyModel(L.LightningModule):
         self._meet_fate("on_train_batch_start")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # As `EarlyStopping` does: all workers stop after the same step.
+        # As with `EarlyStopping`, all workers stop after the same step.
         self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(self.until.exists(), all=False)
 
     def _meet_fate(self, hook: str) -> None:
-        """Be killed as the only worker that comes here while the file `bad` exists; fail if it is a folder."""
+        """Kill the only worker that arrives while the file `bad` exists; fail if `bad` is a folder."""
         if hook != self.hook:
             return
         if self.bad.is_dir():

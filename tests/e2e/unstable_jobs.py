@@ -1,4 +1,4 @@
-"""Scripts whose workers get into trouble when the test says so, for `test_instability.py`."""
+"""Scripts with workers that hang or slow down when the test asks for it, for `test_instability.py`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class UnstableSettings:
     hang_after_s: float = 1.5
     num_val_rows: int = 0
     val_every: int | None = None
-    slow_s: float = 0.0  # of validation, of saving a checkpoint and of the first step
+    slow_s: float = 0.0  # extra seconds for validation, for saving a checkpoint and for the first step
     unsafe_stacks: bool = False
     stragglers: tuple[str, ...] = ()  # names of workers that take three times as long
 
 
 class Unstable(ToyModel):
-    """Does what the file `{agent_id}.trouble` says, once."""
+    """Executes the command in the file `{agent_id}.trouble`, once."""
 
     def __init__(self, recorder: Recorder, settings: UnstableSettings) -> None:
         slow = 3.0 if recorder.place.agent_id in settings.stragglers else 1.0
@@ -57,15 +57,15 @@ class Unstable(ToyModel):
             pass
 
     def spin_in_c(self) -> None:
-        re.match("(a+)+$", "a" * 60 + "b")  # Python's lock is held for longer than anybody lives
+        re.match("(a+)+$", "a" * 60 + "b")  # holds Python's lock practically for ever
 
     def wait_alone(self) -> None:
-        dist.barrier()  # nobody else comes to it
+        dist.barrier()  # no other worker comes to this barrier
 
     def debug(self) -> None:
         fifo = self._file.with_suffix(".commands")
         os.mkfifo(fifo)
-        with fifo.open() as commands:  # until somebody types
+        with fifo.open() as commands:  # blocks until a person types
             pdb.Pdb(stdin=commands, stdout=sys.stdout).set_trace()
 
     def on_validation_start(self) -> None:
@@ -77,7 +77,7 @@ class Unstable(ToyModel):
 
 
 class Saves(L.Callback):
-    """A checkpoint in the middle of the training."""
+    """Saves a checkpoint in the middle of the training."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == 20:

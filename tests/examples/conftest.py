@@ -1,4 +1,4 @@
-"""The examples are scripts that import their neighbours; tests import them the same way."""
+"""The examples are scripts that import their neighbours. Tests import them the same way."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_generated_ids_are_long_tailed_and_within_their_cardinality() -> None:
         assert made.categories[:, column].min() > 0
         assert made.categories[:, column].max() < cardinality
     counts = np.sort(np.bincount(made.categories[:, -1]))[::-1]
-    assert counts[:100].sum() > 0.4 * counts.sum()  # of 16,383 ids
+    assert counts[:100].sum() > 0.4 * counts.sum()  # concentrated on 100 of 16,383 ids
     assert (counts == 1).sum() > 1000
 
 

@@ -1,4 +1,4 @@
-"""The example of a plain loop: under python alone, and on torchrun nodes that come, go and are killed."""
+"""The plain loop's example: under python alone, and on torchrun nodes that come, go and are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Node:
         return psutil.Process(self.process.pid).children()[0]
 
     def kill(self) -> None:
-        """As if the machine lost power."""
+        """Kill as if the machine lost power."""
         for process in (*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)):
             process.kill()
 
@@ -65,10 +65,10 @@ plain_pytorch.main()
 
 @dataclass
 class Trace:
-    """What the workers wrote of the steps they attempted."""
+    """Records of the steps that the workers attempted."""
 
     file: Path
-    last_step: int = -1  # that was waited for
+    last_step: int = -1  # last awaited step
 
     def attempts(self) -> list[tuple[int, int, int, list[int]]]:
         """(step, round, size, rows) of each worker's attempts."""
@@ -78,7 +78,7 @@ class Trace:
         return [(step, number, size, rows) for step, number, size, *rows in lines]
 
     def until_world(self, size: int, node: Node) -> None:
-        """Wait until `size` workers have gone beyond a step later than the one waited for before."""
+        """Wait until `size` workers have gone beyond a step later than the last awaited one."""
         deadline = time.monotonic() + 60
         while not (found := [step for step, _, its_size, _ in self.attempts() if its_size == size and step > self.last_step]):
             assert time.monotonic() < deadline, f"no step of {size} workers:\n{node.log.read_text()}"
@@ -155,7 +155,7 @@ def test_nodes_that_join_leave_and_die_change_neither_the_samples_nor_the_result
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-6)
 
-    # A step was made in the last round in which it was attempted.
+    # A step's last attempt is the one that made it.
     made_in = {step: number for step, number, _, _ in sorted(trace.attempts(), key=lambda attempt: attempt[:2])}
     assert sorted(made_in) == list(range(NUM_STEPS))
     for epoch in range(NUM_EPOCHS):

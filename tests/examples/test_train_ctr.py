@@ -21,7 +21,7 @@ def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """1,000 rows in Criteo's format whose first number decides the label."""
+    """1,000 rows in Criteo's format; the first number decides the label."""
     numbers = np.random.default_rng(0).integers(0, 50, 1000)
     rows = ["\t".join([str(int(n > 25)), str(n), *["1"] * 12, *[f"{i % 5:08x}"] * 26]) for i, n in enumerate(numbers)]
     path = tmp_path / "clicks.tsv"
@@ -43,7 +43,7 @@ def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: P
     assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
     assert metrics["test_auc"] > 0.95
     assert (metrics["rows"], metrics["steps"], metrics["best_auc"]) == (100, 8 * 13, None)
-    assert str(clicks) in done.stdout  # what was loaded
+    assert str(clicks) in done.stdout  # names the loaded file
 
 
 def test_max_steps_ends_training_early(clicks: Path, tmp_path: Path) -> None:

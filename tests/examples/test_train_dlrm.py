@@ -43,7 +43,7 @@ def one_worker() -> Iterator[None]:
 
 
 def built(data: ClickData) -> L.LightningModule:
-    """A model whose tables this process has, without a strategy."""
+    """Model with its tables on this process, without a strategy."""
     from dlrm_model import DLRM
 
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def test_the_last_step_is_followed_by_a_measurement_wherever_it_is(generated: Cl
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """1,000 rows in Criteo's format whose first category decides the label."""
+    """1,000 rows in Criteo's format; the first category decides the label."""
     chosen = np.random.default_rng(0).integers(0, 50, 1000)
     rows = ["\t".join([str(int(n > 25)), *["1"] * 13, f"{n:08x}", *["0000000a"] * 25]) for n in chosen]
     path = tmp_path / "clicks.tsv"
@@ -148,15 +148,15 @@ def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: P
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
     assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
-    assert metrics["test_auc"] > 0.95  # what only the tables can have learned
+    assert metrics["test_auc"] > 0.95  # only the tables can have learned this
     assert (metrics["rows"], metrics["steps"], metrics["best_auc"]) == (100, 8 * 13, None)
-    assert str(clicks) in done.stdout  # what was loaded
+    assert str(clicks) in done.stdout  # names the loaded file
 
 
 @pytest.mark.on_demand
 def test_two_workers_measure_what_one_does(clicks: Path, tmp_path: Path) -> None:
     metrics = []
-    # The batch size is per worker of the start, so both train on the same global batches.
+    # The batch size is per initial worker, so both train on the same global batches.
     for workers, batch_size in ((1, 64), (2, 32)):
         output = tmp_path / str(workers)
         done = run(
@@ -184,7 +184,7 @@ def test_no_data_means_generated_rows_and_says_the_best_that_can_be_reached(tmp_
 def test_without_torchrec_the_script_ends_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torchrec", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "torchrec", None)  # simulates a missing package
     monkeypatch.setattr(sys, "argv", ["train_dlrm.py"])
     assert train_dlrm.main() == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

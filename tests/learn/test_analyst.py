@@ -1,4 +1,4 @@
-"""What rank 0's background thread does with windows of a job whose truth is known: real etcd, real history, no training."""
+"""The background thread of rank 0, with windows of a simulated job: real etcd, real history, no training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRUTH = input_bound(4)
 
 
 class RunningJob:
-    """Stands in for workers and controller: runs in whatever settings the plan asks for, and publishes windows of them."""
+    """Simulates workers and controller: it runs with the planned settings, and publishes windows of them."""
 
     def __init__(self, client: EtcdClient, keys: Keys, history: str | None, membership: Membership) -> None:
         self._client, self._keys = client, keys
@@ -95,7 +95,7 @@ StartJob = Callable[..., RunningJob]
 
 @pytest.fixture
 def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
-    """A job of 1 to 4 workers with a controller, and a history of its own."""
+    """A job of 1 to 4 workers with a controller, and its own history."""
     with ExitStack() as stack:
 
         def make(
@@ -174,7 +174,7 @@ def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
 
     def train(worker_id: str, since: float) -> None:
         for number in range(1, 11):
-            profile = window(TRUTH, START, rng, 0.0, at=since + 360.0 * number)  # it validates in between
+            profile = window(TRUTH, START, rng, 0.0, at=since + 360.0 * number)  # the job validates in between
             memory.add(dataclasses.replace(profile, worker_id=worker_id))
 
     train("w0", 1e9)
@@ -241,7 +241,7 @@ def test_without_a_controller_a_job_starts_with_what_others_found_for_its_loader
     start: StartJob, tmp_path: Path
 ) -> None:
     url, rng = f"sqlite:///{tmp_path / 'h.sqlite'}", random.Random(1)
-    fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, which nobody can start here
+    fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, but no controller can start them here
     times_s = {START: 0.1, own: 0.05, fast: 0.02}
     past = [
         dataclasses.replace(window(TRUTH, s, rng, 0.0, at=float(n)), step_time_s=t) for n, (s, t) in enumerate(times_s.items())
@@ -264,7 +264,8 @@ def test_what_was_set_by_hand_stays(start: StartJob) -> None:
     assert job.settings == START
     assert job.membership.view.plan == by_hand
     assert all("chosen by hand" in d.reason for d in job.decisions())
-    assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())  # not said twice
+    # The reason appears once.
+    assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())
 
 
 def test_a_broken_history_is_said_once_and_planning_goes_on(

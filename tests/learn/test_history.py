@@ -1,4 +1,4 @@
-"""The history holds what jobs wrote, whoever writes beside them and however they end."""
+"""The history holds every job's records, whatever other processes write beside it and however the job ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_jobs_write_at_once_and_one_that_is_killed_leaves_nothing_half_written(t
     writers = [start(name) for name in ("a", "b", "c", "endless")]
     killed = writers.pop()
     assert killed.stdout is not None
-    killed.stdout.readline()  # it has written one job and is at the next
+    killed.stdout.readline()  # the process has written one job and is at the next
     killed.send_signal(signal.SIGKILL)
     killed.wait(10)
     ends = [writer.communicate(timeout=120) for writer in writers]

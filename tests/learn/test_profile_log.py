@@ -1,4 +1,4 @@
-"""Which windows are written to etcd."""
+"""The choice of the windows that are written to etcd."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WINDOW = StepProfile(
 
 
 def windows(count: int, **changes: float) -> list[StepProfile]:
-    """Two seconds each, one after the other."""
+    """Windows of two seconds each, one after the other."""
     return [replace(WINDOW, first_step=20 * i, at=1000.0 + 2 * i, **changes) for i in range(count)]  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_merged_window_has_means_by_step_and_the_highest_memory() -> None:
 
 def test_unchanged_worker_is_published_every_ten_seconds() -> None:
     published = PublishedProfile()
-    assert sum(published.is_news(WINDOW, now=2.0 * i) for i in range(30)) == 6  # in one minute
+    assert sum(published.is_news(WINDOW, now=2.0 * i) for i in range(30)) == 6  # windows published in one minute
     assert published.is_news(replace(WINDOW, step_time_s=0.2), now=59.0)
     assert published.is_news(replace(WINDOW, step_time_s=0.2, round_number=2), now=60.0)
 

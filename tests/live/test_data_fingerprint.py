@@ -1,4 +1,4 @@
-"""Other data are noticed; the same data never are taken for others."""
+"""Different data are detected, and equal data are never considered different."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_dlrover.rdzv.live.member import MembershipError
 
 
 class Images(Dataset[Any]):
-    """Reads its samples lazily, as from files; `change` stands for what happens to each."""
+    """Reads its samples lazily, as from files. `change` simulates a modification of each one."""
 
     def __init__(self, seed: int = 0, num_samples: int = 30, change: Callable[[np.ndarray[Any, Any]], object] = lambda x: x):
         self.pixels = np.random.default_rng(seed).integers(0, 256, (num_samples, 3, 16, 16), dtype=np.uint8)
@@ -54,7 +54,7 @@ def with_noise(pixels: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def decoded_elsewhere(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Another version of a decoder: a level more here and there."""
+    """Simulates another version of a decoder: slightly different levels here and there."""
     levels: np.ndarray[Any, Any] = np.clip(pixels.astype(np.int64) + (np.indices(pixels.shape).sum(0) % 3 == 0), 0, 255)
     return levels.astype(np.uint8)
 
@@ -138,7 +138,7 @@ def test_random_numbers_go_on_as_if_no_sample_was_fetched() -> None:
 def test_dataset_of_loader_workers_is_not_touched_in_their_parent() -> None:
     images = Images()
     data_of(images, num_workers=1)
-    assert images.num_fetched == 0  # what it opens lazily, forked processes would share
+    assert images.num_fetched == 0  # forked processes would share its lazily opened files
 
 
 def test_samples_that_raise_are_left_to_training() -> None:

@@ -1,4 +1,4 @@
-"""What is logged over an epoch is the same for any split of its samples."""
+"""Values logged over an epoch are the same for any split of its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers tell each other on entering a round, and what makes their models alike."""
+"""Messages that workers exchange on entering a round, and the transfer that makes their models equal."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_bytes_that_are_no_position_are_a_value_error(hello: bytes) -> None:
     [
         ((BETWEEN, JOINER), True),
         ((BETWEEN, BETWEEN, JOINER, JOINER), True),
-        ((INSIDE, JOINER), False),  # the state of a step that is not done cannot be handed over
+        ((INSIDE, JOINER), False),  # the state of an unfinished step cannot be handed over
         ((BETWEEN, INSIDE, JOINER), False),
-        ((BETWEEN, replace(BETWEEN, batch=6), JOINER), False),  # who would be right?
-        ((replace(BETWEEN, at_boundary=False), JOINER), False),  # in a validation, or inside an accumulation window
-        ((BETWEEN, INSIDE), True),  # survivors alone come to terms wherever they stand
-        ((JOINER, JOINER), True),  # nobody has a state: all begin
+        ((BETWEEN, replace(BETWEEN, batch=6), JOINER), False),  # conflicting positions
+        ((replace(BETWEEN, at_boundary=False), JOINER), False),  # inside a validation or an accumulation window
+        ((BETWEEN, INSIDE), True),  # survivors alone agree wherever they are
+        ((JOINER, JOINER), True),  # no worker has a state: all begin
     ],
 )
 def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_steps(
@@ -73,7 +73,7 @@ def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_ste
 
 
 class Own:
-    """Of the script's own: nothing that is taken from others unasked."""
+    """A value of the script's own, which must not be taken from other workers."""
 
 
 @pytest.mark.parametrize("value, is_readable", [({"best": 1.5}, True), ({"best": Own()}, False)])
@@ -91,7 +91,7 @@ def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(val
 
 
 def worker(**options: float) -> tuple[LiveTraining, torch.optim.Optimizer]:
-    """One that optimizes manually."""
+    """A worker with manual optimization."""
     module: Any = torch.nn.Linear(2, 1)
     module.automatic_optimization = False
     optimizer = torch.optim.SGD([{"params": module.parameters(), **options}])
@@ -115,7 +115,7 @@ def test_missed_update_brings_an_open_manual_window(is_in_next_step: bool) -> No
     source._manual_window_is_open = True
     if is_in_next_step:
         source._gradients = source._copy_of_gradients()
-        module.weight.grad += 5.0  # of the next batch, which will be computed again
+        module.weight.grad += 5.0  # gradient of the next batch, which will be computed again
     target._apply(source._last_update())
     assert target._manual_window_is_open
     assert torch.equal(target._trainer.lightning_module.weight.grad, torch.tensor([[1.0, 2.0]]))  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_missed_update_brings_counters_of_parameter_groups() -> None:
     target._apply(source._capture())
     (group,) = optimizer.param_groups
     assert (group["k"], group["weight_sum"]) == (7, 0.5)
-    assert group["lr"] == 0.2  # its own scheduler sets it
+    assert group["lr"] == 0.2  # set by its own scheduler
     weights = [live._trainer.lightning_module.weight for live in (source, target)]
     assert torch.equal(*weights)  # type: ignore[arg-type]
 
@@ -137,7 +137,7 @@ def test_missed_update_brings_counters_of_parameter_groups() -> None:
 
 
 class Wrapping(DLRoverStrategy):
-    """Of one of two workers; no group is formed."""
+    """Strategy of one of two workers that forms no group."""
 
     world_size = 2
     elastic_tables = lightning_module = model = None
@@ -167,7 +167,7 @@ def formation_of(said: dict[str, bytes], worker: str) -> Any:
 
 
 def member(name: str, training: bool = True) -> LiveTraining:
-    """A worker of several that enters a round; it can do no more than that."""
+    """A worker of several that can only enter a round."""
     live, _ = worker(lr=0.1)
     trainer: Any = live._trainer
     trainer.training = training
@@ -188,7 +188,7 @@ def member(name: str, training: bool = True) -> LiveTraining:
 def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffers(
     is_in_validation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first one has ended a validation and is in the step after it; the second one may still be in its last collective.
+    # The first one has ended a validation and is in the step after it. The second one may still be in its last collective.
     second = replace(BETWEEN, at_boundary=False, collective=3, validation=1) if is_in_validation else INSIDE
     said = hellos(replace(INSIDE, batch=6), second)
     monkeypatch.setattr(transfer, "send", lambda results, rank: None)
@@ -316,7 +316,7 @@ def test_loss_while_the_state_is_packed_ends_the_switch() -> None:
     def formed(number: int, *members: str) -> Formation:
         return Formation(RoundRecord(number, [*members], "", "grow", planned=True), {}, 0)
 
-    def pack() -> transfer.Packed:  # with a collective of the user's, in which the others recover from a loss
+    def pack() -> transfer.Packed:  # contains a user's collective, during which the others recover from a loss
         live.formation = formed(3, "w0", "w1")
         return transfer.pack({})
 
@@ -389,7 +389,7 @@ def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(tmp_path: Path)
     former.save()
     successor = CSVLogger(tmp_path, name="log", version=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as that former rows will be deleted, which they are not
+        warnings.simplefilter("error")  # must not warn, for example that earlier rows will be deleted
         _adopt_csv_log(successor)
     successor.log_metrics({"loss": 3.0}, 3)
     successor.save()

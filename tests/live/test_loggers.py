@@ -1,4 +1,4 @@
-"""What workers are given of rank 0's loggers."""
+"""Properties of rank 0's loggers that workers receive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dlrover.live.loggers import (
 
 
 class Own(Logger):
-    """A logger of a user's."""
+    """A user's logger."""
 
     def __init__(self) -> None:
         self.run = ""

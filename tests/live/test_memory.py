@@ -58,7 +58,7 @@ def test_without_a_reservation_every_page_costs() -> None:
     "own, folder, limit, used",
     [
         ("0::/\n", "", "memory.max", "memory.current"),  # a container that sees itself as the root
-        ("0::/job_1/step_0/task_0\n", "job_1/", "memory.max", "memory.current"),  # as Slurm makes them
+        ("0::/job_1/step_0/task_0\n", "job_1/", "memory.max", "memory.current"),  # created by Slurm
         ("4:memory:/job_1\n", "memory/job_1/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which worker gets which samples: nothing is lost, doubled or reordered, however the world changes."""
+"""Assignment of samples to workers: none is lost, doubled or reordered, however the world changes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def indices(batch: Tensor) -> list[int]:
 
 
 def rest_of(loader: ElasticLoader) -> list[list[int]]:
-    """What the loader still gives; a `for` loop would begin anew."""
+    """Remaining batches of the loader; a `for` loop would begin anew."""
     batches = []
     with suppress(StopIteration):
         while True:
@@ -98,7 +98,7 @@ def rest_of(loader: ElasticLoader) -> list[list[int]]:
 
 
 def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
-    """The global batches of an epoch, put together from those of all ranks."""
+    """Global batches of an epoch, assembled from those of all ranks."""
     ranks = [elastic(place=(rank, world_size), **kwargs) for rank in range(world_size)]
     return [[i for loader in ranks for i in indices(next(loader))] for _ in range(len(ranks[0]))]
 
@@ -138,7 +138,7 @@ def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
     loaders = [elastic(length, global_batch_size)]
     for batch in range(len(alone)):
         new_size = data.draw(st.sampled_from([world_size, world_size, 1, 2, 3, 5]))
-        while len(loaders) < new_size:  # a joiner stands at the beginning until it is told where the others are
+        while len(loaders) < new_size:  # a joiner is at the beginning until it receives the others' position
             loaders.append(elastic(length, global_batch_size))
             loaders[-1].load_state(loaders[0].state())
         loaders = loaders[:new_size]
@@ -147,7 +147,7 @@ def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
             for rank, loader in enumerate(loaders):
                 loader.reshard(rank, new_size, rewind)
                 if rewind:
-                    next(loader)  # the batch before, again
+                    next(loader)  # the previous batch again
         world_size = new_size
         found: list[int] = []
         weights = []
@@ -184,7 +184,7 @@ def test_validation_sees_every_sample_once_and_a_worker_without_samples_ends_ear
     assert sorted(int(i) for i in seen) == list(range(length))
 
 
-# --- what the loader was made with ----------------------------------------------------------------------------------------
+# --- arguments of the loader ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -236,7 +236,7 @@ def test_validation_gives_every_worker_samples_though_its_batches_are_smaller_th
 
 
 def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
-    """Every process would draw another order, so it is drawn where `materialise` says."""
+    """Every process would draw a different order, so it is drawn once, by `materialise`."""
     drawn: list[list[int]] = []
 
     def materialise(order: list[int]) -> list[int]:
@@ -282,7 +282,7 @@ def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
     loader = elastic(40, 8, num_workers=2, prefetch_factor=4)
     try:
         assert indices(next(loader)) == list(range(8))
-        loader.reshard(1, 2)  # by now all batches of a world of one lie in the loader's queue
+        loader.reshard(1, 2)  # all batches of a world of one are now in the loader's queue
         assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
     finally:
         loader.close()
@@ -363,7 +363,7 @@ def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None
 
 
 class Prepared(Dataset[int]):
-    """Numbers that write down which process has prepared them."""
+    """Numbers that record the process that has prepared them."""
 
     def __init__(self, length: int, folder: Path, item_s: float = 0.0) -> None:
         self.length = length
@@ -524,7 +524,7 @@ def test_loader_workers_that_came_later_stay_for_the_next_epoch_if_they_were_to_
 
 
 class Reader(Numbers):
-    """Holds something beside its numbers, deep inside."""
+    """Holds an open object deep inside, beside its numbers."""
 
     def __init__(self, held: object) -> None:
         super().__init__(64)
@@ -532,7 +532,7 @@ class Reader(Numbers):
 
 
 def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> None:
-    """They would share its place in the file with the worker, and read each other's bytes."""
+    """They would share its file position with the worker, and read each other's bytes."""
     with open(tmp_path / "rows.bin", "wb") as file:
         loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
         iter(loader)
@@ -544,7 +544,7 @@ def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> N
 
 
 class Unprepared(Numbers):
-    """Can be read in the process that made it only."""
+    """Can only be read in the process that created it."""
 
     def __init__(self, length: int, trouble: str, bad: int = -1) -> None:
         super().__init__(length)
@@ -556,7 +556,7 @@ class Unprepared(Numbers):
             raise ArithmeticError("the dataset's own")
         if get_worker_info() is not None and index > 20:
             if self.trouble == "killed":
-                os.kill(os.getpid(), signal.SIGBUS)  # as when shared memory is used up
+                os.kill(os.getpid(), signal.SIGBUS)  # simulates exhausted shared memory
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return index
 
@@ -644,7 +644,7 @@ def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
     loader.keep_step(5, cycles=False)
     assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
     assert [loader.has_samples(batch) for batch in range(5)] == [True, True, True, False, False]
-    assert loader.cursor == 4  # of the batch in which it gave none
+    assert loader.cursor == 4  # the batch in which it gave none
     loader.reshard(0, 1, rewind=2)
     assert indices(loader.refetch()) == [4, 5]
     with pytest.raises(StopIteration):
@@ -687,7 +687,7 @@ def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
 
 
-# --- what user code sees ----------------------------------------------------------------------------------------------------
+# --- behaviour towards user code ----------------------------------------------------------------------------------------
 
 
 def test_user_code_reads_its_loader() -> None:
@@ -783,7 +783,7 @@ def test_a_sampler_that_gives_no_order_of_samples_is_refused(order: list[Any], p
 
 def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
     class Filtering(DataLoader[int]):
-        """As loaders of graphs."""
+        """Like loaders of graphs."""
 
         def _get_iterator(self) -> Any:
             return super()._get_iterator()
@@ -794,7 +794,7 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
 
 
 def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as `seed_everything(workers=True)` does, and LightningCLI by default
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # set by `seed_everything(workers=True)`, which LightningCLI calls by default
     loader = ElasticLoader(DataLoader(Numbers(6), 2, num_workers=1), 2, training=True)
     _auto_add_worker_init_fn(loader, rank=0)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -1,4 +1,4 @@
-"""What one worker does about a plan's settings, between two batches of its loaders."""
+"""One worker applies a plan's settings between two batches of its loaders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, n
 
 
 def test_loaders_that_are_made_anew_work_as_the_plan_says_too() -> None:
-    """As Lightning makes them with `reload_dataloaders_every_n_epochs`."""
+    """Lightning recreates loaders with `reload_dataloaders_every_n_epochs`."""
     settings = SettingsInForce(CORES)
     first, second = make_loader(), make_loader()
     try:

@@ -1,4 +1,4 @@
-"""What a joiner is given, and which objects may be in it."""
+"""The state that a joiner receives, and the objects that it may contain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Words:
 
 @dataclasses.dataclass
 class Checked:
-    """Runs code of its own when it is made."""
+    """Runs its own code when it is created."""
 
     value: int
 
@@ -51,7 +51,7 @@ class Outer:
 
 
 def sent(value: object, own: object = None) -> object:
-    """What a worker whose own state holds `own` makes of another one's `value`."""
+    """Send `value` to a worker whose own state holds `own`; return the result there."""
     return transfer.outline(transfer.pack(value), (LoggedValue,), transfer.names_in(transfer.pack(own)))
 
 
@@ -104,7 +104,7 @@ def test_subclasses_of_lightnings_callbacks_are_recognised() -> None:
         pass
 
     class ModelCheckpoint(Callback):
-        """Of that name, and no more."""
+        """Shares its name with Lightning's class, and nothing else."""
 
     assert is_lightnings(Kept(), "ModelCheckpoint")
     assert not is_lightnings(ModelCheckpoint(), "ModelCheckpoint")

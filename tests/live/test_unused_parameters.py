@@ -1,4 +1,4 @@
-"""When DDP searches for parameters that a step leaves out."""
+"""Conditions under which DDP searches for parameters that a step leaves out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Branches(nn.Module):
 
 
 def after_step(unused: UnusedParameters, *names: str, ignored: set[str] | None = None) -> bool:
-    """Whether a search is on after a worker alone has used these branches."""
+    """Return whether the search is on after a worker alone has used these branches."""
     module = Branches()
     torch.stack([getattr(module, name)(torch.ones(2)).sum() for name in names]).sum().backward()  # type: ignore[no-untyped-call]
     unused.check(module, module, lambda: ignored or set(), num_workers=1, is_reporter=True)

@@ -1,4 +1,4 @@
-"""How the samples of a validation are dealt out, at its start and after a loss."""
+"""Distribution of a validation's samples, at its start and after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one watched forward pass says about a model; the expected figures are computed by hand."""
+"""Facts that one watched forward pass yields about a model. The expected figures are computed by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_model_is_counted_as_torchs_own_counter_does(layers: int) -> None:
     with FlopCounterMode(display=False) as counter:
         model(rows).sum().backward()
     found = watched(model, lambda: model(rows))
-    # The first layer needs no gradient of its input, which is why three times the forward pass is a bit more.
+    # The first layer needs no gradient of its input, so three times the forward pass is slightly more.
     assert counter.get_total_flops() / SAMPLES <= found.dense_flops <= 1.3 * counter.get_total_flops() / SAMPLES
 
 
@@ -66,7 +66,7 @@ def test_lookups_are_rows_that_a_sample_reads() -> None:
 
 
 def test_a_backward_pass_inside_of_the_step_is_not_counted_again() -> None:
-    """As with manual optimization."""
+    """Manual optimization runs its backward pass inside the step."""
     model = nn.ModuleDict({"tags": nn.EmbeddingBag(50, 4, mode="sum"), "net": nn.Linear(4, 3)})
 
     def forward() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a window of steps says, on a clock that the test moves."""
+"""Profiles of windows of steps, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = Model(Descriptors(dense_flops=1000, lookups_per_sample=3.0), dense_bytes
 
 
 class Bench:
-    """A profiler, and steps that take as long as they are told to."""
+    """A profiler, and steps of a chosen duration."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -130,7 +130,7 @@ def test_the_first_step_after_a_change_of_place_belongs_to_no_window(bench: Benc
 
 
 def test_batches_that_lay_ready_when_loader_workers_were_changed_belong_to_no_window(bench: Bench) -> None:
-    """They would make an input that cannot keep up look as if it could."""
+    """They would make a slow input look fast enough."""
     bench.train()
     more = dataclasses.replace(PLACE, loader_workers=2, prefetch_factor=3)
     for number in range(7 + 5):
@@ -153,7 +153,7 @@ def test_many_batches_ahead_do_not_keep_a_window_from_beginning(bench: Bench) ->
 
 @pytest.fixture
 def childless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have started comes and goes; to be asked for before `bench`, which looks at once."""
+    """Hide other tests' processes, which come and go. Request this before `bench`, which counts at once."""
     monkeypatch.setattr(resources, "_children", list)
 
 
@@ -165,8 +165,8 @@ def test_memory_is_that_of_this_process_and_its_limit_is_shared_by_the_workers_o
 
     before = window()
     assert 10 * MIB < before.memory_bytes <= before.peak_memory_bytes
-    with mmap.mmap(-1, 400 * MIB) as block:  # so much that what else this process has and frees does not count
-        for _ in range(400):  # piece by piece: what malloc gives it may keep
+    with mmap.mmap(-1, 400 * MIB) as block:  # large enough to outweigh other allocations of this process
+        for _ in range(400):  # piece by piece: malloc may keep memory that it gets
             block.write(b"1" * MIB)
     after = window()
     assert after.peak_memory_bytes >= before.memory_bytes + 300 * MIB
@@ -203,7 +203,7 @@ def test_windows_follow_each_other_without_a_gap(bench: Bench) -> None:
 
 def test_a_device_whose_utilisation_is_not_known_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     class NVMLError(Exception):
-        """As of pynvml, on a slice of a device (MIG)."""
+        """As raised by pynvml on a slice of a device (MIG)."""
 
     def unknown(device: torch.device) -> int:
         raise NVMLError("Not Supported")

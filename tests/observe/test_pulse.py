@@ -1,4 +1,4 @@
-"""What each worker needs by itself: measured in real process groups, and carried by votes."""
+"""Each worker's own time per step: measured in real process groups, and exchanged in votes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Round:
 
 
 def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> None:
-    """Two steps of DDP with buffers, in which rank 1 sleeps in one part of each."""
+    """Run two steps of DDP with buffers, in which rank 1 sleeps in one part of each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     round_ = _Round()
@@ -77,7 +77,7 @@ def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: 
     ("own", "stat"),
     [
         ("0::/job/worker\n", "job/worker/cpu.stat"),
-        ("0::/job/worker\n", "job/cpu.stat"),  # the quota of the group above holds for it, too
+        ("0::/job/worker\n", "job/cpu.stat"),  # the quota of the parent group also applies
         ("7:cpu,cpuacct:/job\n5:memory:/other\n", "cpu,cpuacct/job/cpu.stat"),
     ],
 )
@@ -101,7 +101,7 @@ def test_time_without_a_core_is_told_apart() -> None:
     while time.thread_time() - cpu < 0.2:
         pass
     own = clock.read().since(started)
-    # Whatever else runs here: what was not spent computing was spent waiting for a core.
+    # Under any other load, time not spent computing was spent waiting for a core.
     assert own.busy_s - own.queued_s == pytest.approx(0.2, abs=0.05)
     clock.close()
 
@@ -121,7 +121,7 @@ def step(pulses: list[Pulse]) -> None:
 
 def test_a_vote_brings_the_times_of_all_workers_to_all() -> None:
     pulses = [Pulse() for _ in range(3)]
-    vote(pulses, 1)  # what came before belongs to no round
+    vote(pulses, 1)  # earlier steps belong to no round
     for _ in range(4):
         step(pulses)
     vote(pulses, 1)
@@ -135,14 +135,14 @@ def test_a_vote_brings_the_times_of_all_workers_to_all() -> None:
 
 
 def test_times_of_another_round_are_not_given_out_for_this_one() -> None:
-    """Ranks change between rounds: the slow one's times would be taken for somebody else's."""
+    """Ranks change between rounds, so the slow worker's times would be attributed to another one."""
     pulses = [Pulse() for _ in range(2)]
     vote(pulses, 1)
     step(pulses)
     vote(pulses, 1)
     assert len(pulses[0].heard(1)) == 1
     assert pulses[0].heard(2) == []
-    step(pulses)  # it holds the change of the world
+    step(pulses)  # contains the change of the world
     vote(pulses, 2)
     assert pulses[0].heard(2) == []
     step(pulses)

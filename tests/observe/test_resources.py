@@ -50,7 +50,7 @@ def group(tmp_path: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
             "0::/pod/worker\n",
             {"pod/worker/memory.max": "max\n", "pod/memory.max": f"{64 * MIB}\n"},
         ),
-        ("0::/on/the/host\n", {"memory.max": f"{64 * MIB}\n"}),  # as it looks from inside of a container
+        ("0::/on/the/host\n", {"memory.max": f"{64 * MIB}\n"}),  # the view from inside a container
         ("3:cpu,cpuacct:/\n4:memory:/job/step\n", {"memory/job/step/memory.limit_in_bytes": f"{64 * MIB}\n"}),
     ],
 )
@@ -110,7 +110,7 @@ def test_the_limit_of_a_group_of_one_node_is_shared_by_nobody_else(
 @pytest.mark.parametrize("folder", ["dlrover-7-controller", "job_13", "job_12"])
 def test_a_group_that_may_hold_other_nodes_is_shared_with_them(folder: str, ours: dict[str, str], tmp_path: Path) -> None:
     place = group(tmp_path, f"0::/{folder}\n", {f"{folder}/memory.max": f"{64 * MIB}\n"})
-    # Of a torchrun that the user has started, of which there may be several in the job; or of `dlrover run` there.
+    # The limits of a torchrun that the user started, of which the job may have several, or of `dlrover run` there.
     environ = {"SLURM_JOB_ID": "12", **ours}
     assert own_memory_limit_bytes(environ, *place) == 0
     assert memory_limit_bytes(environ, *place) == 64 * MIB
@@ -135,9 +135,9 @@ def test_without_a_quota_all_cores_are_there_that_the_process_is_bound_to(files:
 
 
 def _touched(num_bytes: int) -> mmap.mmap:
-    # No tensor: torch's threads are not there in a forked child, which would wait for them.
+    # No tensor: torch's threads are missing in a forked child, which would wait for them.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for _ in range(num_bytes // MIB):  # no more than that beside it, however briefly
+    for _ in range(num_bytes // MIB):  # piece by piece, so that the copy is never larger than one MiB
         memory.write(b"1" * MIB)
     return memory
 
@@ -157,7 +157,7 @@ def test_memory_that_a_child_shares_with_this_process_counts_once(monkeypatch: p
     with MemoryWatch(sample_s=0.02) as watch:
         alone = watch.take()
         child = context.Process(target=_hold, args=(300 * MIB, ready, end))
-        gc.freeze()  # a collection writes to all objects, which then are shared no more
+        gc.freeze()  # a collection writes to all objects and so ends their sharing
         child.start()
         assert child.pid is not None
         children.append(child.pid)

@@ -1,6 +1,6 @@
-"""Trains a small model for a few steps in a process of its own, for each configuration asked for on standard input.
+"""Trains a small model for a few steps in a separate process, for each configuration read from standard input.
 
-Prints a JSON line for each: the peak of the training process and its loader workers, as a profile has it.
+Prints a JSON line for each: the peak of the training process and its loader workers, as in a profile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def model() -> nn.Module:
 
 
 def train(asked: dict[str, Any]) -> int:
-    """Peak bytes."""
+    """Train and return the peak in bytes."""
     torch.set_num_threads(1)
     network = model()
     table = torch.ones(asked["embedding_bytes"] // 4 // EMBEDDING_DIM // asked["num_workers"], EMBEDDING_DIM)

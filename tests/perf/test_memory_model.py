@@ -1,4 +1,4 @@
-"""The memory model predicts peaks of processes that really trained, and says how sure it is."""
+"""The memory model predicts peaks of processes that really trained, and states its uncertainty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = 768 * MIB
 def grown(
     workers: int = 1, *, batch: int = 64, loaders: int = 0, prefetch: int = 2, tables: int = 0, peak: float = 0.0
 ) -> StepProfile:
-    """A window whose peak follows a rule of its own, unless `peak` is given."""
+    """A window with a peak that follows its own rule, unless `peak` is given."""
     by_rule = 300 * MIB + 0.5 * MIB * batch + loaders * (80 * MIB + 0.1 * MIB * prefetch * batch) + 1.5 * tables / workers
     return replace(
         window(workers, 0.1, global_batch=batch * workers, dense_bytes=8 * MIB),

@@ -1,4 +1,4 @@
-"""The step-time model extrapolates with a stated assumption, says how sure it is, and refuses nonsense."""
+"""The step-time model extrapolates with a stated assumption, states its uncertainty, and refuses invalid input."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def window(
 
 
 def traced(name: str) -> list[StepProfile]:
-    """Windows of one traced model; its gradient bytes are unknown, but the same in all rows."""
+    """Windows of one traced model. Its gradient bytes are unknown, but equal in all rows."""
     windows = []
     with open(TRACES / f"{name}-placements.csv", newline="") as file:
         for row in csv.DictReader(file):
@@ -153,7 +153,7 @@ def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is()
 def test_links_a_hundred_times_faster_than_assumed_are_believed_once_they_were_measured(
     dense_bytes: int, faster: float
 ) -> None:
-    """With gradients of 400 MB the links assumed take a second, on hardware whose steps take 30 ms, or 30 us."""
+    """With gradients of 400 MB the assumed links take a second, on hardware with steps of 30 ms, or 30 us."""
 
     def world(workers: int, num_nodes: int, local_batch: int) -> StepProfile:
         communication_s = 0.0 if workers == 1 else (0.003 if num_nodes == 1 else 0.008) * 2 * (workers - 1) / workers
@@ -196,7 +196,7 @@ def various_windows(count: int, seed: int = 0) -> list[StepProfile]:
     samples = []
     for _ in range(count):
         workers, batch, cores, loaders = rng.randint(1, 8), rng.randint(4, 256), rng.choice([1.0, 2.0, 4.0]), rng.randint(0, 3)
-        kink = 1.3 if 64 < batch < 128 else 1.0  # what no term says: it takes trees
+        kink = 1.3 if 64 < batch < 128 else 1.0  # a kink that only trees can fit
         step_time_s = kink * (0.004 + 2e-4 * batch / cores + 0.001 * workers) * rng.lognormvariate(0, 0.05)
         sample = window(workers, step_time_s, global_batch=batch * workers, cores=cores, threads=0)
         samples.append(replace(sample, loader_workers=loaders, prefetch_factor=2 if loaders else 0))
@@ -218,7 +218,7 @@ def test_predictions_are_positive_lie_within_their_interval_and_their_parts_add_
 
 
 def windows_with_parts(rng: random.Random, bandwidth: float) -> list[StepProfile]:
-    """Of a job whose compute, waiting for data and communication follow laws that are not quite those of the prior."""
+    """Windows of a job that deviates slightly from the prior's laws in compute, waiting for data and communication."""
     samples = []
     for _ in range(60):
         workers, batch, loaders = rng.randint(1, 8), rng.choice([32, 64, 128, 256]), rng.randint(0, 2)
@@ -379,9 +379,9 @@ def test_windows_whose_parts_were_not_measured_still_fit() -> None:
 
 
 def test_two_thousand_windows_are_fitted_within_a_second_and_a_hundred_thousand_predicted_within_half_of_one() -> None:
-    # A process of its own, and the processor time of all its threads: other work on this machine does not count, threads that
-    # wait for each other do. As in a job: nothing in the environment keeps libraries to one thread. The best of three, as who
-    # works beside it takes caches, too.
+    # A separate process, measured by the processor time of all its threads: other load on this machine does not count, but
+    # threads that wait for each other do. As in a job, no variable limits libraries to one thread. The best of three counts,
+    # because neighbouring processes also take caches.
     program = """
 import time
 import test_model
@@ -420,7 +420,7 @@ def two_thousand_windows() -> list[StepProfile]:
     samples = []
     for _ in range(2000):
         workers, batch = int(rng.integers(1, 17)), int(rng.integers(8, 513))
-        kink = 1.3 if 100 < batch < 200 else 1.0  # what no term says: it takes trees
+        kink = 1.3 if 100 < batch < 200 else 1.0  # a kink that only trees can fit
         step_time_s = kink * (0.005 + 1e-4 * batch + 0.001 * workers) * float(rng.lognormal(0, 0.05))
         samples.append(window(workers, step_time_s, global_batch=batch * workers))
     return samples

@@ -1,4 +1,4 @@
-"""Files of measured windows are read whole or refused by name and line; what contradicts itself is reported."""
+"""Files of measured windows are read completely, or refused with name and line. Contradictions are reported."""
 
 from __future__ import annotations
 

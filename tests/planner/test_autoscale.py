@@ -1,4 +1,4 @@
-"""The planner drives jobs whose truth is known: it finds good settings in a few trials and stays."""
+"""The planner drives simulated jobs with a known truth. It finds good settings in a few trials and keeps them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ours(situation: Situation, limits: Limits, number: int) -> Decision:
 
 
 def reachable(truth: Truth, limits: Limits) -> list[Settings]:
-    """What the planner may choose from, by its own rules for what is worth a look."""
+    """Settings that the planner may choose, by its own rules for worthwhile candidates."""
     current = window(truth, ONE, random.Random(0), 0.0)
     cores = float(truth.node_cores)
     here = configuration(ONE, current, limits, cores)
@@ -78,7 +78,7 @@ def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: in
             found.append(f"{truth.name} {cores} cores seed {seed}: {shares[-1]:.3f} at {end.short}")
             assert len(job.visited) <= 6, found[-1]
             assert job.num_changes <= 8, found[-1]
-            # More windows may show once that another of the measured settings is better after all.
+            # Later windows may show once that another measured configuration is better after all.
             assert sum(d.is_change for d in job.decisions[7:]) <= 1, f"{found[-1]} does not settle"
     assert sum(share >= 0.95 for share in shares) > len(shares) / 2, found
     assert min(shares) >= 0.8, found
@@ -97,7 +97,7 @@ def test_a_job_that_waits_for_storage_gets_more_loader_workers_than_there_are_co
 
 
 def changes_of_mind(job: SimulatedJob) -> int:
-    """Changes that are neither a trial nor the way home from one."""
+    """Changes that are neither a trial nor the return from one."""
     return sum(d.is_change and not d.explored and not before.explored for before, d in pairwise(job.decisions))
 
 
@@ -150,7 +150,7 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
     per_worker = sorted(batches)[len(batches) // 2]
 
     def step_s(workers: int) -> float:
-        """Of the widest spread that was measured; batches between those measured lie on a line."""
+        """Median step time of the widest measured spread; batches between measured ones are interpolated."""
         local = max(1, math.ceil(per_worker * 4 / workers))
         nodes = math.ceil(workers / 4)
         known = sorted((b, t) for (n, w, b), t in traced.items() if w == workers and n == nodes)
@@ -187,7 +187,7 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
         model = StepTimeModel.fit(samples)
         limits = Limits(1, sizes[-1], workers_per_node=0)
         decision = plan(situation, model, limits, Objective(), decision_id=number, at=float(number))
-        # The traces know some sizes only; the cluster gives the nearest one.
+        # The traces contain some sizes only, so the cluster gives the nearest one.
         given = min(sizes, key=lambda size: (abs(size - decision.chosen_workers), size))
         past.append(replace(decision, chosen=replace(decision.chosen, num_workers=given), candidates=decision.candidates))
         workers = given
@@ -198,7 +198,7 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
 
 
 def situation_of(truth: Truth, *ran: Settings, noise: float = 0.0, **kwargs: object) -> Situation:
-    """A job that measured each settings three times, the last one now."""
+    """A job that measured each of the settings three times and now runs the last one."""
     rng = random.Random(1)
     windows = [window(truth, each, rng, noise) for each in ran for _ in range(3)]
     defaults = {"windows": windows, "node_cores": float(truth.node_cores), "remaining_samples": 1e5 * truth.global_batch}
@@ -251,7 +251,7 @@ def test_a_plan_says_how_many_cores_its_nodes_need_and_that_their_replacement_co
     assert decision.change_cost_s == 2 * 3.0
     assert Decision.from_data(json.loads(json.dumps(decision.to_data()))) == decision
     assert decide(situation, fixed).node_cores == 0
-    # A worker may see more cores than its node was asked for with, as where threads of cores are counted.
+    # A worker may see more cores than its node requested, for example where hardware threads are counted.
     more = decide(situation_of(truth, windows=[replace(w, cores=64.0) for w in small]), Limits(1, 4, max_cores=4.0))
     assert more.is_change
     assert more.node_cores == 0
@@ -273,7 +273,7 @@ def test_settings_that_need_more_memory_than_a_node_has_are_for_larger_nodes_whe
         assert "MiB of memory" in small[each].note
         assert large[each].feasible
     stay = decide(situation, Limits(1, 1, max_memory_bytes=10**12), memory=memory)
-    assert (stay.is_change, stay.node_memory_bytes) == (False, 0)  # what runs is known to have enough
+    assert (stay.is_change, stay.node_memory_bytes) == (False, 0)  # the running settings are known to have enough memory
 
 
 def test_an_unknown_end_counts_as_an_hour() -> None:
@@ -358,7 +358,7 @@ SIZES = (Settings(4, 0, 1, 0), Settings(2, 0, 1, 0), ONE)
 
 
 def knowing(objective: Objective, **kwargs: object) -> Decision:
-    """The decision of a job that has measured one, two and four workers and runs with one."""
+    """Decision of a job that has measured one, two and four workers and runs with one."""
     situation = situation_of(dense_heavy(8), *SIZES, noise=0.0, **kwargs)
     model = StepTimeModel.fit(situation.windows, node_cores=8.0)
     limits = Limits(1, 4)

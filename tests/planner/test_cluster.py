@@ -1,4 +1,4 @@
-"""Jobs share a cluster nearly as well as the best division that there is."""
+"""Jobs share a cluster nearly as well as under the best division."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total_gain(jobs: list[ClusterJob], chosen: dict[str, Option]) -> float:
 
 
 def optimum(jobs: list[ClusterJob], budget: float) -> float:
-    """The largest gain there is: a multiple-choice knapsack as a mixed-integer programme."""
+    """Largest possible gain: a multiple-choice knapsack as a mixed-integer programme."""
     gains = np.concatenate([[job.gain(o) for o in job.options] for job in jobs])
     costs = np.concatenate([[o.cost for o in job.options] for job in jobs])
     one_each = np.zeros((len(jobs), len(gains)))

@@ -1,4 +1,4 @@
-"""When memory is predicted to reach its limit, and what is done before."""
+"""Predictions of the time at which memory reaches its limit, and the remedies before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user wants, what it costs, and how both are told."""
+"""The user's objective, its cost, and the text that explains both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_core_is_asked_for_each_thread_and_loader_worker_up_to_those_of_the_no
         (Prices(), Resources(4, 0, 2.0), None),
         (Prices(core_hour=0.5), Resources(4, 0, 2.0), 2.0),
         (Prices(core_hour=0.5, gib_hour=0.1), Resources(4, 0, 2.0), 2.2),
-        (Prices(core_hour=0.5), Resources(4, 2, 2.0), None),  # what a GPU costs is not guessed
+        (Prices(core_hour=0.5), Resources(4, 2, 2.0), None),  # an unknown price of a GPU is not guessed
         (Prices(gpu_hour=3.0), Resources(4, 2, 2.0), 6.0),
         (Prices(core_hour=0.0), Resources(4, 0, 0.0), 0.0),
     ],

@@ -1,4 +1,4 @@
-"""A decision survives its journey through an event, and is judged by what was measured afterwards."""
+"""A decision survives its encoding in an event, and is judged by later measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The space of settings, what is left out of it, and its Pareto front."""
+"""The space of settings, its excluded settings, and its Pareto front."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_worker_has_a_core_for_each_thread_and_loader_worker_where_nodes_may_b
 
     assert cores(Limits(1, 4, max_cores=6), 4, 1) == 5
     assert cores(Limits(1, 4, max_cores=6), 4, 4) == 6
-    assert cores(Limits(1, 4, max_cores=6), 1, 0) == 2  # what is there is not taken away
+    assert cores(Limits(1, 4, max_cores=6), 1, 0) == 2  # existing cores are not taken away
     assert cores(Limits(1, 4), 4, 1) == 2
     assert configuration(settings_of(current), current, Limits(1, 4, max_cores=6), 8.0).cores == 2
 
@@ -112,7 +112,7 @@ def test_the_global_batch_is_kept_by_every_configuration() -> None:
 
 
 def known_front(some: Sequence[Settings]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Gain grows with workers to 700 and with loader workers to 3; cost with everything."""
+    """Gain grows with workers to 700 and with loader workers to 3. Cost grows with every setting."""
     gain = [min(s.num_workers, 700) * (1 + min(s.loader_workers, 3)) / (1 + 0.1 * abs(s.intra_op_threads - 2)) for s in some]
     cost = [s.num_workers * (s.intra_op_threads + s.loader_workers) for s in some]
     return np.array(gain), np.array(cost, float)
@@ -127,7 +127,7 @@ def test_a_space_too_large_to_enumerate_is_searched_close_to_its_front() -> None
     everything = all_settings(LARGE, ONE)
     all_gain, all_cost = known_front(everything)
     assert gain.max() >= 0.98 * all_gain.max()
-    for share in (0.2, 0.5, 1.0):  # for a share of the largest cost, nearly the best there is
+    for share in (0.2, 0.5, 1.0):  # at each share of the largest cost the choice is nearly the best possible
         budget = share * all_cost[np.argmax(all_gain)]
         assert gain[cost <= budget].max() >= 0.9 * all_gain[all_cost <= budget].max()
     assert search(LARGE, ONE, known_front) == found, "the same question gets another answer"

@@ -1,4 +1,4 @@
-"""Who is named as the one that makes the others wait, and when replacing it pays."""
+"""The choice of the straggler, and the conditions under which its replacement pays."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_waiting_for_cores_counts_only_on_a_host_of_its_own() -> None:
 
 
 def test_a_slow_worker_that_nobody_waits_for_is_no_straggler() -> None:
-    """The others need as long since they share too few cores, of which it takes less."""
+    """The others need as long because they share too few cores, and this worker uses less of them."""
     seen = observed([0.05, 0.05, 0.1], queued_s=[0.06, 0.06, 0.0])
     assert find_straggler(seen, hosts=["a"] * 3) is None
 
 
 def test_more_work_or_fewer_cores_are_no_fault_of_the_worker() -> None:
     assert find_straggler(observed([0.05, 0.05, 0.1]), loads=[1, 1, 2]) is None
-    # On more cores it should be faster, but not everything is.
+    # On more cores a worker should be faster, but not in every part.
     assert find_straggler(observed([0.05, 0.05, 0.05]), loads=[1, 1, 0.25]) is None
     found = find_straggler(observed([0.05, 0.05, 0.2]), loads=[1, 1, 2])
     assert found is not None
@@ -113,7 +113,7 @@ def test_a_replacement_pays_if_it_saves_more_than_it_costs() -> None:
     near_the_end = judge_replacement(SLOW, 20, resize_cost_s=0.5, num_earlier=0)
     assert not near_the_end.pays
     assert "would save 0.8 s of 2 s left and cost 0.5 s" in near_the_end.reason
-    assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # nobody knows the end: an hour
+    assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # an unknown end counts as an hour away
 
 
 def test_replacing_again_and_again_ends() -> None:

@@ -1,4 +1,4 @@
-"""A job starts where jobs like it have ended."""
+"""A job starts with the final settings of similar jobs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_only_jobs_that_are_similar_enough_are_neighbours_nearest_first() -> Non
 
 
 def learned(truth: Truth, limits: Limits, seed: int) -> PastJob:
-    """What a cold job leaves in the history."""
+    """Record that a cold job leaves in the history."""
 
     def cold(situation: Situation, limits: Limits, number: int) -> Decision:
         model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)

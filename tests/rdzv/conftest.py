@@ -18,7 +18,7 @@ StartAgent = Callable[..., Agent]
 
 @pytest.fixture
 def start_agent(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
-    """Starts `torchrun --rdzv-backend=etcd-v3` with a script of the given source."""
+    """Start `torchrun --rdzv-backend=etcd-v3` with a script of the given source."""
     agents: list[Agent] = []
 
     def start(

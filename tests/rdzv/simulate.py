@@ -21,7 +21,7 @@ from simulation.run import Outcome, play
 
 def _play(seed: int) -> Outcome:
     outcome = play(seed)
-    # The trace of a good run is of no use to the parent.
+    # The parent does not need the trace of a good run.
     return outcome if outcome.invariant else dataclasses.replace(outcome, trace=[])
 
 

@@ -1,4 +1,4 @@
-"""What users of a bare torchrun read when a worker of their live job has failed."""
+"""Messages to users of a bare torchrun when a worker of their live job has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job leaves in etcd: its history, and that with a lifetime."""
+"""Records that a job leaves in etcd: its history alone, and that for a limited lifetime."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ dist.barrier()
 
 
 def left(client: EtcdClient, keys: Keys) -> set[str]:
-    """Names of the keys that a job has left; several events count as one."""
+    """Names of the keys that a job has left. Several events count as one."""
     names = (entry.key.removeprefix(keys.root) for entry in client.get_prefix(keys.root)[1])
     return {"events/" if name.startswith("events/") else name for name in names}
 
 
 def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
-    """All keys go with one lease, nobody refreshes it any more, and it has the length that was asked for."""
+    """Assert that all keys have one lease of the requested length, which no process refreshes any more."""
     from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
     (lease_id,) = {entry.lease_id for entry in client.get_prefix(keys.root)[1]}
@@ -63,7 +63,7 @@ def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
     "script, conf, kept",
     [
         (LIVE.replace("STEPS", "30"), "live=1,history_ttl=3600", {"live/job", "live/round", "events/"}),
-        (PLAIN, "last_call_timeout=0.5", {"live/agent_round"}),  # closed: late nodes are turned away
+        (PLAIN, "last_call_timeout=0.5", {"live/agent_round"}),  # closed, so late nodes are refused
     ],
 )
 def test_a_job_that_has_finished_leaves_its_history_which_ends_by_itself(
@@ -89,7 +89,7 @@ def test_a_job_whose_processes_are_all_killed_leaves_nothing_that_stays(
         lambda: not any(f"live/{kind}" in key for key in left(client, keys) for kind in ("workers", "agents")), "leases end"
     )
     assert_bounded(client, keys, HISTORY_TTL_S)
-    # It had not ended: started again under its name it goes on.
+    # The job had not ended: started again under its name, it resumes.
     assert start_agent(LIVE.replace("STEPS", "10"), nnodes="1:2", conf="live=1").wait() == 0
     assert left(client, keys) == {"live/job", "live/round", "events/"}
 
@@ -119,7 +119,7 @@ def test_what_several_clients_write_ends_together_after_the_last_of_them(etcd: E
         second.put(keys.plan, b"3", own)
         second.put(Keys("another").job, b"4")
         first.close()
-        time.sleep(4.5)  # longer than the lifetime: the second one keeps it up
+        time.sleep(4.5)  # longer than the lifetime: the second job keeps the lease alive
         assert len(observer.get_prefix(keys.root)[1]) == 3
         assert len({entry.lease_id for entry in observer.get_prefix(keys.root)[1]}) == 2
         assert observer.get(Keys("another").job).lease_id == 0  # type: ignore[union-attr]

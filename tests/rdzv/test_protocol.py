@@ -1,4 +1,4 @@
-"""The membership protocol when anything may happen at any moment: see `simulation/invariants.py` for what holds."""
+"""The membership protocol under arbitrary faults; `simulation/invariants.py` lists the invariants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_invariant_is_violated_whatever_goes_wrong(first: int) -> None:
     outcomes = [play(seed) for seed in range(first, first + CHUNK)]
     failed = [outcome for outcome in outcomes if outcome.invariant]
     assert not failed, "\n".join([*map(str, failed), "", *failed[0].trace])
-    # A simulation in which nothing happens would violate nothing.
+    # A simulation without events would violate no invariant.
     assert sum(outcome.num_rounds for outcome in outcomes) > 2 * CHUNK
     assert sum(outcome.num_steps for outcome in outcomes) > 10 * CHUNK
 

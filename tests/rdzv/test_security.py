@@ -1,4 +1,4 @@
-"""A shared etcd with TLS, users and roles: who has the right files gets in, and nobody learns a secret."""
+"""A shared etcd with TLS, users and roles. Only clients with the right files are admitted, and no secret leaks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_token_that_has_run_out_is_renewed_and_watches_go_on(tmp_path: Path, k
         with Mirror(client, keys.live, on_change=seen.set) as mirror:
             for number in range(3):
                 seen.clear()
-                # Nobody speaks for longer than a token lasts; nothing says when it has run out but etcd's refusal.
+                # The connection idles beyond the token's lifetime. Only etcd's next refusal shows that the token has expired.
                 assert not seen.wait(2.5)
                 other.put(keys.round, str(number).encode())
                 wanted = str(number).encode()
@@ -147,7 +147,7 @@ def test_replaced_certificates_are_read_again(secured: SecureEtcd, keys: Keys, t
             client.check()
         authority.write_bytes((secured.folder / "ca.pem").read_bytes())
         client.check()
-        authority.unlink()  # for a moment, as while it is replaced
+        authority.unlink()  # missing for a moment, as during a replacement
         client.caller.connections.drop(client.caller.connections.current())
         assert client.put(keys.job, b"")
 
@@ -163,7 +163,7 @@ def test_unreadable_password_is_waited_for(secured: SecureEtcd, keys: Keys, tmp_
     ):
         password.rename(away)
         client.caller._token = None
-        mirror._resubscribe()  # needs a token
+        mirror._resubscribe()  # the new subscription needs a token
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
         returns = threading.Timer(0.5, away.rename, [password])
         returns.start()

@@ -1,4 +1,4 @@
-"""How long those who have come wait before a job begins."""
+"""Time that early workers wait before a job begins."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_dlrover.rdzv.job.records import Keys
 StartAgent = Callable[..., Agent]
 
 AT_ONCE_S = 2.0
-"""Generous: an agent polls every half second at worst, a worker every 0.1 s."""
+"""Generous limit in seconds: an agent polls every half second at worst, a worker every 0.1 s."""
 
 
 class Arrivals:
-    """When each key was first seen."""
+    """Times at which each key first appeared."""
 
     def __init__(self, client: EtcdClient, keys: Keys) -> None:
         self.seen: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Arrivals:
             self.seen.setdefault(key, time.monotonic())
 
     def nth(self, prefix: str, number: int) -> float:
-        """When the key number `number` (from 1) under a prefix came."""
+        """Time at which the key number `number` (from 1) under a prefix appeared."""
         return sorted(at for key, at in self.seen.items() if key.startswith(prefix))[number - 1]
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ def test_live_workers_start_as_soon_as_the_fewest_are_there(start_agent: StartAg
     conf = "live=1,last_call_timeout=60"
     agents = [start_agent(LIVE.replace("STEPS", "3"), nnodes="2:4", conf=conf) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0], agents[0].output
-    assert all(agent.lines("STEP 0 2") for agent in agents)  # both from the first step on
+    assert all(agent.lines("STEP 0 2") for agent in agents)  # together from the first step on
     assert arrivals.nth(keys.agent_round, 1) - arrivals.nth(keys.agents, 2) < AT_ONCE_S
     assert arrivals.nth(keys.round, 1) - arrivals.nth(keys.workers, 2) < AT_ONCE_S
 
@@ -60,5 +60,5 @@ def test_scripts_that_know_nothing_of_us_wait_for_the_last_call_unless_all_are_t
 ) -> None:
     agents = [start_agent("print('RAN')", nnodes="1:2", conf="last_call_timeout=60") for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0], agents[0].output
-    assert all(agent.lines("RAN") == ["RAN"] for agent in agents)  # nobody was started twice
+    assert all(agent.lines("RAN") == ["RAN"] for agent in agents)  # no worker started twice
     assert arrivals.nth(keys.agent_round, 1) - arrivals.nth(keys.agents, 2) < AT_ONCE_S

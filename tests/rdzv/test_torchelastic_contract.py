@@ -1,8 +1,7 @@
-"""TorchElastic's contract under its stock agent, with scripts that know nothing of us and a real etcd.
+"""TorchElastic's contract under its stock agent, with a real etcd and scripts that do not use our package.
 
-What torch's own tests of its agent, its rendezvous and its launcher show for torch's backends is shown here for ours: ranks,
-failures and restarts, workers that end at different times, nodes that come, go and are turned away, closing, timeouts, logs and
-return values.
+These tests cover for our backend the ground of torch's own tests of its agent, rendezvous and launcher: ranks, failures and
+restarts, workers that end at different times, nodes that come, go and are refused, closing, timeouts, logs and return values.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
 SOON_S = 30.0
-"""Far longer than what is to happen at once takes on a busy machine, far shorter than what is not to be waited for."""
+"""Seconds: far longer than an immediate event takes under load, far shorter than a timeout that must not be awaited."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def agents(nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) ->
 
 
 def succeeded(agents: Sequence[RunningAgent], timeout_s: float = 60.0) -> list[Outcome]:
-    """The outcomes of agents that must all succeed."""
+    """Outcomes of agents, all of which must succeed."""
     outcomes = [agent.wait(timeout_s) for agent in agents]
     for agent, outcome in zip(agents, outcomes, strict=True):
         assert outcome.state == "SUCCEEDED", f"{agent}: {outcome}; its output:\n{agent.output}"
@@ -62,7 +61,7 @@ def succeeded(agents: Sequence[RunningAgent], timeout_s: float = 60.0) -> list[O
 
 
 def assert_ranks(starts: Sequence[Started]) -> None:
-    """All workers of one round number off: agents by group rank, workers of an agent by local rank, in all and per role."""
+    """Assert the numbering of a round: agents by group rank, an agent's workers by local rank, both in all and per role."""
     assert len({start.master for start in starts}) == 1
     first_rank = 0
     first_role_rank = Counter[str]()
@@ -126,7 +125,7 @@ def test_a_worker_gets_the_whole_environment_of_torchelastic(agents: ElasticAgen
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # every round has a store of its own
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # every round has its own store
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "OMP_NUM_THREADS": "1",
     }
@@ -208,7 +207,7 @@ def test_a_failing_worker_restarts_its_group_as_often_as_allowed_and_then_fails_
     assert sorted(by_round) == [0, 1, 2]
     for starts in by_round.values():
         assert_ranks(starts)
-    assert len({start.master for start in agents.starts()}) == 3  # no round can meet what is left of another
+    assert len({start.master for start in agents.starts()}) == 3  # a round never meets keys of an earlier one
     assert not any(psutil.pid_exists(start.pid) for start in agents.starts())
 
 
@@ -242,7 +241,7 @@ def test_the_signal_that_ended_a_worker_is_told(agents: ElasticAgents, how: sign
     source = f"(me.wait_for_all(), os.kill(os.getpid(), {int(how)})) if me.rank == 0 else me.wait_for('never')"
     outcome = agents.start_one(Node(source, nproc=2)).wait()
     assert outcome.state == "FAILED"
-    assert outcome.exit_codes == {0: -how, 1: -signal.SIGTERM}  # the agent ended the other one
+    assert outcome.exit_codes == {0: -how, 1: -signal.SIGTERM}  # the agent ended the other worker
 
 
 def test_a_failure_without_restarts_left_is_not_held_up_by_the_exit_barrier(agents: ElasticAgents) -> None:
@@ -252,7 +251,7 @@ def test_a_failure_without_restarts_left_is_not_held_up_by_the_exit_barrier(agen
 
 
 def test_an_agent_left_below_the_minimum_waits_and_then_says_who_is_missing(agents: ElasticAgents) -> None:
-    # Agent 0 may fail once only; the other then stands alone.
+    # Agent 0 may fail only once. The other one is then alone.
     source = "me.wait_for('started'); sys.exit(1)"
     conf = {"join_timeout": "3"}
     running = [agents.start_one(Node(source, min_nodes=2, max_nodes=2, max_restarts=n, conf=conf)) for n in (0, 1)]
@@ -270,7 +269,7 @@ def test_an_agent_whose_workers_are_done_waits_for_the_others(agents: ElasticAge
     running = agents.start(Node("me.wait_for('slow') if me.rank else None", min_nodes=2, max_nodes=2), 2)
     first = min(agents.wait_for_starts(2), key=lambda start: start.rank)
     eventually(lambda: not psutil.pid_exists(first.pid), "the first worker is done")
-    time.sleep(0.5)  # for an agent that does not wait to show it
+    time.sleep(0.5)  # time for an agent to end early, if it does not wait
     assert all(agent.is_running for agent in running)
     agents.leave("slow")
     succeeded(running, SOON_S)
@@ -282,7 +281,7 @@ def test_an_agent_that_ends_long_before_the_others_neither_stops_nor_restarts_th
     running = agents.start(node, 2)
     first = min(agents.wait_for_starts(2), key=lambda start: start.rank)
     succeeded([running[first.agent]], SOON_S)
-    time.sleep(0.5)  # for the other to restart, if it does
+    time.sleep(0.5)  # time for the other agent to restart, if it does
     agents.leave("slow")
     succeeded(running, SOON_S)
     assert len(agents.starts()) == 2
@@ -343,7 +342,7 @@ def test_a_node_below_the_minimum_waits_for_another(agents: ElasticAgents, clien
     node = Node("", min_nodes=2, max_nodes=2)
     first = agents.start_one(node)
     eventually(lambda: client.get_prefix(keys.agents)[1], "the first node waits")
-    time.sleep(0.5)  # for a node that does not wait to show it
+    time.sleep(0.5)  # time for a node to show that it does not wait
     assert not agents.starts()
     succeeded([first, agents.start_one(node)])
     assert_ranks(agents.starts())
@@ -381,7 +380,7 @@ def test_another_node_takes_the_place_of_one_that_was_lost(agents: ElasticAgents
     assert {start.agent for start in starts} == {survivor.number, replacement.number}
     agents.leave("done")
     outcomes = succeeded([survivor, replacement])
-    assert [outcome.restarts_left for outcome in outcomes] == [2, 2]  # a change of membership is no failure
+    assert [outcome.restarts_left for outcome in outcomes] == [2, 2]  # a change of membership is not a failure
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.4])
@@ -402,7 +401,7 @@ def test_an_agent_killed_at_any_moment_of_the_start_is_replaced(agents: ElasticA
 
 
 def test_a_job_grows_to_its_maximum_and_goes_on_with_those_that_are_left(agents: ElasticAgents) -> None:
-    # Workers fail when a peer is lost, as those of a process group do; only then are the others restarted.
+    # Workers fail when a peer is lost, as those of a process group do. Only then are the others restarted.
     source = """
 while not me.has("done"):
     if me.world_size == 3 and me.has("lost"):
@@ -420,7 +419,7 @@ while not me.has("done"):
     agents.leave("lost")
     starts = agents.wait_for_starts(4, world_size=2)[2:]
     assert_ranks(starts)
-    assert {start.agent: start.group_rank for start in starts} == {0: 0, 2: 1}  # those who stay keep their order
+    assert {start.agent: start.group_rank for start in starts} == {0: 0, 2: 1}  # remaining nodes keep their order
     agents.leave("done")
     assert [outcome.restarts_left for outcome in succeeded([running[0], running[2]])] == [0, 0]
 
@@ -446,9 +445,9 @@ def test_a_node_beyond_the_maximum_disturbs_nobody_and_is_admitted_when_one_leav
     agents.wait_for_starts(2, world_size=2)
     spare = agents.start_one(node)
     eventually(lambda: len(client.get_prefix(keys.agents)[1]) == 3, "the spare waits")
-    time.sleep(0.5)  # for the others to be disturbed, if they are
+    time.sleep(0.5)  # time for the others to be disturbed, if they are
     assert len(agents.starts()) == 2
-    running[0].signal(signal.SIGTERM)  # it says goodbye: no lease has to run out
+    running[0].signal(signal.SIGTERM)  # a clean exit: no lease has to expire
     assert "SIGTERM" in running[0].wait(SOON_S).error or "Signal" in running[0].wait().error
     starts = agents.wait_for_starts(4, timeout_s=SOON_S)[2:]
     assert_ranks(starts)
@@ -571,7 +570,7 @@ if me.restart == 0:
 
 
 def test_torchrun_takes_its_other_options_with_our_backend(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:
-    """One run with a command that is no Python script, a role, a local address, log files and a shown rank."""
+    """Run a command that is not a Python script, with a role, a local address, log files and a shown rank."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         "--rdzv-backend=etcd-v3",

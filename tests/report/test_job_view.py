@@ -1,4 +1,4 @@
-"""How a job is found and read, while it lives and afterwards."""
+"""Finding and reading a job, during its life and afterwards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_event_file_is_complete_and_in_order_at_the_end(client: EtcdClient, 
     put_event(client, keys, 1, 1.0)
     put_event(client, keys, 2, 3.0)
     assert [e.text for e in eventually(log.new, "the first events")][:1] == ["event 1"]
-    put_event(client, keys, 3, 2.0)  # a worker that was slow to tell
+    put_event(client, keys, 3, 2.0)  # a late event of another worker
     client.put(f"{keys.events}{4:020d}-w", b"garbage")
     log.complete(client)
     assert [e.at for e in read_event_file(file)] == [1.0, 2.0, 3.0]
@@ -147,7 +147,7 @@ def test_a_job_without_processes_is_stopped_unless_it_has_ended(client: EtcdClie
 
 
 def test_event_file_is_made_up_for_after_a_full_disk(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
-    """A limit of the size of files stands for the disk: the first write is cut, the others fail."""
+    """A limit on the size of files simulates a full disk: the first write is cut, the others fail."""
     file = tmp_path / "events.jsonl"
     mirror = Mirror(client, keys.events)
     log = EventLog(mirror, file)

@@ -89,7 +89,7 @@ def decision_event(at: float, decision_id: int, reason: str = "2 workers are fas
 
 
 def whole_job() -> list[EventRecord]:
-    """Start, grow by a decision, a loss, a replacement, a shrink by hand, the end."""
+    """Events of a start, a planned growth, a loss, a replacement, a manual shrink and the end."""
     events = [round_event(0, 1, 1, "start"), stall_event(0.1, 1, 5.0, "start")]
     events += [profile_event(2 + 2 * i, 1, 1, 0.13, 10 * i) for i in range(10)]
     events += [decision_event(20, 1), round_event(22, 2, 2, "grow"), stall_event(22.3, 2, 0.3, "grow")]
@@ -183,7 +183,7 @@ def test_figures_are_those_of_the_events(tmp_path: Path) -> None:
     assert story.num_steps == 250
     assert story.num_profiled_samples == 20 * 10 * 1024
     assert (len(story.rounds), story.num_resizes, story.num_losses) == (5, 4, 1)
-    # Each round's longest stall; the start is no stall.
+    # Sum of each round's longest stall; the start does not count.
     assert story.total_stall_s == pytest.approx(0.3 + 0.25 + 0.3 + 0.1)
     found = outcome_of(story, story.decisions[0])
     assert found is not None

@@ -1,4 +1,4 @@
-"""Jobs of forked workers, as in `tests/e2e`, whose modules are found here too."""
+"""Jobs of forked workers, as in `tests/e2e`, whose modules are also importable here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a worker of a test runs a script that does not know of the test.
+"""Run a script that is not written for these tests in a worker.
 
-The script's Trainers are given one more callback, which slows steps down while the test needs time for its changes, and writes
-down how many samples each worker has trained on.
+The script's Trainers get one more callback. It slows steps down while the test needs time for its changes, and records the
+number of samples of each worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StrangerSettings:
 
 
 def work_folder(folder: Path) -> Path:
-    """The directory that all workers run the script in."""
+    """Directory in which all workers run the script."""
     return folder / "work"
 
 
@@ -43,7 +43,7 @@ def result_path(place: Place) -> Path:
 
 
 def released(folder: Path) -> Path:
-    """Exists when the test has made all its changes: the rest may run fast."""
+    """File that exists when the test has made all its changes, so that the rest may run fast."""
     return folder / "released"
 
 
@@ -79,7 +79,7 @@ def _add_callback(recorder: Recorder, settings: StrangerSettings) -> None:
 
 
 class _Pace:
-    """Lets steps take longer the more of them are over, so that the script does not end before the changes are made."""
+    """Slows steps down, more with every completed step, so that the script does not end before the changes are made."""
 
     def __init__(self, recorder: Recorder, paced: bool) -> None:
         self._recorder, self._paced = recorder, paced
@@ -127,7 +127,7 @@ class _Pace:
 
 
 def _num_samples(batch: Any) -> int:
-    """Length of the first tensor that is found in a batch."""
+    """Length of the first tensor in a batch."""
     if isinstance(batch, torch.Tensor):
         return len(batch)
     for part in batch.values() if isinstance(batch, dict) else batch:

@@ -1,4 +1,4 @@
-"""Scripts that do not know of these tests end with the same result whether or not their job is resized and loses a worker."""
+"""Ordinary scripts end with the same result whether or not their job is resized and loses a worker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MakeJob = Callable[..., Job]
 
 @dataclass(frozen=True)
 class Stranger:
-    """A script and what is peculiar to it."""
+    """A script and its special properties."""
 
     name: str
     by_default: bool = False
     package: str = "lightning.pytorch"
-    draws: bool = False  # noise in each worker: weights are compared between the workers that are left, not between jobs
-    needs: str = ""  # a package without which the script cannot run
+    draws: bool = False  # draws noise in each worker: weights are compared between the remaining workers, not between jobs
+    needs: str = ""  # package that the script needs
     tolerance: float = 1e-3  # relative and absolute, of weights and metrics: shares are summed in another order
     files_by_worker: tuple[str, ...] = field(default=())  # folders with a file for each worker that is left at the end
 
@@ -82,7 +82,7 @@ def test_changes_leave_the_result_as_it_is(stranger: Stranger, make_job: MakeJob
 
 
 def resize_and_kill(job: Job) -> None:
-    """Grow from 1 to 3 workers, let rank 0 leave, take another one in, and kill one between its forward and backward pass."""
+    """Grow from 1 to 3 workers, drain rank 0, add another one, and kill one between its forward and backward pass."""
     first = job.start()
     job.wait_for_step(3)
     second, _ = job.start(), job.start()
@@ -98,7 +98,7 @@ def resize_and_kill(job: Job) -> None:
 
 
 def results(job: Job) -> list[Any]:
-    """What the workers' scripts have written at their ends."""
+    """Results of the workers' scripts."""
     paths = [result_path(worker.place) for worker in job.workers]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
@@ -119,7 +119,7 @@ def differences(expected: Any, found: Any, tolerance: float, where: str = "") ->
 
 
 def samples(job: Job) -> dict[tuple[int, int], int]:
-    """Samples of each batch, all shares of its last round together, by epoch and batch."""
+    """Samples of each batch, over all shares of its last round, by epoch and batch."""
     shares: dict[tuple[int, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for record in job.records("share"):
         shares[record["epoch"], record["batch"]][record["round"]][record["rank"]] = record["samples"]
@@ -127,7 +127,7 @@ def samples(job: Job) -> dict[tuple[int, int], int]:
 
 
 def files(job: Job, stranger: Stranger) -> list[Path]:
-    """What the script has left in its folder."""
+    """Files that the script has left in its folder."""
     work = work_folder(job.folder)
     found = [path.relative_to(work) for path in work.rglob("*") if path.is_file()]
     return sorted(path for path in found if path.parts[0] not in stranger.files_by_worker)

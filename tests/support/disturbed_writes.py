@@ -1,7 +1,7 @@
 """Every write into etcd as a place where a process can be killed, stopped, delayed or refused.
 
-`Caller.call` is wrapped inside of the process, where all requests of the real code come by. A write is known by what it
-does to which record, `put round:grow` for example, and by how often the process has made such a write before.
+`Caller.call` is wrapped inside the process, because every request of the real code passes through it. A write is
+identified by its operation and record, `put round:grow` for example, and by its count in the process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Action = Literal["kill", "stop", "delay", "fail", "lose"]
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "delay", "fail", "lose")
 
 DELAY_S = 3.0
-STOP_S = 3.5  # longer than the leases of those who are stopped
+STOP_S = 3.5  # seconds, longer than the leases of stopped processes
 
 
 @dataclass(frozen=True)
 class Failpoint:
-    """What happens at the nth write of one name of one process.
+    """Fault at the nth write of one name in one process.
 
-    kill: SIGKILL before it. stop: SIGSTOP before it, for longer than the lease. delay: it is made late. fail: it is not made.
-    lose: it is made, its answer gets lost.
+    kill: SIGKILL before it. stop: SIGSTOP before it, for longer than the lease. delay: the write is late. fail: it is not made.
+    lose: it is made, but its answer gets lost.
     """
 
     slot: str
@@ -43,7 +43,7 @@ class Failpoint:
 
 
 def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
-    """Tell `note` of every write that this process makes from now on, and of the moment in which one is disturbed."""
+    """Report every write of this process to `note` from now on, and the moment of a disturbance."""
     original: Callable[..., Any] = Caller.call
     made: Counter[str] = Counter()
     lock = threading.Lock()
@@ -76,7 +76,7 @@ def disturb_writes(point: Failpoint | None, note: Callable[..., None]) -> None:
 
 
 def _name_of(method: str, request: Any) -> str | None:
-    """What a request writes; None for one that only reads."""
+    """Name of a request's write; None for a request that only reads."""
     if method in ("LeaseGrant", "LeaseRevoke", "LeaseKeepAlive"):
         return method
     if method == "Put":
@@ -94,8 +94,8 @@ def _name_of(method: str, request: Any) -> str | None:
 
 
 def _record(key: bytes, value: bytes = b"") -> str:
-    """`live/workers/host-12-ab` becomes `workers/own` or `workers/other`; what a record says about itself follows a colon."""
-    parts = key.decode().split("/")[3:]  # behind prefix and run id
+    """Short name of a record: `live/workers/host-12-ab` becomes `workers/own` or `workers/other`. Its state follows a colon."""
+    parts = key.decode().split("/")[3:]  # skips prefix and run id
     if parts[0] == "live":
         parts = parts[1:]
     name = parts[0]

@@ -1,6 +1,6 @@
-"""`dlrover` as a user starts it: a process of its own, followed from outside.
+"""`dlrover` as a user starts it: a process of its own, observed from outside.
 
-Everything that a command starts inherits a mark in its environment, so that a test can tell what it has left behind.
+All processes of a command inherit a mark in their environment, so that a test can find the ones left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Dlrover:
-    """A folder in which `dlrover` commands are run."""
+    """A folder for running `dlrover` commands."""
 
     folder: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -45,7 +45,7 @@ class Dlrover:
 
     @property
     def temporary(self) -> Path:
-        """Where everything that is started here puts its temporary files."""
+        """Folder for the temporary files of every process started here."""
         return self.folder / "tmp"
 
     @property
@@ -54,7 +54,7 @@ class Dlrover:
         return {**ours, MARK: self.mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
 
     def __call__(self, *arguments: object, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """The outcome of a command that ends by itself."""
+        """Run a command that ends by itself, and return its outcome."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", *map(str, arguments)]
         return self.process(command, timeout_s, **env)
 
@@ -71,12 +71,12 @@ class Dlrover:
         )
 
     def start(self, *arguments: object, run_id: str = "job") -> Run:
-        """`dlrover run` in the background, with `run_id` as its name."""
+        """Start `dlrover run` in the background, with `run_id` as its name."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--rdzv-id", run_id, *map(str, arguments)]
         return self.follow(command, run_id)
 
     def follow(self, command: Sequence[str], run_id: str) -> Run:
-        """Run, in the background, what runs a job of this name."""
+        """Start a command that runs a job of this name, in the background."""
         output = self.folder / f"output-{len(self.runs)}"
         with output.open("wb") as stream:
             process = subprocess.Popen(
@@ -86,14 +86,14 @@ class Dlrover:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                # A foreground job of a terminal leads a process group of its own.
+                # A foreground job of a terminal leads its own process group.
                 process_group=0,
             )
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]
 
     def processes(self) -> dict[int, str]:
-        """All processes that were started here and still run: process id and command line."""
+        """Process ids and command lines of all processes that were started here and still run."""
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -102,14 +102,14 @@ class Dlrover:
         return found
 
     def assert_all_ended(self, timeout_s: float = 15.0) -> None:
-        """Nothing that was started here runs any more, and nothing is left in the folder for temporary files."""
+        """Assert that no process started here still runs, and that the folder for temporary files is empty."""
         with contextlib.suppress(AssertionError):
             eventually(lambda: not self.processes(), "the end of all processes", timeout_s)
         assert self.processes() == {}
         assert sorted(each.name for each in self.temporary.iterdir()) == []
 
     def end(self) -> None:
-        """End what a failed test has left."""
+        """End the processes left by a failed test."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ class Dlrover:
 
 @dataclass
 class Run:
-    """One `dlrover run`, or what has started it."""
+    """One `dlrover run`, or the command that has started it."""
 
     dlrover: Dlrover
     run_id: str
@@ -139,7 +139,7 @@ class Run:
         return read_event_file(self.folder / "events.jsonl")
 
     def wait_for(self, found: Callable[[], T | None], what: str, timeout_s: float = 45.0) -> T:
-        """What `found` returns as soon as it is something, while the job runs."""
+        """Poll `found` while the job runs, and return its first result that is not None."""
 
         def look() -> T | None:
             code = self.process.poll()
@@ -156,7 +156,7 @@ class Run:
         return self.wait_for(lambda: re.search(pattern, self.output), f"{pattern!r} in the output", timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """What `dlrover status --json` says."""
+        """Output of `dlrover status --json`."""
         done = self.dlrover("status", "--json", self.run_id)
         assert done.returncode == 0, done.stderr
         status: dict[str, Any] = json.loads(done.stdout)

@@ -1,10 +1,10 @@
 """Stock `LocalElasticAgent`s with our backend, each a process of its own, and the workers they start.
 
-Agents are forked from a process that has imported torch once, so one more costs milliseconds, and none inherits the threads of
-the test. (multiprocessing has one such process for all that use it, with modules and an environment that suit others.)
+Agents are forked from a process that has imported torch once. One more agent costs milliseconds, and none inherits the threads
+of the test. (multiprocessing shares one such process, with modules and an environment for other tests.)
 
-Most workers are tiny scripts without torch, started as `torchrun` starts a script; they write down the environment they were
-given, and test and workers wait for marks that the others leave in a folder.
+Most workers are tiny scripts without torch, started as `torchrun` starts a script. They record their environment. Test and
+workers wait for marks that others leave in a folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 
 __all__ = ["ElasticAgents", "Node", "Nursery", "Outcome", "RunningAgent", "Started"]
 
-# In front of every script.
+# Prepended to every script.
 PREAMBLE = """
 import os, signal, sys, time
 from elastic_worker import Worker
@@ -49,7 +49,7 @@ me = Worker.started()
 
 @dataclass(frozen=True)
 class Node:
-    """What one agent is told, beside endpoint and run: options of torchrun by the names of its API."""
+    """Settings of one agent, beside endpoint and run: options of torchrun by the names of its API."""
 
     entrypoint: str | Callable[..., Any]  # source of a script, or a function
     args: tuple[Any, ...] = ()
@@ -60,7 +60,7 @@ class Node:
     max_restarts: int = 0
     exit_barrier_timeout_s: float = 60.0
     conf: Mapping[str, str] = field(default_factory=dict)
-    start_method: str = "spawn"  # of a function's process
+    start_method: str = "spawn"  # start method of a function's process
     redirects: Std = Std.NONE
     tee: Std = Std.NONE
     log_line_prefix_template: str | None = None
@@ -68,25 +68,25 @@ class Node:
     master_addr: str | None = None
     master_port: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-    with_writes: bool = False  # the agent's writes into etcd are on record,
-    point: Failpoint | None = None  # and one of them may be disturbed
+    with_writes: bool = False  # record the agent's writes into etcd
+    point: Failpoint | None = None  # write to disturb, if any
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an agent ended: with a result of its workers, or with an error of its own."""
+    """End of an agent: results of its workers, or an error of its own."""
 
     state: str = ""  # SUCCEEDED or FAILED
-    return_values: Mapping[int, Any] = field(default_factory=dict)  # by global rank
-    exit_codes: Mapping[int, int] = field(default_factory=dict)  # of those that failed, by global rank
-    messages: Mapping[int, str] = field(default_factory=dict)  # of those that failed, by global rank
+    return_values: Mapping[int, Any] = field(default_factory=dict)  # return values by global rank
+    exit_codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of failed workers, by global rank
+    messages: Mapping[int, str] = field(default_factory=dict)  # error messages of failed workers, by global rank
     restarts_left: int = 0
     error: str = ""  # type and text
 
 
 @dataclass(frozen=True)
 class Started:
-    """One start of one worker, as it saw itself."""
+    """One start of one worker, as recorded by the worker."""
 
     agent: int
     pid: int
@@ -129,7 +129,7 @@ class Started:
 
 
 class Nursery:
-    """The process that agents are forked from."""
+    """The process that forks agents."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -144,7 +144,7 @@ class Nursery:
         theirs.close()
 
     def run(self, *arguments: Any) -> tuple[int, Connection]:
-        """Fork a process that calls `_run_agent`; returns its pid, and the connection that it sends its outcome to."""
+        """Fork a process that calls `_run_agent`; return its pid, and the connection that receives its outcome."""
         ours, theirs = multiprocessing.Pipe()
         socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         theirs.close()
@@ -159,7 +159,7 @@ class Nursery:
 
 
 def _nurse(control_fd: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the agents
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the agents
     control = socket.socket(fileno=control_fd)
     while True:
         asked, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -188,11 +188,11 @@ class RunningAgent:
 
     @property
     def output(self) -> str:
-        """Of the agent and, unless redirected, of its workers."""
+        """Output of the agent and, unless redirected, of its workers."""
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def writes(self, kind: str = "write") -> list[dict[str, Any]]:
-        """What it has written into etcd so far, or where it was disturbed (`failpoint`)."""
+        """Its writes into etcd so far, or the disturbed ones (`failpoint`)."""
         path = self._log_path.with_name("writes")
         lines = path.read_text().splitlines() if path.exists() else []
         return [record for line in lines if (record := json.loads(line))["kind"] == kind]
@@ -206,15 +206,15 @@ class RunningAgent:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL of the agent alone; its workers become orphans."""
+        """SIGKILL the agent alone. Its workers become orphans."""
         self.signal(signal.SIGKILL)
         eventually(lambda: not self.is_running, f"{self} is dead")
 
     def wait(self, timeout_s: float = 60.0) -> Outcome:
-        """How the agent ended.
+        """Wait until the agent has ended, and return its outcome.
 
         Raises:
-            AssertionError: it still runs, or died without a word.
+            AssertionError: it still runs, or died without an outcome.
         """
         if self._outcome is None:
             assert self._connection.poll(timeout_s), (
@@ -229,7 +229,7 @@ class RunningAgent:
 
 
 class ElasticAgents:
-    """The agents of one run, and everything their workers wrote down. Close it: all processes end."""
+    """The agents of one run, and all records of their workers. Closing it ends all processes."""
 
     def __init__(self, nursery: Nursery, endpoint: str, run_id: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ class ElasticAgents:
         return [Started.decode(file.read_text()) for file in sorted(self.folder.glob("started-*"))]
 
     def wait_for_starts(self, num_starts: int, world_size: int = 0, timeout_s: float = 60.0) -> list[Started]:
-        """The starts in a world of this size (0: any), once there are so many."""
+        """Starts in a world of this size (0: any), once there are `num_starts`."""
 
         def look() -> list[Started]:
             found = [start for start in self.starts() if world_size in (0, start.world_size)]
@@ -270,15 +270,15 @@ class ElasticAgents:
             raise AssertionError(f"{error}; started: {self.starts()}\n{outputs}") from None
 
     def leave(self, mark: str) -> None:
-        """What workers may wait for."""
+        """Leave a mark that workers may wait for."""
         (self.folder / mark).touch()
 
     def found(self, mark: str) -> str:
-        """The text of a mark that a worker has left."""
+        """Text of a mark that a worker has left."""
         return (self.folder / mark).read_text()
 
     def kill_node(self, agent: RunningAgent) -> None:
-        """SIGKILL of an agent and of its workers, as if the machine lost power."""
+        """SIGKILL an agent and its workers, as if the machine lost power."""
         agent.kill()
         for start in self.starts():
             if start.agent == agent.number:
@@ -294,12 +294,12 @@ class ElasticAgents:
     def _kill_worker(self, start: Started) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             process = psutil.Process(start.pid)
-            if process.environ().get("CONTRACT_FOLDER") == str(self.folder):  # not another that got the pid since
+            if process.environ().get("CONTRACT_FOLDER") == str(self.folder):  # the pid may have been reused
                 process.kill()
 
 
 def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path, end: Connection) -> None:
-    """What `torch.distributed.launcher.api.launch_agent` does, with a result that can be looked at."""
+    """Run an agent as `torch.distributed.launcher.api.launch_agent` does, and send its result to the test."""
     with (folder / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -335,7 +335,7 @@ def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path
         try:
             result = agent.run()
         except SignalException:
-            is_shut_down = True  # as torchrun has it: no call of shutdown() after a signal
+            is_shut_down = True  # like torchrun, which does not call shutdown() after a signal
             raise
         finally:
             if not is_shut_down:
@@ -357,5 +357,5 @@ def _run_agent(node: Node, number: int, endpoint: str, run_id: str, folder: Path
 
 
 def _send(end: Connection, outcome: Outcome) -> None:
-    # Not `end.send`: tensors would be shared with this process, which ends before they are looked at.
+    # Not `end.send`: tensors would be shared with this process, which ends before the test reads them.
     end.send_bytes(pickle.dumps(outcome))

@@ -1,4 +1,4 @@
-"""Functions that stock agents run as workers; in a module of their own, which an agent imports in no time."""
+"""Functions that stock agents run as workers, in a separate module that an agent imports quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of `elastic_agents.py` have in hand: who they are, gates to wait at, and marks that they leave."""
+"""Tools of the workers of `elastic_agents.py`: their identity, gates to wait at, and marks that they leave."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GATE_TIMEOUT_S = 120.0
 class Worker:
     """One started worker. Without torch: a script that uses it starts in milliseconds."""
 
-    folder: Path  # of the job
-    agent: int  # in the order in which the test started them
+    folder: Path  # folder of the job
+    agent: int  # index in the test's order of starts
     rank: int
     world_size: int
     restart: int
@@ -26,7 +26,7 @@ class Worker:
 
     @staticmethod
     def started() -> Worker:
-        """This process; writes down the environment that it was given."""
+        """Return this process as a worker, and record its environment."""
         environ = os.environ
         worker = Worker(
             Path(environ["CONTRACT_FOLDER"]),
@@ -41,7 +41,7 @@ class Worker:
         return worker
 
     def leave(self, mark: str, text: str = "") -> None:
-        """A file that the test, and other workers, find complete or not at all."""
+        """Write a file that the test, and other workers, find complete or not at all."""
         unfinished = self.folder / f"unfinished-{mark}-{os.getpid()}"
         unfinished.write_text(text)
         unfinished.rename(self.folder / mark)
@@ -56,7 +56,7 @@ class Worker:
             time.sleep(0.01)
 
     def wait_for_all(self) -> None:
-        """Until all workers of this round have started: an agent ends those that have not, too, when one fails."""
+        """Wait until all workers of this round have started: when one fails, an agent also ends those that have not."""
         deadline = time.monotonic() + GATE_TIMEOUT_S
         while len(list(self.folder.glob(f"started-*-{self.master_port}-*"))) < self.world_size:
             assert time.monotonic() < deadline, f"a worker of this round did not start within {GATE_TIMEOUT_S:g} s"

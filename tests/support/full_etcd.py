@@ -1,4 +1,4 @@
-"""Make an etcd refuse writes as one does whose database has reached its quota."""
+"""Make an etcd refuse writes as if its database had reached its quota."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 @contextmanager
 def full(client: EtcdClient) -> Iterator[None]:
-    """Etcd's own alarm is raised, which is all that being full comes down to for its clients."""
+    """Raise etcd's own alarm: for its clients a full database has no other effect."""
     _alarm(client, etcdrpc.AlarmRequest.ACTIVATE)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rows of a job's history, for tests of what is recorded and shown."""
+"""Rows of a job's history, for tests of records and reports."""
 
 from __future__ import annotations
 

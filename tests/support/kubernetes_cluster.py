@@ -1,8 +1,8 @@
 """A Kubernetes cluster of one process: an API server over HTTP, its Job controller, and a kubelet that runs pods as processes.
 
-What it answers is what a real one does, as far as a target asks: fields, names and labels are checked, a name is taken once,
-lists obey selectors, a pod that is deleted is told SIGTERM and goes when its process has ended, a Job counts its pod. It may
-have Volcano. A test may have the next requests fail (`answer_next`), and may do what hosts and their owners do to pods.
+Its answers match a real cluster's, as far as a target needs them. It checks fields, names and labels, refuses duplicate names,
+and applies selectors to lists. A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
+Volcano is optional. A test may let the next requests fail (`answer_next`), and may act on pods like hosts and their owners.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _PLAIN, _VOLCANO, _SCHEDULING = "batch/v1", "batch.volcano.sh/v1alpha1", "scheduling.volcano.sh/v1beta1"
 
 POD_VARIABLE = "KUBERNETES_TEST_POD"
-"""In the environment of every process of a pod: its name."""
+"""Environment variable with the pod's name, in every process of a pod."""
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with instead of, or after, being carried out."""
+    """Answer to a request, instead of or after its execution."""
 
     status: int = 0  # 0: the connection is closed without an answer
     message: str = ""
@@ -64,20 +64,20 @@ class _Refused(Exception):
 @dataclass
 class _Process:
     process: subprocess.Popen[bytes]
-    lines: list[tuple[str, bytes]] = field(default_factory=list)  # with the time at which each was written
+    lines: list[tuple[str, bytes]] = field(default_factory=list)  # output with the time at which each line was written
     reader: threading.Thread | None = None
-    has_ended: bool = False  # with all that it had started
+    has_ended: bool = False  # true once it and all its children have ended
 
 
 class KubernetesCluster:
-    """Made by `kubernetes_cluster`.
+    """A cluster created by `kubernetes_cluster`.
 
     Args:
-        folder: of the kubeconfig.
-        runs_pods: else they stay Pending until the test says otherwise.
-        environment: of pods, beside their own variables.
-        tls: the server speaks HTTPS.
-        has_volcano: with one queue, `default`.
+        folder: folder of the kubeconfig.
+        runs_pods: run pods as processes; else they stay Pending until the test changes them.
+        environment: environment of pods, beside their own variables.
+        tls: serve HTTPS.
+        has_volcano: include Volcano with one queue, `default`.
     """
 
     namespace = "training"
@@ -95,18 +95,18 @@ class KubernetesCluster:
         self.environment = dict(os.environ if environment is None else environment)
         self.lock = threading.RLock()
         self.has_volcano = has_volcano
-        # Jobs of both kinds under one name: no test has two that are called the same.
+        # Jobs of both kinds under one name: no test gives two of them the same name.
         self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
-        self.has_room_for_pods = True  # else a Job gets none
-        self.queues = {"default": "Open"}  # of Volcano
-        self.has_webhook = True  # of Volcano, which may be switched off
-        self.logs: dict[str, str] = {}  # of pods that no process runs for
+        self.has_room_for_pods = True  # if false, a Job gets no pod
+        self.queues = {"default": "Open"}  # Volcano's queues and their states
+        self.has_webhook = True  # whether Volcano's webhook, which may be disabled, runs
+        self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
-        self.killing: tuple[str, Callable[[], None]] | None = None  # when the next Job is created, before or after
+        self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
         self._answers: list[tuple[str, str, Answer]] = []
-        self._processes: dict[str, _Process] = {}  # by a pod's name
+        self._processes: dict[str, _Process] = {}  # process by the pod's name
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         if tls is not None:
@@ -129,7 +129,7 @@ class KubernetesCluster:
         self.kubeconfig.write_text(json.dumps(config))
 
     def stop(self) -> None:
-        """End the server and everything that runs in a pod."""
+        """End the server and all processes of its pods."""
         self._stopped.set()
         self._kubelet.join(5)
         for name, entry in list(self._processes.items()):
@@ -146,10 +146,10 @@ class KubernetesCluster:
     def kubeconfig(self) -> Path:
         return self.folder / "kubeconfig"
 
-    # --- what a test does -----------------------------------------------------------------------------------------------
+    # --- actions of a test ----------------------------------------------------------------------------------------------
 
     def answer_next(self, method: str, kind: str, *answers: Answer) -> None:
-        """Have the next requests of this method, for this kind of object, answered so."""
+        """Give these answers to the next requests of this method for this kind of object."""
         with self.lock:
             self._answers += [(method, kind, answer) for answer in answers]
 
@@ -166,19 +166,19 @@ class KubernetesCluster:
             return next(p for p in self.objects["pods"].values() if _node_of(p) == node)
 
     def nodes(self) -> list[str]:
-        """Of all Jobs that have not ended."""
+        """Names of all Jobs that have not ended."""
         with self.lock:
             return sorted(node for job in self.objects["jobs"].values() if not _has_ended(job) and (node := _node_of(job)))
 
     def set_pod(self, node: str, phase: str, **status: Any) -> None:
-        """What a kubelet, or a controller of hosts, writes about a pod."""
+        """Update a pod's status, as a kubelet or a controller of hosts does."""
         with self.lock:
             pod = self.pod_of(node)
             pod["status"] = {"phase": phase, **status}
             self._count(pod)
 
     def remove_pod(self, node: str) -> None:
-        """What is left of an evicted pod in the end."""
+        """Remove an evicted pod, as happens in the end."""
         with self.lock:
             pod = self.pod_of(node)
             if pod["status"]["phase"] in ("Pending", "Running"):
@@ -186,11 +186,11 @@ class KubernetesCluster:
             self._remove(pod)
 
     def kill_pod(self, node: str) -> None:
-        """What the kernel does when a pod's memory is too small."""
+        """Kill a pod as the kernel does when its memory is too small."""
         self._signal(self.pod_of(node)["metadata"]["name"], signal.SIGKILL)
 
     def evict(self, node: str) -> None:
-        """What `kubectl drain` does."""
+        """Evict a pod as `kubectl drain` does."""
         pod = self.pod_of(node)
         self.delete("pods", pod["metadata"]["name"], pod["spec"]["terminationGracePeriodSeconds"])
 
@@ -252,7 +252,7 @@ class KubernetesCluster:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log:
             return Answer(200, body=self._log(name, query).encode(), headers={"Content-Type": "text/plain"})
-        if verb == "update":  # how TorchX 0.8 aborts a Job of Volcano; its controller deletes the pods then
+        if verb == "update":  # TorchX 0.8 aborts a Volcano Job this way; Volcano's controller then deletes the pods
             objects[name]["status"] = body["status"]
             for pod in [p for p in self.objects["pods"].values() if _job_of(p) == name]:
                 self.delete("pods", pod["metadata"]["name"])
@@ -264,7 +264,7 @@ class KubernetesCluster:
         name, labels = job["metadata"]["name"], job["metadata"].get("labels", {})
         resource = f"jobs.{group.partition('/')[0]}"
         if wrong := kubernetes_models.problems(job):
-            # One that is not asked to be strict takes such a Job on, without what it does not know.
+            # Without strict validation a server accepts such a Job, and drops the unknown fields.
             assert query.get("fieldValidation") == "Strict", wrong
             raise _Refused(400, "BadRequest", f'Job in version "{group.partition("/")[2]}": strict decoding error: {wrong}')
         if len(self.objects["jobs"]) >= self.max_jobs and name not in self.objects["jobs"]:
@@ -302,7 +302,7 @@ class KubernetesCluster:
 
     def _start_with_volcano(self, job: Object) -> None:
         if job["spec"]["queue"] not in self.queues:
-            return  # its controller cannot read the queue, and tries again without a word
+            return  # its controller cannot read the queue, and retries silently
         group = kubernetes_volcano.pod_group(job)
         self.objects["podgroups"][group["metadata"]["name"]] = group
         job["status"] = {"state": {"phase": "Pending"}}
@@ -311,7 +311,7 @@ class KubernetesCluster:
             self._count_with_volcano(job)
 
     def _count_with_volcano(self, job: Object) -> None:
-        """What its controller does whenever something about a Job or its pods has changed."""
+        """Update the counts, as Volcano's controller does after every change of a Job or its pods."""
         name = job["metadata"]["name"]
         if job["status"]["state"]["phase"] not in (*kubernetes_volcano.ENDED, "Terminating"):
             for pod in kubernetes_volcano.pods_of(job):
@@ -350,7 +350,7 @@ class KubernetesCluster:
                 self._count_with_volcano(job)
             if name not in self._processes:
                 if not self.runs_pods:
-                    return  # its host is not there; a test removes it
+                    return  # its host is gone; a test removes it
                 self._remove(found)
             elif is_first:
                 self._signal(name, signal.SIGTERM)
@@ -363,7 +363,7 @@ class KubernetesCluster:
         self._count(pod)
 
     def _count(self, pod: Object) -> None:
-        """What the Job controller does when a pod has changed."""
+        """Update the Job, as the Job controller does when a pod has changed."""
         job = self.objects["jobs"].get(_job_of(pod))
         if job is not None and job["apiVersion"] == _VOLCANO:
             self._count_with_volcano(job)
@@ -382,7 +382,7 @@ class KubernetesCluster:
         for variable in container.get("env", []):
             variables[variable["name"]] = _expanded(_value(variable, pod), variables)
         command = [_expanded(word, variables) for word in [*container["command"], *container.get("args", [])]]
-        # The image of all pods is this machine, where our interpreter is the first.
+        # All pods use this machine as their image, with our interpreter first in PATH.
         path = f"{Path(sys.executable).parent}:{self.environment.get('PATH', '')}"
         process = subprocess.Popen(
             command,
@@ -425,11 +425,11 @@ class KubernetesCluster:
                         }
                         self._count(pod)
                     if pod is not None and "deletionTimestamp" in pod["metadata"]:
-                        del self._processes[name]  # another one may be called so
+                        del self._processes[name]  # a newer pod may have the same name
                         self._remove(pod)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
-        """SIGKILL is for all of a pod's processes, anything else for the first."""
+        """Send SIGKILL to all of a pod's processes, any other signal to the first."""
         entry = self._processes.get(name)
         if entry is None or entry.process.poll() is not None:
             return
@@ -451,17 +451,17 @@ class KubernetesCluster:
             text = "".join(f"{f'{stamp} ' if has_stamps else ''}{line.decode(errors='replace')}" for stamp, line in lines)
         else:
             text = self.logs.get(_node_of(pod), "")
-        since = query.get("sinceTime", "")[:19]  # an API server knows seconds only
+        since = query.get("sinceTime", "")[:19]  # an API server has a resolution of one second
         return "".join(line for line in text.splitlines(keepends=True) if line[:19] >= since)
 
 
 def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # an answer is two writes: the second would wait 40 ms for the first one's receipt
+        disable_nagle_algorithm = True  # an answer is two writes, and Nagle would hold the second for 40 ms
 
         def handle(self) -> None:
-            with contextlib.suppress(ConnectionError):  # who has asked was killed
+            with contextlib.suppress(ConnectionError):  # the client was killed
                 super().handle()
 
         def _serve(self) -> None:
@@ -480,7 +480,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             for name, value in {"Content-Length": str(len(content)), **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with contextlib.suppress(ConnectionError):  # who has asked did not wait
+            with contextlib.suppress(ConnectionError):  # the client did not wait
                 self.wfile.write(content)
 
         do_GET = do_POST = do_PUT = do_DELETE = _serve
@@ -493,7 +493,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
 
 @contextlib.contextmanager
 def kubernetes_cluster(folder: Path, **options: Any) -> Iterator[KubernetesCluster]:
-    """A running cluster; `kubeconfig` names it."""
+    """A running cluster, whose address is in `kubeconfig`."""
     cluster = KubernetesCluster(folder, **options)
     cluster.start()
     try:
@@ -509,13 +509,13 @@ def _read_lines(entry: _Process) -> None:
 
 
 def _kill_all(pod: str) -> None:
-    """End all processes of a pod: torchrun starts each worker in a session of its own."""
+    """End all processes of a pod: torchrun starts each worker in its own session."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(POD_VARIABLE) == pod:
                 found.append(process)
-    # The worker first: once its agent is gone it is asked to leave, and may have done so a moment later.
+    # The worker first: once its agent is gone it receives SIGTERM, and may leave a moment later.
     for process in sorted(found, key=lambda p: p.pid, reverse=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -535,7 +535,7 @@ def _value(variable: Mapping[str, Any], pod: Object) -> str:
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """$(NAME) is replaced where NAME is known; $$ is one $."""
+    """Expand $(NAME) where NAME is known, and $$ to one $."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] == "$$":

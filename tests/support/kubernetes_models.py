@@ -1,6 +1,6 @@
-"""What an API server finds wrong in a manifest: fields that it does not know, and values of the wrong kind.
+"""Errors that an API server finds in a manifest: unknown fields, and values of the wrong kind.
 
-By the Kubernetes client's models for what is Kubernetes' own, for a Job of Volcano by what its CustomResourceDefinition says.
+Kubernetes' own objects are checked against its client's models, Volcano's Jobs against their CustomResourceDefinition.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _VOLCANO: dict[str, dict[str, str]] = {
 
 
 def problems(manifest: Mapping[str, Any]) -> list[str]:
-    """What is wrong in an object, each with its place; an object of unknown kind is wrong as a whole."""
+    """Errors of an object, each with its place. An object of unknown kind is one error."""
     api_version, kind = manifest.get("apiVersion"), manifest.get("kind")
     name = "volcano job" if (api_version, kind) == ("batch.volcano.sh/v1alpha1", "Job") else f"V1{kind}"
     if name not in _VOLCANO and not hasattr(models, name):

@@ -1,8 +1,8 @@
-"""Volcano, as far as one-node jobs and TorchX see it: what its controller makes of a Job, and how it counts pods.
+"""Volcano's treatment of one-node jobs, as far as TorchX sees it: its controller's changes of a Job, and its count of pods.
 
-Read from Volcano's own source: its webhook refuses a queue that is not there or not open and writes defaults into a Job, a
-Job waits with a PodGroup until its queue has room, a pod is deleted from the count as soon as somebody deletes it, and then,
-unless a policy of the Job says otherwise, it is made anew under its old name.
+Based on Volcano's source. Its webhook refuses a missing or closed queue and writes defaults into a Job. A Job waits with a
+PodGroup until its queue has room. A pod leaves the count as soon as its deletion begins. Unless a policy of the Job prevents
+it, the pod is then created again under its old name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDED = ("Completed", "Failed", "Terminated", "Aborted")
 
 
 def refusal(job: Object, queues: Mapping[str, str]) -> str:
-    """Why its webhook does not take a Job; empty if it does."""
+    """Reason for which the webhook refuses a Job; empty if it accepts it."""
     queue = job["spec"].get("queue", "default")
     if queue not in queues:
         return f'unable to find job queue: queues.scheduling.volcano.sh "{queue}" not found;'
@@ -30,7 +30,7 @@ def refusal(job: Object, queues: Mapping[str, str]) -> str:
 
 
 def with_defaults(job: Object) -> Object:
-    """What its webhook makes of a Job."""
+    """Return a Job with the webhook's defaults."""
     spec = {"queue": "default", "schedulerName": "volcano", **job["spec"], "maxRetry": job["spec"].get("maxRetry") or 3}
     spec["tasks"] = [{"minAvailable": t["replicas"], **t, "maxRetry": t.get("maxRetry") or 3} for t in spec["tasks"]]
     spec["minAvailable"] = spec.get("minAvailable") or sum(task["minAvailable"] for task in spec["tasks"])
@@ -54,7 +54,7 @@ def pod_group(job: Object) -> Object:
 
 
 def pods_of(job: Object) -> list[Object]:
-    """The pods that a Job is to have."""
+    """Pods that a Job requires."""
     pods = []
     for task in job["spec"]["tasks"]:
         for index in range(task["replicas"]):
@@ -79,14 +79,14 @@ def pods_of(job: Object) -> list[Object]:
 
 
 def evicted(job: Object) -> None:
-    """A pod of it is being deleted."""
+    """Update a Job after the deletion of its pod has begun."""
     actions = [p["action"] for p in job["spec"].get("policies", []) if "PodEvicted" in (p.get("event"), *p.get("events", ()))]
     if "TerminateJob" in actions and job["status"]["state"]["phase"] not in ENDED:
         job["status"]["state"]["phase"] = "Terminating"
 
 
 def with_status(job: Object, pods: Iterable[Object]) -> Object:
-    """How it counts its pods; those that are being deleted it has forgotten already."""
+    """Count a Job's pods. Pods that are being deleted no longer count."""
     counted = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     phases = Counter(pod["status"]["phase"] for pod in counted)
     living = phases["Pending"] + phases["Running"]
@@ -102,6 +102,6 @@ def with_status(job: Object, pods: Iterable[Object]) -> Object:
     tasks: dict[str, Object] = {}
     for pod in counted:
         tasks[pod["metadata"]["labels"]["volcano.sh/task-spec"]] = {"phase": {pod["status"]["phase"]: 1}}
-    # Its conditions are a history of phases, and no conditions as others know them.
+    # Its conditions are a history of phases, unlike those of other resources.
     history = [*job["status"].get("conditions", []), {"status": phase}]
     return {"state": {"phase": phase}, "taskStatusCount": tasks, "conditions": history}

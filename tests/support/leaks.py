@@ -1,4 +1,4 @@
-"""What a test must give back when it ends: threads, child processes, variables and files of this package."""
+"""Resources that a test must give back when it ends: threads, child processes, variables and files of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["GRACE_S", "Held", "left_behind"]
 
 GRACE_S = 5.0
-"""Seconds in which threads and processes may end on their own after a test."""
+"""Grace period in seconds for threads and processes to end on their own after a test."""
 
 SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker")
 """Parts of the command lines of helpers that Python and torch start once and keep for the whole process."""
@@ -21,7 +21,7 @@ SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker")
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds at one moment."""
+    """Resources of this process at one moment."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -38,7 +38,7 @@ class Held:
         )
 
     def since(self, before: Held) -> list[str]:
-        """Each thing that is held now and was not before, or the reverse for variables."""
+        """Each resource that is new since `before`, or missing in the case of variables."""
         return [
             *(f"thread {thread.name}" for thread in self.threads - before.threads),
             *(f"child process {pid}: {_command(pid)}" for pid in self.children - before.children if _is_own(pid)),
@@ -49,11 +49,11 @@ class Held:
 
 
 def left_behind(before: Held, grace_s: float = GRACE_S) -> list[str]:
-    """What has been held since `before` and is not given back within the grace period."""
+    """Resources acquired since `before` and not given back within the grace period."""
     deadline = time.monotonic() + grace_s
     found = Held.now().since(before)
     while found and time.monotonic() < deadline:
-        gc.collect()  # files of objects that refer to each other
+        gc.collect()  # closes files of objects in reference cycles
         time.sleep(0.02)
         found = Held.now().since(before)
     return found
@@ -80,7 +80,7 @@ def _open_files() -> list[str]:
 
 
 def _is_own(pid: int) -> bool:
-    """Whether a test is to blame for this process: it runs, and is no helper of the whole process."""
+    """Return whether a test is responsible for this process: it runs, and is not a helper of the whole process."""
     command = _command(pid)
     return bool(command) and not any(part in command for part in SHARED_PROCESSES)
 

@@ -1,4 +1,4 @@
-"""Windows of a job whose memory grows."""
+"""Windows of a job with growing memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An etcd that asks for a certificate, a user and a password, set up with the commands of docs/security.md."""
+"""An etcd with client certificates and authentication, set up with the commands of docs/security.md."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PASSWORD = "trainers-secret-7e1f"
 @dataclass(frozen=True)
 class SecureEtcd:
     endpoint: str
-    folder: Path  # of certificates and passwords
+    folder: Path  # folder of certificates and passwords
 
     @property
     def access(self) -> dict[str, Any]:
-        """Of the user that docs/security.md makes, as fields of `EtcdConfig`."""
+        """Access of the user that docs/security.md creates, as fields of `EtcdConfig`."""
         files = {"password_file": "trainer.password", "ca_cert": "ca.pem", "cert": "client.pem", "cert_key": "client.key"}
         return {"user": "trainer", **{name: str(self.folder / file) for name, file in files.items()}}
 

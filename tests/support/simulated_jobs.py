@@ -1,6 +1,6 @@
-"""Jobs whose truth is known, for the planner to drive: what a step takes in any settings, and windows of it with noise.
+"""Jobs with a known truth, for the planner to drive: step times in any settings, and noisy windows of them.
 
-The truth is not the model's: it has a maximum where the model has sums, spinning threads, loader workers that take cores
+The truth differs from the model: it has a maximum where the model has sums, spinning threads, loader workers that take cores
 from training only while they are busy, and a memory bus that all workers of a node share.
 """
 
@@ -44,11 +44,11 @@ class Truth:
     node_cores: int
     global_batch: int
     sample_s: float  # core seconds of forward and backward for one sample
-    parallel_share: float  # of it that threads speed up
-    overhead_s: float  # of each step
+    parallel_share: float  # fraction of `sample_s` that threads speed up
+    overhead_s: float  # seconds of overhead per step
     load_s: float  # core seconds to prepare one sample
-    fetch_s: float = 0.0  # that one sample is waited for before, which takes no core
-    bus_s: float = 0.0  # for a sample's table rows; the memory bus is shared by all workers of the node
+    fetch_s: float = 0.0  # seconds of waiting per sample before it is prepared, without a core
+    bus_s: float = 0.0  # seconds for a sample's table rows, on the memory bus that all workers of the node share
     dense_bytes: int = 4_000_000
     link_bytes_per_s: float = 1.5e9
     latency_s: float = 3e-4
@@ -59,10 +59,10 @@ class Truth:
         workers, loaders, threads = settings.num_workers, settings.loader_workers, max(1, settings.intra_op_threads)
         local = math.ceil(self.global_batch / workers)
         work_s, load_s = local * self.sample_s, local * self.load_s
-        # Threads that wait at a barrier spin, and are switched where there are more of them than cores.
+        # Threads spin at a barrier, and are switched when they outnumber the cores.
         spin = 1 + 0.02 * (threads - 1) + 0.25 * max(0.0, workers * threads / self.node_cores - 1)
         alone_s = (work_s * ((1 - self.parallel_share) + self.parallel_share / threads) + self.overhead_s) * spin
-        # All workers of the node draw rows over one memory bus, which three threads fill.
+        # All workers of the node read rows over one memory bus, which three threads saturate.
         bus_s = workers * local * self.bus_s / min(3.0, workers * threads) ** 0.8
         in_loaders_s = 1.1 * load_s if loaders else 0.0
         node_s = workers * ((work_s + self.overhead_s) * spin + in_loaders_s) / self.node_cores
@@ -72,7 +72,7 @@ class Truth:
             communication_s = 2 * (workers - 1) / workers * self.dense_bytes / self.link_bytes_per_s + workers * self.latency_s
         if loaders == 0:
             return Parts(local * self.fetch_s + load_s * max(1.0, workers / self.node_cores), compute_s, communication_s)
-        # With few batches ready, a slow one is waited for now and then.
+        # With few batches ready, training sometimes waits for a slow one.
         feed_s = 1.1 * load_s * (1 + 0.08 / max(1, settings.prefetch_factor)) / loaders
         feed_s *= max(1.0, workers * loaders / self.node_cores)
         feed_s = max(feed_s, (1.1 * load_s + local * self.fetch_s) / loaders)
@@ -105,7 +105,7 @@ def input_bound(node_cores: int) -> Truth:
 
 
 def storage_bound(node_cores: int) -> Truth:
-    """Most of the time that a sample takes to come is waited for."""
+    """Job that spends most of a sample's loading time waiting."""
     return Truth("storage", node_cores, 48, 1.5e-4, 0.85, 2e-3, 4e-4, fetch_s=6e-4)
 
 
@@ -113,7 +113,7 @@ KINDS = (dense_heavy, embedding_heavy, input_bound)
 
 
 def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, at: float = 0.0) -> StepProfile:
-    """What the profiler would publish."""
+    """Window of steps that the profiler would publish."""
     parts = truth.parts(settings)
     factor = rng.lognormvariate(0, noise)
     data_s, compute_s, communication_s = (part * factor for part in (parts.data_s, parts.compute_s, parts.communication_s))
@@ -153,29 +153,29 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
 
 
 def slowed(sample: StepProfile, factor: float) -> StepProfile:
-    """The window of a machine on which everything takes so many times as long."""
+    """Window of a machine that is slower by `factor`."""
     times = {name: factor * getattr(sample, name) for name in ("step_time_s", *(f"{part}_s" for part in STEP_PARTS))}
     return replace(sample, samples_per_s=sample.samples_per_s / factor, **times)
 
 
 @dataclass
 class SimulatedJob:
-    """A job that carries out what the planner decides, after a few windows each."""
+    """A job that carries out the planner's decisions, after a few windows each."""
 
     truth: Truth
     planner: Planner
     limits: Limits
     settings: Settings
     noise: float = 0.05
-    drift: float = 0.0  # standard deviation of the log by which the machine is slower at one decision than at the next
+    drift: float = 0.0  # standard deviation of the log of the machine's speed from one decision to the next
     seed: int = 0
-    remaining_s: float = 4 * 3600.0  # at the settings it starts with
+    remaining_s: float = 4 * 3600.0  # estimate at the initial settings
     windows_per_decision: int = 3
     samples: list[StepProfile] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
     def run(self, num_decisions: int = 12) -> Settings:
-        """The settings after so many decisions."""
+        """Run `num_decisions` decisions; return the final settings."""
         rng = random.Random(self.seed)
         remaining = self.remaining_s / self.truth.parts(self.settings).step_s * self.truth.global_batch
         weather = random.Random(self.seed + 1)
@@ -200,7 +200,7 @@ class SimulatedJob:
 
     @property
     def visited(self) -> list[Settings]:
-        """Settings in the order in which they were first run."""
+        """Settings in order of their first run."""
         ran = [Settings(s.num_workers, s.loader_workers, s.intra_op_threads, s.prefetch_factor) for s in self.samples]
         return list(dict.fromkeys([*ran, self.settings]))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass
 class Agent:
-    """One torchrun process; it and its workers share a process group."""
+    """One torchrun process. It and its workers share a process group."""
 
     process: subprocess.Popen[bytes]
     log_path: Path
@@ -22,7 +22,7 @@ class Agent:
         return self.log_path.read_text(errors="replace")
 
     def lines(self, prefix: str) -> list[str]:
-        # Unbuffered workers write a text and its end of line one after the other: another's text may come between.
+        # Unbuffered workers write a text and its newline separately, so another worker's text may come between.
         output = self.output.replace(prefix, "\n" + prefix)
         return [line for line in output.splitlines() if line.startswith(prefix)]
 
@@ -33,7 +33,7 @@ class Agent:
             raise AssertionError(f"torchrun still runs after {timeout_s:g} s; its output:\n{self.output}") from None
 
     def kill_with_workers(self) -> None:
-        """As if the machine lost power. torchrun starts each worker in a session of its own."""
+        """Kill as if the machine lost power. torchrun starts each worker in its own session."""
         for pid in [*_children(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

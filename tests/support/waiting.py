@@ -1,4 +1,4 @@
-"""Waiting for what happens beside a test."""
+"""Waits for events outside the test's own thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ POLL_S = 0.01
 
 
 class TooLateError(AssertionError):
-    """What a test waited for did not happen in time."""
+    """An awaited event did not happen in time."""
 
 
 def eventually(found: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """The first true result of `found`."""
+    """Poll `found` and return its first true result."""
     deadline = time.monotonic() + timeout_s
     while not (result := found()):
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""Trains sharded tables through changes of the workers and holds them against stock torchrec. Runs in worker processes.
+"""Trains sharded tables through changes of the workers and compares them with stock torchrec. Runs in worker processes.
 
-Before and after each change all weights and optimizer states are gathered: they must be the same, bit for bit. Then a model
-that stock torchrec builds from scratch for the new workers is filled with them, and both make the same step: bit for bit, too,
-as both add the same numbers in the same order.
+Before and after each change all weights and optimizer states are gathered. They must be equal, bit for bit. Then they are
+loaded into a model that stock torchrec builds from scratch for the new workers, and both make the same step. The results must
+also be equal bit for bit, because both add the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ SEQUENCES = [
     Table("seq_rows", 7, 8, "row_wise"),
     Table("seq_columns", 30, 8, "column_wise"),
 ]
-# For plans by hand, whose kinds change. Columns are cut into 2, 3 or 6. The large one's row-wise state has several pages.
+# Tables for manual plans with changing kinds. Columns are cut in 2, 3 or 6. The large one's row-wise state has several pages.
 CHANGING_BAGS = [Table(f"bag{i}", rows, 24) for i, rows in enumerate([5000, 50, 7, 101, 1])] + [
     Table("everywhere", 40, 8, "data_parallel")
 ]
 CHANGING_SEQUENCES = [Table(f"seq{i}", rows, 24) for i, rows in enumerate([4000, 7, 31])]
 BAG_KINDS = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]
 SEQUENCE_KINDS = ["table_wise", "row_wise", "column_wise"]
-SHIFTS = [0, 1, 3, 6, 10, 10]  # by 1, 2, 3, 4 and 0: every kind becomes every other
+SHIFTS = [0, 1, 3, 6, 10, 10]  # rotations by 1, 2, 3, 4 and 0: every kind becomes every other
 NUM_COLUMN_SHARDS = [3, 2, 3, 6, 2, 3]
 
 
@@ -97,9 +97,9 @@ class Case:
     """One job.
 
     Attributes:
-        optimizer: of the tables: sgd, rowwise_adagrad or adagrad.
-        plans: who says where tables go first: `constrained` (each has its kind), `planner` (torchrec as it likes), or
-            `by_hand`, where kinds change with the workers, too.
+        optimizer: optimizer of the tables: sgd, rowwise_adagrad or adagrad.
+        plans: source of the first placement: `constrained` (each table has its kind), `planner` (torchrec's choice), or
+            `by_hand`, where kinds also change with the workers.
         worlds: worker names in rank order, one world after the other.
     """
 
@@ -119,12 +119,12 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     failures: list[str]
-    kinds: list[str]  # by world that this worker was in and table
+    kinds: list[str]  # kinds by table and by world that included this worker
     stats: ExchangeStats
 
 
 State = dict[tuple[str, str], torch.Tensor]
-"""By table and `weight` or `state0`: shape ``(rows, cols)``; a row-wise state is repeated over the columns it is for."""
+"""Values by table and `weight` or `state0`: shape ``(rows, cols)``. A row-wise state is repeated over its columns."""
 
 
 # --- the job ------------------------------------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ class Model(nn.Module):
         self.dense = nn.Linear(sum(t.cols * t.num_features for t in case.bags), 1)
 
     def _pooled(self, batch: Any) -> torch.Tensor:
-        """By name: stock torchrec's order follows the sharding."""
+        """Concatenate by name: stock torchrec's order follows the sharding."""
         pooled = self.bags(batch)
         return torch.cat([pooled[key] for key in sorted(pooled.keys())], 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        # Bounded gradients: no optimizer here runs away.
+        # Bounded gradients keep every optimizer stable.
         loss: torch.Tensor = self.dense(self._pooled(batch)).tanh().mean()
         for jagged in self.sequences(batch).values():
             loss = loss + jagged.values().sin().sum() / LOCAL_BATCH_SIZE
@@ -194,7 +194,7 @@ def batch_of(case: Case, seed: int) -> Any:
 
 
 def train_step(call: nn.Module, data_parallel: set[str], batch: Any) -> torch.Tensor:
-    """The loss. Tables are trained in the backward pass; dense parameters and replicated tables by plain SGD."""
+    """Return the loss. Tables are trained in the backward pass; dense parameters and replicated tables by plain SGD."""
     loss: torch.Tensor = call(batch)
     loss.backward()  # type: ignore[no-untyped-call]
     trained = {name: p for name, p in call.named_parameters() if name in data_parallel or name.startswith("dense.")}
@@ -206,7 +206,7 @@ def train_step(call: nn.Module, data_parallel: set[str], batch: Any) -> torch.Te
                 dist.all_reduce(parameter.grad)
             parameter.sub_(RATE * parameter.grad)
     for parameter in trained.values():
-        parameter.grad = None  # last: replicated tables may be slices of one parameter
+        parameter.grad = None  # last, because replicated tables may be slices of one parameter
     return loss.detach()
 
 
@@ -244,7 +244,7 @@ def plan_by_hand(case: Case, number: int, members: Sequence[str]) -> dict[str, T
 
 
 def stock_plan(model: Model, plan: Plan, members: Sequence[str]) -> Any:
-    """The same tables on the same workers, all else by torchrec's own helpers."""
+    """Plan for the same tables on the same workers, built by torchrec's own helpers."""
     from torchrec.distributed import sharding_plan as helpers
     from torchrec.distributed.types import ShardingPlan
 
@@ -275,7 +275,7 @@ def stock_plan(model: Model, plan: Plan, members: Sequence[str]) -> Any:
 
 
 def stock_model(case: Case, plan: Plan, members: Sequence[str]) -> Any:
-    """Built by torchrec alone."""
+    """Model built by torchrec alone."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
 
@@ -287,7 +287,7 @@ def stock_model(case: Case, plan: Plan, members: Sequence[str]) -> Any:
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=CPU,
             plan=stock_plan(model, plan, members),
-            init_data_parallel=False,  # of the dense parameters: `train_step` sees to them
+            init_data_parallel=False,  # `train_step` reduces the dense parameters
         )
 
 
@@ -328,7 +328,7 @@ def gather(blocks: Sequence[Block], plan: Plan, failures: list[str]) -> State:
 
 
 def expected_after(before: State, plan: Plan, row_wise_states: bool) -> tuple[State, set[tuple[str, str]]]:
-    """What the states are to be, and those of which only nearly: means over columns are sums, in any order."""
+    """Expected states, and the keys of those that match only nearly: means over columns are sums in any order."""
     after, nearly = dict(before), set()
     for (table, what), values in before.items():
         if what == "weight" or not row_wise_states:
@@ -407,7 +407,7 @@ def play(worker: Worker, case: Case) -> Outcome:
             total.sent_bytes += stats.sent_bytes
             total.received_bytes += stats.received_bytes
             total.copied_bytes += stats.copied_bytes
-            # Dense parameters come another way: here, from any worker that was there before.
+            # Dense parameters travel separately: here, from any worker that was there before.
             source = union.index(next(w for w in previous if w in union))
             for parameter in model.dense.parameters():
                 group.broadcast(parameter.data, source).wait()  # type: ignore[union-attr]
@@ -456,7 +456,7 @@ def compare_with_stock(
     number: int,
     failures: list[str],
 ) -> None:
-    """Both make the same step from the same state."""
+    """Make the same step with both models from the same state, and compare the results."""
     stock = stock_model(case, plan, members)
     stock.module.dense.load_state_dict(model.dense.state_dict())
     fill(stock_blocks(stock), state)
@@ -480,10 +480,10 @@ def compare_with_stock(
 
 
 def exchange_with_a_death(worker: Worker, dies: str, message_bytes: int, after_messages: int | None) -> tuple[str, float]:
-    """Every worker sends 8 MiB to every other one; one of them ends before, or after so many messages.
+    """Every worker sends 8 MiB to every other one; one of them ends before, or after `after_messages` messages.
 
     Returns:
-        The name of what was raised, and the seconds it took.
+        Name of the raised error, and the seconds until it.
     """
     me, count = worker.name, len(WORKERS)
     cols, old_shards, new_shards, row = 64, [], [], 0
@@ -523,7 +523,7 @@ def exchange_with_a_death(worker: Worker, dies: str, message_bytes: int, after_m
 
 
 def first_values(worker: Worker, case: Case) -> State:
-    """Of all tables, in a world of the case's first members; empty for others."""
+    """First values of all tables, in a world of the case's first members; empty for other workers."""
     members = case.worlds[0]
     if worker.name not in members:
         return {}

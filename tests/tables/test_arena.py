@@ -1,4 +1,4 @@
-"""Rows stay where they are from one layout to the next, and memory that nobody uses is the system's again, at once."""
+"""Rows keep their place from one layout to the next, and unused memory is returned to the system at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arena() -> Iterator[Arena]:
 
 
 def rows(arena: Arena, key: str, first: int, length: int, size: int = SIZE) -> torch.Tensor:
-    """Bytes `first` to `first + length` of a table's rows, as numbers, where they lie now."""
+    """Bytes `first` to `first + length` of a table's rows, as numbers, at their present place."""
     start = arena.place(key, size, first, length)
     return arena.values(torch.float32)[start // 4 : (start + length) // 4]
 
@@ -152,7 +152,7 @@ def test_memory_of_a_released_part_is_given_back_and_the_rest_keeps_its_values(a
 def test_a_table_released_in_odd_pieces_is_given_back_nearly_whole(arena: Arena) -> None:
     table = filled(arena).view(-1, 16)
     before = resident()
-    piece = 4 * MIB // 64 + 7  # rows: no border of a piece is one of a page
+    piece = 4 * MIB // 64 + 7  # rows: no border of a piece is also one of a page
     for first in range(0, table.shape[0], piece):
         arena.release(table[first : first + piece])
     assert before - resident() > 0.95 * SIZE
@@ -217,7 +217,7 @@ def test_what_is_placed_takes_memory_that_was_touched_before(arena: Arena) -> No
     reserved = resident()
     values = rows(arena, "a", SIZE // 2 + 12345 * 4, SIZE, 4 * SIZE).fill_(3.0)
     assert reserved - before > 0.9 * SIZE
-    assert abs(resident() - reserved) < 2 * HUGE_PAGE + MIB  # nothing new but at the borders
+    assert abs(resident() - reserved) < 2 * HUGE_PAGE + MIB  # only pages at the borders are new
     assert bool((values == 3.0).all())
     arena.drop_reserve()
     assert bool((values == 3.0).all())

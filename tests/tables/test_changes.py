@@ -1,4 +1,4 @@
-"""What has changed since a snapshot is all that the next one needs."""
+"""The next snapshot needs only the changes since the previous one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_part_that_was_not_finished_is_no_base(tmp_path: Path) -> None:
     kept = store.begin(header(blocks, 1), None)
     kept.put(blocks, b"state")
     name = kept.commit().header.name
-    store.begin(header(blocks, 2), name)  # breaks off
+    store.begin(header(blocks, 2), name)  # writing is interrupted
     assert store.begin(header(blocks, 3), name).base is None
 
 

@@ -1,4 +1,4 @@
-"""Tables on disk are read whole and into the model that they are of, or not at all."""
+"""Tables on disk are read completely and into their own model, or not at all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_state_is_read_as_it_was_written_or_its_checkpoint_is_refused(tmp_path
     tables = built(loaded)
     for block in tables.blocks():
         block.values.zero_()
-    if loaded not in (saved, "sgd"):  # which has no state
+    if loaded not in (saved, "sgd"):  # sgd has no state
         with pytest.raises(CheckpointError, match="another optimizer"):
             load_tables(tables, tmp_path)
         return

@@ -1,4 +1,4 @@
-"""What a worker does with its tables when a round or a `fit` begins or ends."""
+"""A worker's handling of its tables when a round or a `fit` begins or ends."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkey
 
 
 def tables_of(rows: torch.Tensor) -> Any:
-    """As `ShardedTables` with one table of one worker, nothing of which is looked up."""
+    """Simulates `ShardedTables` with one table of one worker, without lookups."""
     block = Block("t", "weight", Region(0, len(rows), 0, rows.shape[1]), rows)
     touched = SimpleNamespace(
         is_tracked=lambda block: False,
@@ -137,7 +137,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
     world.num_fits = 1
     assert vote(100)
     assert vote(200)
-    last_vote = [2, 1, 1]  # its result comes in the next fit
+    last_vote = [2, 1, 1]  # its result arrives in the next fit
     elastic._snapshots._work.result(10)  # type: ignore[union-attr]
     assert batches() == {100, 200}
     world.num_fits, world.wishes = 2, last_vote
@@ -148,7 +148,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
     assert vote(5)
     elastic._snapshots._work.result(10)  # type: ignore[union-attr]
     assert batches() == {3, 5}
-    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # of a process that still stands in the first fit
+    other = SnapshotStore("p/r", "w1", 1 << 28, disk, tmp_path, "1.0")  # store of a process that is still in the first fit
     assert other.parts() == []
     assert batches() == {3, 5}
     elastic._snapshots.close(lambda: True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Values of tables that are trained on a GPU go through the host's memory, as gloo sends no others."""
+"""Values of tables on a GPU go through the host's memory, because gloo sends no others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ by_cols = [Shard("a", Region(0, ROWS, 0, 3)), Shard("b", Region(0, ROWS, 3, COLS
 
 
 class HostGroup:
-    """A group of gloo's that refuses tensors outside of the memory that the host has set aside for messages."""
+    """A gloo group that refuses tensors outside the host memory reserved for messages."""
 
     def __init__(self, group: Any, tables: list[torch.Tensor]) -> None:
         self._group = group
@@ -73,7 +73,7 @@ def test_values_reach_a_device_through_the_host(
     old: list[Shard], new: list[Shard], source: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(module, "_is_on_host", lambda values: False)  # the CPU plays the GPU
+        monkeypatch.setattr(module, "_is_on_host", lambda values: False)  # the CPU simulates the GPU
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 10)
     store = dist.HashStore()  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""What travels when tables are cut anew: all that is needed, once, and no more."""
+"""Transfers when tables are cut anew: every needed value, once, and no more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dlrover.tables.layout import (
     plan_moves,
 )
 
-quick = settings(deadline=None, max_examples=50)  # on a busy machine, too
+quick = settings(deadline=None, max_examples=50)  # no deadline, because the machine may be busy
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]
 ROWS, COLS = st.integers(1, 40), st.integers(1, 16)
 owners = st.sampled_from(WORKERS)

@@ -1,4 +1,4 @@
-"""Who keeps copies of whose part of a snapshot."""
+"""The choice of the workers that keep copies of a part of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of snapshots are copied to disk whole or not at all, by a process that nobody waits for."""
+"""Parts of snapshots are copied to disk completely or not at all, by a background process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 
 
 def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[str, ...] = ("a",)) -> tuple[Path, Path]:
-    """A complete part of a store, and where it belongs on disk."""
+    """A complete part of a store, and its place on disk."""
     block = Block("t", "weight", Region(0, 100, 0, 8), torch.full((100, 8), value))
     writer = store.begin(part_header(batch, 1, members, store.holder, {}, [block], 5))
     writer.put([block], b"state")
@@ -72,7 +72,7 @@ def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, mo
     for store in stores.values():
         assert persist(*write_part(store, 7, 3.0, ("a", "b")))
     stores["b"].clear_memory()
-    write_part(stores["a"], 7, 3.0, ("a", "b"))  # of the two only this one is in memory
+    write_part(stores["a"], 7, 3.0, ("a", "b"))  # only this part is in memory
     parts = make_store(tmp_path, "c").parts()
     assert sorted((p.header.owner, p.is_in_memory) for p in parts) == [("a", False), ("a", True), ("b", False)]
     read: list[int] = []
@@ -103,7 +103,7 @@ def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Pat
     def overwrite(fd: int) -> None:
         fsync(fd)
         write_part(store, 2, 2.0)
-        write_part(store, 3, 3.0)  # in the slot of the first one
+        write_part(store, 3, 3.0)  # reuses the slot of the first one
 
     monkeypatch.setattr(os, "fsync", overwrite)
     assert not persist(source, target)
@@ -159,7 +159,7 @@ def test_parts_of_workers_that_have_left_go_once_newer_snapshots_are_complete(tm
             put_on_disk(tmp_path, holder, batch, ("gone", "a"))
     first, second = (put_on_disk(tmp_path, "a", batch, ("a", "b")) for batch in (3, 4))
     folders = first.parent
-    assert [len(list(folder.iterdir())) for folder in sorted(folders.iterdir())] == [2, 2, 1, 1]  # b has not been as fast
+    assert [len(list(folder.iterdir())) for folder in sorted(folders.iterdir())] == [2, 2, 1, 1]  # b is slower
     for batch in (3, 4):
         put_on_disk(tmp_path, "b", batch, ("a", "b"))
     assert sorted(folders.iterdir()) == [first, second]
@@ -178,7 +178,7 @@ def test_a_worker_whose_disk_is_slow_never_leaves_the_others_without_a_complete_
 def copying() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # one of another test is ending
+        with contextlib.suppress(psutil.Error):  # a process of another test is ending
             if module.__name__ in child.cmdline():
                 found.append(child)
     return found
@@ -193,7 +193,7 @@ def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Pat
     (process,) = copying()
     eventually(target.exists, "the copy")
     assert process.nice() == 19
-    process.kill()  # another one takes its place
+    process.kill()  # another one replaces it
     process.wait(10)
     source, target = write_part(store, 2, 2.0)
     persister.persist(source, target)
@@ -228,10 +228,10 @@ def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_wor
     persister: Any = SimpleNamespace(is_busy=True)
     snapshots._persister = persister
     snapshots._number = snapshots._counted = snapshots._number_for_disk = 5
-    assert snapshots.wishes()[1] == 1  # into the other slot
+    assert snapshots.wishes()[1] == 1  # goes into the other slot
     snapshots._number = snapshots._counted = 6
     assert snapshots.wishes()[1] == 0
-    snapshots._on_disk_at -= 1001.0  # it hangs
+    snapshots._on_disk_at -= 1001.0  # looks like a hanging copy
     assert snapshots.wishes()[1] == 1
     snapshots._on_disk_at += 1001.0
     persister.is_busy = False
@@ -243,7 +243,7 @@ def test_a_job_that_has_finished_does_not_wait_for_a_copy_that_nobody_will_read(
     snapshots = Snapshots(world, make_store(tmp_path), SnapshotConfig(memory=tmp_path, disk=tmp_path / "disk"))
     fifo = tmp_path / "slow"
     os.mkfifo(fifo)
-    snapshots._persister.persist(fifo, tmp_path / "disk" / "1" / "x")  # nobody writes there
+    snapshots._persister.persist(fifo, tmp_path / "disk" / "1" / "x")  # blocks, because the fifo has no writer
     started = time.monotonic()
     snapshots.close(lambda: True)
     assert time.monotonic() - started < 10.0

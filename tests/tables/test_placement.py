@@ -1,4 +1,4 @@
-"""Plans for other workers: complete, even, and with little to move."""
+"""Plans for other workers: complete, balanced, and with few moves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_dlrover.tables.placement import (
 )
 
 KINDS = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
-quick = settings(deadline=None, max_examples=50)  # on a busy machine, too
+quick = settings(deadline=None, max_examples=50)  # no deadline, because the machine may be busy
 WORKERS = [f"w{i}" for i in range(8)]
 
 
@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn, kinds: list[str] = KINDS) -> dict[str, TablePlan]:
 
 
 def loads(plan: Plan, members: list[str]) -> tuple[dict[str, float], float]:
-    """Load of each worker from tables that one worker can hold, by the documented measure, and the largest single one."""
+    """Load of each worker from tables that fit on one worker, by the documented measure, and the largest single one."""
     bundles: dict[tuple[str, int], list[Shard]] = {}
     for name, table in plan.items():
         if table.kind == "column_wise":
@@ -101,7 +101,7 @@ def test_the_new_plan_holds_every_value_on_members_only(plan: dict[str, TablePla
         values = sum(s.region.num_values for s in table.shards)
         copies = len(members) if table.kind == "data_parallel" else 1
         assert values == table.rows * table.cols * copies
-    plan_moves(layout_of(plan), layout_of(new))  # raises if a value is nowhere
+    plan_moves(layout_of(plan), layout_of(new))  # raises if a value has no owner
 
 
 @quick
@@ -189,7 +189,7 @@ def test_a_worker_with_far_more_than_the_others_gives_some_of_it_away(num_worker
 
 def test_one_overloaded_worker_among_many_gives_away_though_the_others_are_near_the_mean() -> None:
     members = [f"w{i:02}" for i in range(20)]
-    # Nineteen with 19 small tables each, one with 39: 20 is the mean.
+    # Nineteen workers have 19 small tables each, one has 39, so the mean is 20.
     plan = {f"t{i:02}-{j:02}": whole(w) for i, w in enumerate(members) for j in range(39 if i == 0 else 19)}
     of_worker, largest = loads(replan(plan, members), members)
     mean = sum(of_worker.values()) / len(members)

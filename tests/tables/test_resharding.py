@@ -1,4 +1,4 @@
-"""Tables, states and training go on bit for bit when workers come and go, in real processes, held against stock torchrec."""
+"""Tables, states and training stay bit for bit equal to stock torchrec's when workers come and go, in real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def walk(seed: int) -> tuple[tuple[str, ...], ...]:
-    """Through worlds of all sizes: someone always stays, ranks are shuffled."""
+    """Worlds of all sizes, in which at least one worker always stays and ranks are shuffled."""
     choose = random.Random(seed)
     worlds: list[tuple[str, ...]] = []
     for size in SIZES:
@@ -46,7 +46,7 @@ def walk(seed: int) -> tuple[tuple[str, ...], ...]:
 
 
 def check(outcomes: dict[str, Outcome]) -> set[str]:
-    """The kinds of tables there were."""
+    """Check the outcomes; return the kinds of tables that occurred."""
     failures = sorted({failure for outcome in outcomes.values() for failure in outcome.failures})
     assert not failures, "\n".join(failures)
     stats = [outcome.stats for outcome in outcomes.values()]
@@ -106,7 +106,7 @@ def test_first_values_do_not_depend_on_how_tables_are_sharded(pool: WorkerPool) 
     assert all(values.unique().numel() > values.numel() // 2 for values in alone.values())
 
 
-# Last: they cost the pool its processes.
+# Last, because these cases end the pool's processes.
 @pytest.mark.parametrize(
     "message_bytes, after_messages",
     [(128 << 10, None), (128 << 10, 9), (8 << 20, 0)],

@@ -1,4 +1,4 @@
-"""Which rows are noted as trained, and the order in which sharded tables give what was looked up."""
+"""The rows recorded as trained, and the order of lookups in the output of sharded tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tables() -> Iterator[ShardedTables]:
 
 
 def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequence[int] = ()) -> None:
-    """Args: of_b: rows of table b that are looked up, instead of random ones."""
+    """Args: of_b: rows of table b to look up, instead of random ones."""
     random = torch.Generator().manual_seed(seed)
     keys = [feature for features in FEATURES.values() for feature in features]
     owners = [name for name, features in FEATURES.items() for _ in features]
@@ -89,14 +89,14 @@ def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(
             assert rows is not None
             changed = (block.values != before[block.table, block.what, block.region]).reshape(len(block.values), -1).any(1)
             assert set(changed.nonzero().flatten().tolist()) <= set(rows.tolist())
-            assert len(rows) < 60  # of all that were looked up, not of all there are
+            assert len(rows) < 60  # looked-up rows alone, not the whole table
 
 
 @pytest.mark.parametrize("rows", [[ROWS["b"], 7], [10_000, 7], [-5, 7]])
 def test_rows_that_a_table_does_not_have_harm_nobody_and_what_fbgemm_trains_instead_is_noted(
     tables: ShardedTables, rows: list[int]
 ) -> None:
-    train(tables, 1, of_b=rows)  # with a warning, at most
+    train(tables, 1, of_b=rows)  # logs a warning at most
     touched = tables.track()
     touched.mark(0)
     (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
@@ -133,7 +133,7 @@ def test_rows_are_not_followed_where_most_of_a_table_is_trained_until_the_next_m
         rows = touched.since(moment, block)
         assert rows is not None
         assert 3 in rows.tolist()
-        for step in range(400):  # until it is noticed for all the tables
+        for step in range(400):  # until tracking is given up for all tables
             train(tables, step, of_b=most)
             if not any(any(kernel.followed) for kernel in touched._kernels):
                 break
@@ -154,7 +154,7 @@ def test_a_copy_that_is_made_while_tables_are_trained_is_as_they_were_when_it_wa
     tables: ShardedTables, steps_before: int
 ) -> None:
     touched = tables.track()
-    for first in (0, 100):  # what was kept for one copy is no part of the next
+    for first in (0, 100):  # rows kept for one copy must not appear in the next
         blocks = [block for block in tables.blocks() if touched.is_tracked(block)]
         as_begun = [block.values.clone() for block in blocks]
         touched.begin_copy()
@@ -213,7 +213,7 @@ def test_a_plan_of_other_tables_such_as_a_snapshots_of_a_former_script_is_refuse
         plan |= {"tables.b": b, "tables.z": b}
     with pytest.raises(PlanError, match=r"table 'tables\.[bz]' is .* another name"):
         tables.build(plan, ["w"])
-    train(tables, 1)  # nothing has changed
+    train(tables, 1)  # no row has changed since
 
 
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:

@@ -1,4 +1,4 @@
-"""A part of a snapshot is complete or not there; the one that counts stays; what is not ours is not touched, and not read."""
+"""A part of a snapshot is complete or absent. The current one stays, and foreign files are neither read nor changed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def header_of(
 
 
 def begun(store: SnapshotStore, batch: int, keep: tuple[int, int] | None = None, **kwargs: Any) -> PartWriter:
-    """A part that is written but for the last word."""
+    """A part without its final mark."""
     writer = store.begin(header_of(batch, **kwargs), keep)
     writer.put(blocks(float(batch)), b"state")
     return writer
@@ -79,12 +79,12 @@ def new_store(tmp_path: Path) -> Callable[..., SnapshotStore]:
 MakeStore = Callable[..., SnapshotStore]
 
 
-# --- what is read is what was written ------------------------------------------------------------------------------------
+# --- reads equal writes --------------------------------------------------------------------------------------------------
 
 
 def test_a_part_is_read_by_another_process_as_it_was_written(new_store: MakeStore) -> None:
     write(new_store(), 7)
-    (part,) = new_store("w9").parts()  # it maps the file anew
+    (part,) = new_store("w9").parts()  # maps the file anew
     assert part.header == header_of(7)
     assert bytes(part.state().numpy().tobytes()) == b"state"
     for found, expected in zip(part.blocks(), blocks(7.0), strict=True):
@@ -150,8 +150,8 @@ def test_copies_of_other_parts_and_other_holders_have_slots_of_their_own(new_sto
 
 def test_the_snapshot_that_counts_stays_though_there_is_a_newer_one(new_store: MakeStore) -> None:
     store = new_store()
-    write(store, 10)  # counts
-    write(store, 20)  # was not completed by the others: all have gone back to the one before
+    write(store, 10)  # the current snapshot
+    write(store, 20)  # the others did not complete it, so all have gone back to the previous one
     write(store, 11, keep=(1, 10), round_=2)
     assert names(store) == [(1, 10), (2, 11)]
 
@@ -161,7 +161,7 @@ def test_the_snapshot_that_counts_stays_though_there_is_a_newer_one(new_store: M
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_whatever_is_interrupted_the_snapshot_that_counts_stays(tmp_path: Path, written: list[tuple[bool, bool, int]]) -> None:
-    """Each: is it committed, does it count then, do all go to another round."""
+    """Each entry: is it committed, does it then count, do all change to another round."""
     store = SnapshotStore(f"{JOB}/{time.monotonic_ns()}", "w0", root=tmp_path)
     keep, round_ = None, 1
     for batch, (is_committed, counts, rounds) in enumerate(written, 1):
@@ -199,13 +199,13 @@ def test_a_reserved_part_is_not_there_and_needs_no_more_room_when_it_is_written(
 
 def test_reserving_room_keeps_the_parts_that_are_there(new_store: MakeStore) -> None:
     write(new_store(), 1)
-    again = new_store()  # the same worker in another round, or another one that was given its name
+    again = new_store()  # the same worker in another round, or another one with the same name
     again.reserve("w0", 1 << 20)
     assert names(again) == [(1, 1)]
     assert torch.equal(again.parts()[0].blocks()[0].values, blocks(1.0)[0].values)
 
 
-# --- what is not a part ----------------------------------------------------------------------------------------------------
+# --- invalid parts ---------------------------------------------------------------------------------------------------------
 
 
 @given(content=st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: PREFIX.pack(b"DLRSNAP1", 1, 20, 64) + tail))
@@ -282,7 +282,7 @@ def _assert_file_refused_or_readable(tmp_path: Path, content: bytes) -> None:
     for part in parts:
         part.state()
         for block in part.blocks():
-            flat = block.values.reshape(-1)  # of whatever type
+            flat = block.values.reshape(-1)  # values of any type
             assert flat.view(torch.uint8).numel() == block.values.nbytes
     store.clear()
 
@@ -372,7 +372,7 @@ def test_the_limit_is_half_of_what_is_free_unless_it_is_said(new_store: MakeStor
     assert new_store(max_bytes=5).max_bytes == 5
 
 
-# --- whose folder it is ------------------------------------------------------------------------------------------------------
+# --- ownership of a folder -----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_others_may_write_to_is_refused(new_store: MakeStore) -> None:
@@ -444,14 +444,14 @@ def test_parts_held_by_those_who_left_and_copies_no_longer_wanted_are_dropped(ne
 
 
 def _holders(store: SnapshotStore) -> list[tuple[str, set[str]]]:
-    wanted = {p.holder for p in store.parts() if p.header.owner == "w2"}  # w1's copies are its own business
+    wanted = {p.holder for p in store.parts() if p.header.owner == "w2"}  # w1 manages its own copies
     return [("w0", {p.holder for p in store.parts()} - wanted), ("w2", wanted)]
 
 
 def test_what_was_dropped_can_be_written_again(new_store: MakeStore) -> None:
     store = new_store()
     write(store, 1, owner="w1")
-    new_store("w9").drop_others(["w9"], [])  # took w0 for gone
+    new_store("w9").drop_others(["w9"], [])  # regards w0 as gone
     assert store.parts() == []
     write(store, 2, owner="w1")
     write(store, 3, owner="w1")
@@ -524,7 +524,7 @@ def test_a_job_that_lives_for_long_is_not_swept(new_store: MakeStore) -> None:
     for batch in (1, 2):
         write(living, batch)
     _age(living, 120)
-    write(living, 3)  # into memory that is mapped already
+    write(living, 3)  # reuses memory that is already mapped
     new_store().sweep(older_than_s=60)
     assert names(living) == [(1, 2), (1, 3)]
 

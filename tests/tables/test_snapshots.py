@@ -1,4 +1,4 @@
-"""What a worker does with its snapshots when a round ends."""
+"""A worker's handling of its snapshots when a round ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 100_000
 
 
 class EverythingTracked:
-    """As `TouchedRows` of tables of which no row was trained meanwhile."""
+    """Simulates `TouchedRows` without any row trained meanwhile."""
 
     def is_tracked(self, block: Block) -> bool:
         return True
@@ -52,7 +52,7 @@ def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_t
 
     def slow_copy(there: torch.Tensor, here: torch.Tensor) -> None:
         is_copying.set()
-        time.sleep(0.3)  # the cores are busy with training
+        time.sleep(0.3)  # simulates cores that are busy with training
         copy(there, here)
 
     monkeypatch.setattr(snapshot_module, "_copy", slow_copy)
@@ -94,7 +94,7 @@ def test_job_that_ends_while_a_leaver_copies_to_disk_leaves_nothing(tmp_path: Pa
     answers = iter([False, True])
 
     def has_finished() -> bool:
-        # First before the copy: the job trains. Then after it: the other worker has cleaned up meanwhile.
+        # Before the copy the job trains. After it the other worker has already cleaned up.
         if not (answer := next(answers)):
             leaver._persister.persist(source, disk / leaver.store.folder.name / "1-1" / source.name)
         else:

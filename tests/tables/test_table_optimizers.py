@@ -1,4 +1,4 @@
-"""Sharded tables are trained as the user's optimizer would train them, or refused."""
+"""Sharded tables are trained like the user's optimizer would train them, or refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Configure = Callable[["Model"], Any]
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """Sharded tables need a process group, which lasts as long as the script otherwise."""
+    """Destroy the process group of sharded tables, which otherwise lasts as long as the script."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -72,7 +72,7 @@ class Model(L.LightningModule):
 
 
 def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options: Any) -> dict[str, Tensor]:
-    """The tables after training."""
+    """Train and return the tables."""
     random = torch.Generator().manual_seed(0)
     rows = TensorDataset(torch.randint(0, 10**6, (60,), generator=random), torch.randn(60, 1, generator=random))
     trainer = L.Trainer(
@@ -99,7 +99,7 @@ def one_group(kind: Any, **arguments: Any) -> Configure:
 
 
 def scheduled(model: Model) -> Any:
-    """Groups with rates and schedules of their own."""
+    """Groups with their own rates and schedules."""
     rest = [*model.net.parameters(), model.table("b")]
     groups: list[dict[str, Any]] = [{"params": [model.table("a")], "lr": 0.3}, {"params": rest}]
     optimizer = Adagrad(groups, lr=0.1)
@@ -113,14 +113,14 @@ def frozen(model: Model) -> Any:
 
 
 def frozen_with_warm_up(model: Model) -> Any:
-    """The first rate of the table that is trained is that of the frozen one."""
+    """The first rate of the trained table is that of the frozen one."""
     optimizer = frozen(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def in_groups(*rates: float) -> Configure:
-    """Give each table a group of its own."""
+    """Give each table its own group."""
 
     def configure(model: Model) -> Any:
         groups = [{"params": [model.table(name)], "lr": rate} for name, rate in zip(ROWS, rates, strict=True)]

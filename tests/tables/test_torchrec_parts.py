@@ -1,4 +1,4 @@
-"""The names of torchrec's insides that are used here: of a release that has others, each is named."""
+"""Names of torchrec's internals that we use. A release without one of them is refused by that name."""
 
 from __future__ import annotations
 

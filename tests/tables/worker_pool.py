@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 NUM_WORKERS = 4
-START_TIMEOUT_S = 60.0  # imports, on a busy machine
+START_TIMEOUT_S = 60.0  # seconds for the imports, on a busy machine
 WORKERS = [f"w{i}" for i in range(NUM_WORKERS)]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a case is given in each process."""
+    """Arguments of a case in each process."""
 
     name: str
     store: dist.Store  # type: ignore[name-defined]  # of this case
@@ -35,7 +35,7 @@ class PoolError(AssertionError):
 
 
 class WorkerPool:
-    """`NUM_WORKERS` processes, started when the first case is played and again when a case broke them."""
+    """`NUM_WORKERS` processes, started for the first case and again after a case that broke them."""
 
     def __init__(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -45,10 +45,10 @@ class WorkerPool:
     def play(
         self, case: Callable[..., Any], *args: object, timeout_s: float = 110.0, may_die: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """What `case(worker, *args)` returned in each process, by worker; without those that may die and did.
+        """Return the result of `case(worker, *args)` in each process, by worker; without those that may die and did.
 
         Raises:
-            PoolError: with the traceback of the worker.
+            PoolError: a case failed; contains the traceback of the worker.
         """
         if not self._processes:
             self._start()
@@ -85,7 +85,7 @@ class WorkerPool:
         return results
 
     def _start(self) -> None:
-        """Those that are not there."""
+        """Start the missing processes."""
         context = mp.get_context("spawn")
         started = []
         for name in WORKERS:

@@ -1,4 +1,4 @@
-"""The controller against a real etcd and nodes that are only records: each looks to it like a torchrun with one worker."""
+"""The controller against a real etcd and nodes that are only records: each appears as a torchrun with one worker."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002
 
 @dataclass
 class FakeTarget:
-    """Nodes that start at once and end when they are told to."""
+    """Nodes that start at once and end on request."""
 
     folder: Path
     name: str = "fake"
@@ -129,7 +129,7 @@ class FakeTarget:
 
 
 class Job:
-    """A controller, and a hand that writes what nodes and workers would write."""
+    """A controller, and a test that writes the records of nodes and workers."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Job:
         self.client.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", binding, **size)))
 
     def wait_until_mirrored(self, num_workers: int) -> None:
-        """Until the controller could know of this plan."""
+        """Wait until the controller's mirror can contain this plan."""
 
         def look(entries: dict[str, KeyValue]) -> bool | None:
             plan = entries[self.keys.plan]
@@ -245,7 +245,7 @@ def test_a_plan_that_comes_while_the_controller_is_busy_is_not_waited_for(make_j
     start = job.target.start
 
     def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
-        job.plan(3)  # between the step's look and its end
+        job.plan(3)  # between the step's reading and its end
         job.wait_until_mirrored(3)
         return start(node, size)
 
@@ -525,7 +525,7 @@ def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client:
     assert "no more nodes are added, 3 that joined have failed alike: ValueError: bad host 10.0.0.4" in held_up()
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
     assert [event.text for event in events if event.kind == "nodes"] == [held_up()]
-    job.plan(2)  # asked for once more
+    job.plan(2)  # requested once more
     job.run_until("another node", lambda: job.target.living == ["node1", "node5"])
     job.run_until("no trouble", lambda: not held_up())
 
@@ -542,12 +542,12 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     held_up = decode(ControllerRecord, entry.value, entry.key).held_up
     match = re.fullmatch(r"node\d+ was refused \(try (\d+) in a row; .*\): .*quota exceeded", held_up)
     assert match is not None
-    assert int(match[1]) > MAX_REFUSED + 3  # those that are forgotten count as well: the pause grows with them
+    assert int(match[1]) > MAX_REFUSED + 3  # forgotten refusals count as well, because the pause grows with them
     names = [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]]
     assert len(names) <= MAX_REFUSED + 1
     assert "node1" in names
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
-    assert len([event for event in events if event.kind == "nodes"]) == 1  # not one for each try
+    assert len([event for event in events if event.kind == "nodes"]) == 1  # not one event per attempt
     job.target.refuses = ""
     job.run_until("another node", lambda: len(job.target.living) == 2)
 
@@ -702,7 +702,7 @@ def test_output_that_cannot_be_read_for_a_while_is_shown_later(make_job: MakeJob
     job.run_until("a node", lambda: job.target.living)
     log = job.target.log("node1")
     log.unlink()
-    log.mkdir()  # reading fails, whoever we are
+    log.mkdir()  # reading fails, even for root
     job.stays(lambda: job.shown == [], steps=2)
     log.rmdir()
     log.write_text("one\n")
@@ -766,7 +766,7 @@ def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
         job.stays(lambda: True, steps=2)
         private_etcd.kill()
         job.run_until("the loss of etcd", lambda: not job.controller._mirror.healthy)
-        job.stays(lambda: job.target.living == ["node1"], steps=40)  # a node that lives may outlast any outage
+        job.stays(lambda: job.target.living == ["node1"], steps=40)  # a living node may outlast any outage
         job.target.nodes["node1"] = "succeeded"
         end = job.run_to_its_end()
         assert end.exit_code == 1

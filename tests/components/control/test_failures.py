@@ -1,4 +1,4 @@
-"""Which failures are one and the same."""
+"""Classification of failures as one and the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_likeness_leaves_out_what_varies(text: str) -> None:
 def test_likeness_keeps_what_was_wrong() -> None:
     texts = [
         "KeyError: 'label'",
-        "KeyError: 'added'",  # hex digits alone make no number
+        "KeyError: 'added'",  # hex digits alone are not a number
         "ValueError: bad",
         "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
         "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",

@@ -1,4 +1,4 @@
-"""What the controller decides, as a table and as invariants over any situation."""
+"""The controller's decisions, as a table and as invariants over any situation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def saved(node: Node, step: int) -> Node:
 
 
 def old(node: Node, asked_s: float) -> Node:
-    """One that has been of use since."""
+    """A node that has been useful since."""
     return replace(node, asked_s=asked_s, trained_s=400.0)
 
 
@@ -275,7 +275,7 @@ def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit
         ([ended()], 0.0, False),
         ([ended("a", 121.0), killed("b", 130.0)], 125.0, True),
         ([ended("a", 500.0)], 119.0, False),
-        ([ended("a", 119.0)], 500.0, False),  # etcd may have been on its way back for longer than any node lived
+        ([ended("a", 119.0)], 500.0, False),  # etcd's recovery may have taken longer than any node lived
         ([ended("a", 500.0), member("b")], 500.0, False),
         ([], 500.0, False),
     ],

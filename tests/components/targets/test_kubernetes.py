@@ -1,4 +1,4 @@
-"""The Kubernetes target against an API server that does as a test says: answer, refuse, throttle, fail, hang, talk nonsense."""
+"""The Kubernetes target against a scripted API server, which answers, refuses, throttles, fails, hangs or returns garbage."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def has_volcano() -> bool:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool) -> Iterator[KubernetesCluster]:
-    """Without a kubelet: pods are what a test says they are."""
+    """A cluster without a kubelet; the test updates its pods."""
     with kubernetes_cluster(tmp_path, runs_pods=False, has_volcano=has_volcano) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         yield running
@@ -97,7 +97,7 @@ def wait_for_status(target: KubernetesTarget, wanted: str, handle: str = HANDLE,
         time.sleep(0.02)
 
 
-# --- what is asked for ---------------------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------------------------------
 
 
 def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
     assert container["resources"]["requests"] == {"cpu": "4", "memory": "16384Mi", "nvidia.com/gpu": "2"}
     assert container["resources"]["limits"] == container["resources"]["requests"]
     assert (container["image"], container["workingDir"], container["command"]) == ("trainer:1", "/work", ["python"])
-    # torchrun makes one $ of two, and Kubernetes has done so before.
+    # Kubernetes turns two $ into one, and so does torchrun afterwards.
     assert container["args"][-5:] == ["/s/train.py", "--lr", "0.1", "$$$${HOME}", "$$$$(HOME)"]
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert (variables["DLROVER_NODE"], variables["LEVEL"]) == ("node3", "5$$")
@@ -170,7 +170,7 @@ def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_
     [volume] = [v for v in manifest["spec"]["template"]["spec"]["volumes"] if "secret" in v]
     assert volume["secret"]["secretName"] == "etcd-access"
     assert sorted(item["key"] for item in volume["secret"]["items"]) == sorted(paths.values())
-    with pytest.raises(TargetError, match="put them into a Secret"):  # before anything is started
+    with pytest.raises(TargetError, match="put them into a Secret"):  # before any start
         KubernetesTarget(spec, PLAIN, tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_a_template_adds_what_there_is_no_option_for() -> None:
 @with_and_without_volcano
 def test_a_node_that_was_taken_on_before_is_taken_for_started(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     assert make_target().start("node1") == HANDLE
-    assert make_target().start("node1") == HANDLE  # another controller, which has not heard of the first one's success
+    assert make_target().start("node1") == HANDLE  # another controller, without the answer to the first one's request
     assert len(cluster.objects["jobs"]) == 1
 
 
@@ -234,7 +234,7 @@ def test_a_request_whose_answer_is_lost_or_put_off_starts_one_node(
 ) -> None:
     cluster.answer_next("POST", "jobs", failure)
     target = make_target(request_s=0.5)
-    if failure.status == 200:  # it cannot be told what such an answer means: the lists show it
+    if failure.status == 200:  # such an answer is ambiguous, and the lists resolve it
         with pytest.raises(TargetError, match="whether Job"):
             target.start("node1")
     else:
@@ -256,7 +256,7 @@ def test_throttling_is_waited_out_as_long_as_the_server_says(make_target: MakeTa
         ([Answer(429, "too many requests")] * 3, NotTakenError, "was not created: too many requests (429)"),
         ([Answer(500, "internal error")] * 3, TargetError, "whether Job run-node1"),
         ([Answer()] * 3, TargetError, "whether Job run-node1"),
-        # The first may have been carried out: what is said to the second does not tell.
+        # The first request may have been executed; the second one's answer does not show it.
         ([Answer(), Answer(403, "exceeded quota", "Forbidden")], TargetError, "whether Job run-node1"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_quota_refuses_in_the_servers_own_words(make_target: MakeTarget, clust
     target.start("node1")
     with pytest.raises(NotTakenError, match=r"exceeded quota: team, requested: count/jobs\.batch(\.volcano\.sh)?=1"):
         target.start("node2")
-    assert cluster.num_requests("POST", "jobs") == 2  # it is not repeated: the controller does, ever more rarely
+    assert cluster.num_requests("POST", "jobs") == 2  # not repeated here: the controller retries, with backoff
 
 
 @pytest.mark.parametrize(
@@ -327,18 +327,18 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
     with pytest.raises(TargetError, match=r"cannot be listed: GET .*timed out"):
         target.apps()
     assert time.monotonic() - began < 5.0
-    gone = make_target(dataclasses.replace(PLAIN, plain_jobs=True))  # so that it has no connection yet
+    gone = make_target(dataclasses.replace(PLAIN, plain_jobs=True))  # has no connection yet
     cluster._server.shutdown()
     cluster._server.server_close()
     with pytest.raises(NotTakenError, match="Connection refused"):
         gone.start("node1")
 
 
-# --- what became of nodes --------------------------------------------------------------------------------------------------
+# --- status of nodes --------------------------------------------------------------------------------------------------------
 
 
 def containers(**exit_codes: int | None) -> dict[str, Any]:
-    """States of a pod's containers; None: it runs."""
+    """States of a pod's containers; None: still running."""
 
     def state(code: int | None) -> dict[str, Any]:
         if code is None:
@@ -444,7 +444,7 @@ def test_a_pod_on_a_lost_host_is_given_up_long_after_its_grace(
     target = make_target(dataclasses.replace(PLAIN, grace_s=100))
     target.start("node1")
     cluster.set_pod("node1", "Running")
-    cluster.evict("node1")  # nobody is there who would end it
+    cluster.evict("node1")  # without a kubelet no process ends it
     assert target.status(HANDLE) == "running"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 155.0)
@@ -516,7 +516,7 @@ def test_an_api_that_is_away_for_a_minute_ends_nothing(
     cluster.set_pod("node1", "Succeeded")
     monkeypatch.setattr(time, "monotonic", lambda: now + 120.0)
     target.status(HANDLE)
-    monkeypatch.setattr(time, "monotonic", lambda: now + 132.0)  # its last words are waited for
+    monkeypatch.setattr(time, "monotonic", lambda: now + 132.0)  # skips the wait for its last output
     assert target.status(HANDLE) == "succeeded"
 
 
@@ -587,7 +587,7 @@ def test_events_tell_why_a_job_gets_no_pod(
     event = {"metadata": {"name": "e"}, "involvedObject": reference, "type": "Warning", "message": message}
     cluster.objects["events"]["e"] = event
     assert target.status(HANDLE) == "pending"
-    assert cluster.num_requests("GET", "events") == 0  # it may just be on its way
+    assert cluster.num_requests("GET", "events") == 0  # its pod may just be on its way
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
     assert target.status(HANDLE) == "pending"
@@ -611,13 +611,13 @@ def test_a_cancelled_node_is_deleted_with_its_pod(
     target.cancel([HANDLE])
     assert cluster.objects["jobs"] == {}
     pod = cluster.pod_of("node1")
-    assert pod["metadata"]["deletionGracePeriodSeconds"] == 30  # though a hand-over may take 120 s
-    assert target.apps() == [App("node1", HANDLE, True)]  # it ends, but has not
+    assert pod["metadata"]["deletionGracePeriodSeconds"] == 30  # although a hand-over may take 120 s
+    assert target.apps() == [App("node1", HANDLE, True)]  # the node is ending, but has not ended
     assert target.status(HANDLE) == "running"
     cluster.remove_pod("node1")
     wait_for_status(target, "failed")
     assert caplog.text == ""
-    target.cancel([HANDLE])  # what has ended need not be
+    target.cancel([HANDLE])  # ended nodes need no request
 
 
 @with_and_without_volcano
@@ -686,7 +686,7 @@ def test_output_is_copied_line_by_line_once_and_completely(make_target: MakeTarg
     cluster.logs["node1"] += (
         stamped(2, "again at two") + stamped(2, "later", nanosecond=7) + stamped(3, "last words").rstrip("\n")
     )
-    wait_for_output(target, "one\nsame time\ntwo\nagain at two\nlater\n")  # half a line is none
+    wait_for_output(target, "one\nsame time\ntwo\nagain at two\nlater\n")  # an incomplete line is held back
     cluster.set_pod("node1", "Succeeded")
     wait_for_status(target, "succeeded")
     assert target.logs(HANDLE)[0].read_text() == "one\nsame time\ntwo\nagain at two\nlater\nlast words\n"
@@ -743,7 +743,7 @@ def test_a_cluster_that_does_not_say_whether_it_has_volcano_is_not_guessed_at(
     make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
 ) -> None:
     cluster.answer_next("GET", "apis", failure)
-    if failure.status == 200:  # it has been answered, so it is not asked again
+    if failure.status == 200:  # the request was answered, so it is not repeated
         with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
             make_target()
     else:
@@ -790,7 +790,7 @@ def test_a_pod_of_volcano_that_hands_over_is_running_and_never_made_anew(
     cluster.remove_pod("node1")
     if keeps_policies:
         wait_for_status(target, "failed")
-    else:  # so that is what the policy is for
+    else:  # shows the purpose of the policy
         assert [pod["status"]["phase"] for pod in cluster.objects["pods"].values()] == ["Pending"]
 
 
@@ -918,11 +918,11 @@ def test_torchx_lists_describes_reads_and_cancels_a_node_of_volcano(
     described = torchx.describe(listed.app_id)
     assert described is not None
     assert [(role.name, role.num_replicas) for role in described.roles] == [("worker", 1)]
-    # Newer clients hand a log on as the representation of its bytes.
+    # Newer clients return a log as the representation of its bytes.
     assert " one" in "".join(torchx.log_iter(listed.app_id, "worker"))
     torchx.cancel(listed.app_id)  # 0.7 deletes the Job, 0.8 aborts it
     assert "deletionTimestamp" in cluster.pod_of("node1")["metadata"]
-    assert target.status(HANDLE) == "running"  # it hands over
+    assert target.status(HANDLE) == "running"  # the node hands over
     cluster.remove_pod("node1")
     wait_for_status(target, "failed")
 
@@ -1021,14 +1021,14 @@ def test_the_example_role_allows_what_the_target_asks_and_no_more(
         now = time.monotonic()
         with monkeypatch.context() as later:
             later.setattr(time, "monotonic", lambda at=now + 6.0: at)
-            assert target.status(waiting) == "pending"  # and its events are looked at
+            assert target.status(waiting) == "pending"  # requests its events, too
         target.cancel([handle, waiting])
         cluster.remove_pod("node1")
     asked = set()
     for method, path in cluster.requests:
         place, _, rest = path.partition("?")[0].partition("/namespaces/training/")
         if not rest:
-            continue  # what a cluster offers may be asked by anybody
+            continue  # any user may read the cluster's capabilities
         kind, *name = rest.split("/")
         verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
         group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""

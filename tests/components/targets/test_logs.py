@@ -1,4 +1,4 @@
-"""Which files hold a node's output, and what is new in them."""
+"""The files with a node's output, and their new content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_was_there_can_be_left_out(tmp_path: Path) -> None:
 def test_tail_is_read_without_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "stderr.log"
     with file.open("wb") as stream:
-        stream.truncate(1 << 40)  # takes no room
+        stream.truncate(1 << 40)  # sparse, so it takes no space
         stream.seek(0, 2)
         stream.write(b"\nValueError: bad\n")
     assert read_tail(file, 100).endswith("ValueError: bad\n")

@@ -1,4 +1,4 @@
-"""The Slurm target against commands that do as a test says: answer, refuse, fail, hang, talk nonsense."""
+"""The Slurm target against commands controlled by the test: they answer, refuse, fail, hang or return garbage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = SlurmOptions()
 
 
 class Commands:
-    """Slurm's commands, each a few lines of shell; `calls` says how they were called."""
+    """Slurm's commands, each a few lines of shell. `calls` lists their arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Commands:
         new = self.folder / f".{name}"
         new.write_text(f'#!/bin/bash\necho {name} "$@" >> {self.log}\n{shell}\n')
         new.chmod(0o755)
-        new.replace(self.folder / name)  # one that runs keeps what it was
+        new.replace(self.folder / name)  # a running command keeps its old version
 
     def queue(self, *lines: str) -> None:
         text = "".join(f"{line}\n" for line in lines)
@@ -97,7 +97,7 @@ def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, co
         "--cpus-per-task=3",
     ):
         assert f" {argument} " in call
-    assert "--open-mode=append" in call  # of a node that is started again the first output stays
+    assert "--open-mode=append" in call  # a restarted node keeps its first output
     assert f"--job-name=run.node1.{MARK} " in call
     assert "--signal=B:USR1@120" in call
     assert "--no-requeue" in call
@@ -105,7 +105,7 @@ def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, co
     assert call.endswith(f"--exclusive {script}")
     text = script.read_text()
     assert "export DLROVER_NODE=node1\n" in text
-    # torchrun makes one $ of two.
+    # torchrun turns two $ into one.
     assert text.rstrip().endswith("/s/train.py --lr 0.1 'a b' '$${HOME}' 'it'\"'\"'s'")
 
 
@@ -242,7 +242,7 @@ def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
 def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
     make_target: MakeTarget, commands: Commands
 ) -> None:
-    """So that another one takes its place, and it is ended: it would come back under its old name."""
+    """It is replaced and ended, because it would return under its old name."""
     commands.queue(row(1, "RUNNING"))
     target = make_target()
     assert target.status("1/node1") == "running"
@@ -271,7 +271,7 @@ def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_agai
     assert target.status("1/node1") == "running"
     target.cancel(["1/node1"])
     commands.queue(row(1, "PENDING"))
-    assert target.status("1/node1") == "pending"  # what has ended is not cancelled any more
+    assert target.status("1/node1") == "pending"  # ended nodes are not cancelled again
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node
     handle = target.start("node1")
     target.apps()
     assert not target.wants_back(handle)
-    assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has left no word
+    assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
 def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: 
         ("--user=me/node1", False),
         ("17 18/node1", False),
         ("17/node1\n", False),
-        ("\u0661\u0667/node1", False),  # digits, but not Slurm's
+        ("\u0661\u0667/node1", False),  # digits, but not the ASCII ones that Slurm uses
     ],
 )
 def test_handle_is_the_number_of_a_job_and_the_name_of_its_node(make_target: MakeTarget, handle: str, is_ours: bool) -> None:

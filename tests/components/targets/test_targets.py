@@ -188,7 +188,7 @@ time.sleep(600)
     try:
         eventually(lambda: not is_alive(agent) and not is_alive(worker), "the agent and its worker to end", 60)
     finally:
-        psutil.Process(helper).kill()  # the script's own child, in a session of its own: nobody's to end here
+        psutil.Process(helper).kill()  # the script's own child, in its own session, which the target must not end
 
 
 CONFINED = """
@@ -202,7 +202,7 @@ time.sleep(600)
 
 
 def share(target: LocalTarget, handle: str) -> tuple[list[int], str | None, str]:
-    """Cores, devices and threads of a node that runs `CONFINED`: its worker's, which its children and its agent have, too."""
+    """Cores, devices and threads of a node that runs `CONFINED`: those of its worker, which its children and agent share."""
     _, agent = pids(target, handle)
     own, of_child = (ast.literal_eval(line) for line in output(target, handle).splitlines() if line.startswith("["))
     assert own == of_child
@@ -216,7 +216,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def two_cores() -> Iterator[tuple[int, int]]:
-    """All that this process may use meanwhile."""
+    """Reduce this process to two cores for the test."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("needs two cores")
@@ -242,7 +242,7 @@ def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
         target.start("node4", size)
 
     worker, agent = pids(target, second)
-    psutil.Process(worker).suspend()  # it does not end when it is asked to
+    psutil.Process(worker).suspend()  # a suspended worker does not end on request
     psutil.Process(agent).kill()
     eventually(lambda: target.status(second) == "failed", "the node to fail", 60)
     with pytest.raises(NotTakenError, match="0 of 3 are free"):
@@ -251,7 +251,7 @@ def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
     psutil.Process(worker).resume()
     eventually(lambda: not is_alive(worker), "the worker to end", 60)
     assert [app.node for app in target.apps()] == ["node1", "node3"]
-    # The third node has no need to share any more.
+    # The third node no longer needs to share.
     threads = [int(thread) for pid in pids(target, third) for thread in os.listdir(f"/proc/{pid}/task")]
     assert {tuple(os.sched_getaffinity(thread)) for thread in threads} == {(other,)}
     assert {os.sched_getaffinity(pid).pop() for pid in pids(target, first)} == {one}
@@ -284,4 +284,4 @@ def test_a_node_that_takes_more_memory_than_it_has_is_ended_and_the_reason_told(
     assert not target.ran_out_of_memory(large)
     assert "out of memory" not in output(target, large)
     target.close()
-    assert warnings_in(caplog) == []  # such as that a control group stays
+    assert warnings_in(caplog) == []  # no warning, for example about a control group that remains

@@ -47,10 +47,10 @@ ONE_TO_TWO = Limits(1, 2)
 def test_whatever_agents_do_no_round_starts_beside_a_running_one(
     num_steps: int, choices: st.DataObject, limits: Limits
 ) -> None:
-    """Agents come, enter, leave and die in any order, and any of them convenes from the records alone; rounds that have
-    started never overlap, keep to the limits and have all their members inside when they start."""
+    """Agents come, enter, leave and die in any order, and any of them convenes from the records alone. Rounds that have
+    started never overlap, respect the limits and have all their members inside when they start."""
     view = _view(None)
-    started: dict[str, int] = {}  # the round whose workers each agent runs, as it knows itself
+    started: dict[str, int] = {}  # round whose workers each agent runs, as the agent sees it
     for step in range(num_steps):
         agents = dict(view.agents)
         action = choices.draw(st.sampled_from(["come", "enter", "enter", "leave", "die", "convene", "convene", "start"]))
@@ -97,7 +97,7 @@ def test_whatever_agents_do_no_round_starts_beside_a_running_one(
 def test_a_convener_that_takes_over_in_any_state_comes_to_rest(
     entered: list[bool], dead: set[int], is_confirmed: bool, limits: Limits
 ) -> None:
-    """Members enter what they are told to; then all living agents are in a round that started, or too few are left."""
+    """Members enter the rounds assigned to them. At the end all living agents are in a started round, or too few are left."""
     names = [f"a{i}" for i in range(len(entered))]
     round_ = AgentRound(3, names, "complete")
     agents = [
@@ -214,7 +214,7 @@ def test_all_are_told_of_a_member_that_was_lost_but_not_of_one_that_signed_off()
     assert next_notice(view, term=1).num_lost == 1
     heard = next_notice(dataclasses.replace(view, signed_off={"c"}), term=1)
     assert heard.num_lost == 0
-    assert next_notice(dataclasses.replace(view, notice=heard), term=2).num_lost == 0  # its word is gone meanwhile
+    assert next_notice(dataclasses.replace(view, notice=heard), term=2).num_lost == 0  # the notice is gone by now
     assert next_notice(dataclasses.replace(view, round=dataclasses.replace(round_, state="closed")), term=1).num_lost == 0
 
 

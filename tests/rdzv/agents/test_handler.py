@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.job.records import (
 StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
 
-# Steps until the world has the wanted size, then ends; a lost peer makes the collective raise.
+# Make steps until the world has the wanted size, then end. A lost peer makes the collective raise.
 STEPS = """
 import datetime, os, time
 import torch, torch.distributed as dist
@@ -94,8 +94,8 @@ def test_a_late_node_scales_a_plain_script_up(start_agent: StartAgent) -> None:
     _started(first, "STARTED 0/1")
     second = start_agent(STEPS, nnodes="1:2", env=env)
     assert [first.wait(90), second.wait(90)] == [0, 0], first.output + second.output
-    assert first.lines("DONE") == ["DONE 0/2"]  # who was there first stays first
-    assert "restart=1" not in first.output  # a change of membership is no failure
+    assert first.lines("DONE") == ["DONE 0/2"]  # the first node keeps its rank
+    assert "restart=1" not in first.output  # a change of membership is not a failure
 
 
 def test_the_others_go_on_without_a_node_that_died(start_agent: StartAgent) -> None:
@@ -113,8 +113,8 @@ def test_an_agent_killed_alone_does_not_hold_up_the_exit_of_the_others(start_age
     agents = [start_agent(STEPS, nnodes="2", env=env) for _ in range(2)]
     for agent in agents:
         eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
-    agents[0].process.kill()  # its worker goes on as an orphan, and finishes
-    assert agents[1].wait(60) == 0, agents[1].output  # stock: 300 s
+    agents[0].process.kill()  # its worker continues as an orphan, and finishes
+    assert agents[1].wait(60) == 0, agents[1].output  # a stock agent would take 300 s
 
 
 def test_a_wrong_endpoint_ends_torchrun_with_an_error_that_names_it(start_agent: StartAgent) -> None:
@@ -178,7 +178,7 @@ def test_a_worker_is_told_where_the_jobs_state_is(
     told = dict(line.removeprefix("ENV ").split("=", 1) for line in agent.lines("ENV"))
     assert told.pop("DLROVER_AGENT_ID")
     assert told.pop("DLROVER_AGENT_PID") == str(agent.process.pid)
-    told.pop("DLROVER_HISTORY", None)  # of the tests themselves
+    told.pop("DLROVER_HISTORY", None)  # set by the tests themselves
     assert told == {
         "DLROVER_ENDPOINT": etcd.endpoint,
         "DLROVER_PREFIX": "/dlrover",
@@ -224,12 +224,12 @@ def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(start_agent: StartA
     first = start_agent(LIVE, nnodes="1:3", nproc=2)
     _started(first, "STARTED 1/2")
     second = start_agent(LIVE, nnodes="1:3")
-    _started(second, "STARTED 2/3")  # ranks are true at joining time
+    _started(second, "STARTED 2/3")  # ranks are correct when a node joins
     third = start_agent(LIVE, nnodes="1:3")
     _started(third, "STARTED 3/4")
     for rank in range(2):
         client.put(keys.root + f"end/{rank}", b"")
-    assert first.wait(15) == 0, first.output  # not held up by the others, nor do they restart
+    assert first.wait(15) == 0, first.output  # its end neither waits for the others nor restarts them
     client.put(keys.root + "end/3", b"")
     assert third.wait(15) == 0, third.output
     client.put(keys.root + "end/2", b"")
@@ -274,7 +274,8 @@ def test_a_killed_live_worker_is_reported_and_replaced_without_touching_the_othe
     pid = int(second.lines("STARTED")[0].split()[-1])
     dead = next(kv.key for kv in client.get_prefix(keys.workers)[1] if f"-{pid}" in kv.key)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: client.get(dead) is None, "the dead worker's record is gone", 10)  # its lease: 60 s
+    # Well before its lease of 60 s expires.
+    eventually(lambda: client.get(dead) is None, "the dead worker's record is gone", 10)
     eventually(lambda: len(second.lines("STARTED")) == 2, "a new worker has started", 60)
     assert len(first.lines("STARTED")) == 1
     for rank in range(2):
@@ -331,7 +332,7 @@ def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> No
     del handler
     gc.collect()
     eventually(lambda: not set(threading.enumerate()) - before, "all of its threads have ended", 15)
-    store.set("key", "value")  # may be that of a process group
+    store.set("key", "value")  # a process group may use this key
     assert store.get("key") == b"value"
     store.close()  # type: ignore[attr-defined]
 
@@ -446,7 +447,7 @@ def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
     single.next_rendezvous().store.set("torchelastic/role_info/0", role % 1)
     assert left_state.VARIABLE not in os.environ
     single.shutdown()
-    # As an agent leaves it that was killed.
+    # Leave a state as a killed agent would.
     orphan = left_state.ROOT / f"{left_state.PREFIX}of-nobody"
     orphan.mkdir()
     (orphan / ".owner").touch()
@@ -471,7 +472,7 @@ def test_the_record_of_an_agent_says_what_it_does(
     assert (record.state, record.round_number, record.num_workers) == ("running", 1, 3)
     assert record.labels == {"node": "node-7"}
     assert entry.lease_id
-    # What the agent itself writes into its store is believed more than the configuration.
+    # The values that the agent writes into its store take precedence over the configuration.
     info.store.set("torchelastic/role_info/0", '{"role": "default", "rank": 0, "local_world_size": 2}')
     (entry,) = client.get_prefix(keys.agents)[1]
     assert decode(AgentRecord, entry.value, entry.key).num_workers == 2
@@ -483,7 +484,7 @@ def test_the_record_of_an_agent_says_what_it_does(
 # -- the convener dies
 
 
-# An agent without workers that dies right after the write that its arguments name.
+# An agent without workers that dies right after the write named by its arguments.
 DOOMED = """
 import os, signal, sys, threading
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -511,7 +512,7 @@ WHILE_NODES_WAIT = ("agent_notice", '"num_waiting":2')
 
 @pytest.fixture
 def doomed(etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts an agent that convenes until it dies."""
+    """Start an agent that convenes until it dies."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(key: str, content: str) -> subprocess.Popen[bytes]:
@@ -550,7 +551,7 @@ def test_nodes_whose_ranks_were_to_be_assigned_by_a_killed_one_start_again_witho
 ) -> None:
     convener = doomed(*AT_ITS_CONFIRMATION)
     agents = [start_agent(STEPS, nnodes="2:3", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
-    assert convener.wait(60) == -signal.SIGKILL  # as node rank 0 of a round of three
+    assert convener.wait(60) == -signal.SIGKILL  # died as node rank 0 of a round of three
     assert [agent.wait(120) for agent in agents] == [0, 0], agents[0].output + agents[1].output
     assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
     assert all("a node was lost while ranks were assigned" in agent.output for agent in agents)
@@ -566,7 +567,7 @@ def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still
         assert entry is not None
         convener = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
         other = next(handler for handler in handlers if handler is not convener)
-        convener._client.close()  # all its threads end, its lease is not revoked
+        convener._client.close()  # ends all its threads without revoking its lease
         late = pool.submit(make_handler(2, 3, join_timeout="60").next_rendezvous)
         eventually(lambda: other.num_nodes_waiting() == 1, "the survivor is told of the late node", 30)
         assert client.get(keys.agent_convener) != entry

@@ -28,7 +28,7 @@ MakeStore = Callable[[], Any]
 
 @pytest.fixture(params=["tcp", "etcd", "etcd below a PrefixStore"])
 def store(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Iterator[Any]:
-    """TCPStore passes the same tests: it says what the contract is."""
+    """TCPStore passes the same tests, because it defines the contract."""
     timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
         yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def test_no_addition_is_lost_or_made_twice_among_many(store: Any) -> None:
 
 
 def test_compare_set_changes_only_what_was_expected(store: Any) -> None:
-    assert store.compare_set("k", "expected", "new") == b"expected"  # missing, and something was expected
+    assert store.compare_set("k", "expected", "new") == b"expected"  # the key is missing although a value was expected
     assert not store.check(["k"])
     assert store.compare_set("k", "", "first") == b"first"
     assert store.compare_set("k", "wrong", "second") == b"first"
@@ -222,7 +222,7 @@ def test_a_barrier_holds_until_all_have_come(store: Any) -> None:
 
 @pytest.fixture(params=["tcp", "etcd"])
 def plain(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Iterator[Any]:
-    """For what torch does not hand through from a PrefixStore to a store that is written in Python."""
+    """Stores for the calls that torch's PrefixStore does not forward to a store written in Python."""
     timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
         yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ def test_a_queue_gives_back_in_order_what_was_pushed(plain: Any) -> None:
     assert plain.queue_len("another") == 0
     assert plain.check(["q"])
     plain.wait(["q"])
-    assert plain.num_keys() == 0  # which counts values only
+    assert plain.num_keys() == 0  # only values are counted
     assert [plain.queue_pop("q") for _ in range(5)] == [str(i).encode() for i in range(5)]
     assert not plain.check(["q"])
 
@@ -264,7 +264,7 @@ def test_what_many_pop_was_pushed_once(plain: Any) -> None:
     assert sorted(popped) == list(range(20))
 
 
-# -- what only the store on etcd does
+# -- behaviour of the store on etcd alone
 
 
 def test_text_that_is_no_number_is_not_added_to(client: EtcdClient, keys: Keys) -> None:
@@ -314,7 +314,7 @@ def test_keys_of_stores_do_not_pile_up_with_writes_and_clones(client: EtcdClient
         store.clone().add("n", 1)
         store.queue_push("q", str(i))
         store.queue_pop("q")
-    assert len(client.get_prefix(keys.store)[1]) == 2  # the counter, and what marks the newest write
+    assert len(client.get_prefix(keys.store)[1]) == 2  # the counter, and the marker of the newest write
 
 
 def test_a_wait_goes_on_after_etcd_was_restarted(private_etcd: EmbeddedEtcd) -> None:

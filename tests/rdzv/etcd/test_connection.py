@@ -1,4 +1,4 @@
-"""Which connection is asked, and what a lost one, or a fork, costs."""
+"""The choice between connections, and the cost of a lost one or of a fork."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_dead_endpoint_beside_a_living_one_does_no_harm(etcd: EmbeddedEtcd, ke
 
 
 def _first_connected_to(first: str, second: str, timeout_s: float = 5.0) -> EtcdClient:
-    """A client of both endpoints that uses the first one, until it has a reason not to."""
+    """A client of both endpoints that uses the first one until that fails."""
     while True:
         client = EtcdClient(EtcdConfig(f"{first},{second}", timeout_s=timeout_s))
         if client.caller.connections.current().target == first:
@@ -110,7 +110,7 @@ def test_a_half_open_connection_costs_neither_the_lease_nor_the_watch(etcd: Embe
         eventually(lambda: client.caller.connections._connection not in (None, first), "the client uses the other endpoint", 6)
         other.put(keys.root + "theirs", b"")
         mirror.wait_for(lambda found: keys.root + "theirs" in found or None, 5)
-        time.sleep(5)  # the lease would have ended by now, had it not been refreshed
+        time.sleep(5)  # the lease would have expired by now without refreshes
         assert not lease.lost.is_set()
         assert other.get(keys.root + "ours") is not None
 
@@ -178,7 +178,7 @@ fork()
 
 
 def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: str) -> None:
-    """Refused while its parent is connected; not after a handler that was merely dropped."""
+    """A fork is refused while its parent is connected, but not after a handler that was merely dropped."""
     command = [sys.executable, "-c", FORKS, etcd.endpoint, run_id]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=90)
     refused, reached = (line for line in ran.stdout.splitlines() if line.startswith("CHILD"))
@@ -202,7 +202,7 @@ def test_client_lease_and_mirror_recover_when_etcd_is_killed_and_restarted(
         private_etcd.kill()
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
         with ThreadPoolExecutor(1) as pool:
-            written = pool.submit(client.put, prefix + "during", b"1")  # waits for etcd to come back
+            written = pool.submit(client.put, prefix + "during", b"1")  # waits for etcd to return
             private_etcd.restart()
             written.result(20)
 

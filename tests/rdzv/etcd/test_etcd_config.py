@@ -1,4 +1,4 @@
-"""What is accepted as an address of etcd and as a password."""
+"""Validation of etcd's addresses and passwords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mirror shows what etcd holds, whatever happens to its watch."""
+"""A mirror shows etcd's records, whatever happens to its watch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: Etc
 
 def test_a_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys: Keys) -> None:
     with Mirror(client, keys.root, check_interval_s=0.2) as mirror:
-        # As a half-open connection: the stream stays, but nothing comes any more.
+        # Simulate a half-open connection: the stream stays, but delivers nothing any more.
         mirror._apply = lambda events: None  # type: ignore[method-assign]
         client.put(keys.root + "k", b"1")
         mirror.wait_for(lambda found: found.get(keys.root + "k"), 5)
@@ -76,7 +76,7 @@ def test_a_mirror_survives_that_its_revision_was_compacted(
 ) -> None:
     watch = client.caller.watch
     first_revision = client.put(keys.root + "k", b"0")
-    starts = iter([first_revision])  # the first watch asks for a past that no longer exists
+    starts = iter([first_revision])  # the first watch starts at a compacted revision
     monkeypatch.setattr(client.caller, "watch", lambda prefix, start: watch(prefix, next(starts, start)))
     newest = client.put(keys.root + "k", b"1")
     client.caller.connections.current()

@@ -1,4 +1,4 @@
-"""Which releases of etcd are warned of."""
+"""Warnings about unsupported releases of etcd."""
 
 from __future__ import annotations
 

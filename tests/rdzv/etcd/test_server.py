@@ -37,7 +37,7 @@ def test_a_stopped_server_leaves_neither_process_nor_data() -> None:
     embedded.stop()
     assert not _is_alive(pid)
     assert not data_dir.exists()
-    embedded.stop()  # twice is fine
+    embedded.stop()  # a second stop does nothing
 
 
 def test_data_in_a_given_directory_outlives_a_stop(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_limit_that_keeps_etcd_from_starting_is_named(kind: str, limit: int, cau
 
 
 def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is not full: what the system answers about it is, and etcd fails for another reason."""
+    """The disk is not full. The test fakes the system's report of free space, and etcd fails for another reason."""
     (tmp_path / "data").write_text("a file where etcd wants a folder")
     usage = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -182,7 +182,7 @@ def test_the_server_dies_with_its_parent() -> None:
 
 def test_data_of_a_dead_owner_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)  # read anew
+    monkeypatch.setattr("tempfile.tempdir", None)  # read the variable anew
     code = (
         "import time; from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd;"
         "e = EmbeddedEtcd().start(); print(e.data_dir, flush=True); time.sleep(600)"

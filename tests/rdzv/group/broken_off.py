@@ -2,7 +2,7 @@
 
     python broken_off.py SCENARIO FOLDER [drop]
 
-Prints what became of the other one, as JSON. Both are forked before either has a thread.
+Prints the outcome of the surviving worker as JSON. Both are forked before either has a thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.group import transfer, waits
 
-NUM_VALUES = 1 << 27  # 512 MiB: on the way for long enough to be met there
+NUM_VALUES = 1 << 27  # 512 MiB: the transfer lasts long enough to be interrupted
 
 
 class Round:
-    """That both are in."""
+    """The round of both workers."""
 
     cut_off_at: float | None = None
 
@@ -48,7 +48,7 @@ def join(folder: Path, rank: int) -> None:
 
 
 def once_begun(values: torch.Tensor, act: Callable[[], object]) -> None:
-    """Act as soon as a part of the values has come, and not all of them."""
+    """Act as soon as part of the values has arrived, but not all."""
 
     def watch() -> None:
         while values[0] == 0:
@@ -60,7 +60,7 @@ def once_begun(values: torch.Tensor, act: Callable[[], object]) -> None:
 
 
 def lose(scenario: str) -> None:
-    """Be the worker that is lost."""
+    """Run the worker that is lost."""
     values = torch.zeros(NUM_VALUES)
     if scenario == "broadcast":
         dist.broadcast(values.fill_(1), 1)
@@ -78,7 +78,7 @@ def lose(scenario: str) -> None:
 
 def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, Any]) -> None:
     if scenario == "gather":
-        threading.Timer(0.5, round_.cut_off).start()  # the other one sends a size, and nothing else
+        threading.Timer(0.5, round_.cut_off).start()  # the other worker sends a size, and nothing else
         transfer.all_gather("what all are told")
         return
     values = torch.zeros(NUM_VALUES)
@@ -88,14 +88,14 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
 
     def cut_off() -> None:
         os.waitpid(peer, 0)
-        time.sleep(0.5)  # for gloo to say so, if it does
+        time.sleep(0.5)  # time for gloo to report the loss, if it does
         round_.cut_off()
 
     if scenario in ("forward", "backward"):
         layers = [torch.nn.Linear(4, 4), *([torch.nn.BatchNorm1d(4)] if scenario == "forward" else [])]
         replica = DistributedDataParallel(torch.nn.Sequential(*layers), init_sync=False)
         waits.guard_replica(replica)
-        threading.Timer(0.5, round_.cut_off).start()  # the other one never comes to it
+        threading.Timer(0.5, round_.cut_off).start()  # the other worker never joins this collective
         loss = replica(torch.ones(2, 4)).sum()
         found["forward"] = "done"
         loss.backward()
@@ -121,7 +121,7 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
 
 
 def gradients() -> list[list[float]]:
-    """Of one model with buffers, not guarded and guarded, by two workers with other samples: last, those of DDP's views."""
+    """Gradients and buffers of one model on two workers with different samples: plain, guarded, then both as views."""
     found = []
     for is_guarded, as_view in ((False, False), (True, False), (False, True), (True, True)):
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def gradients() -> list[list[float]]:
 
 def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     round_ = Round()
-    waits.end_waits_with(weakref.WeakMethod(round_.now), all_waits=scenario != "gather")  # that is as beside NCCL
+    waits.end_waits_with(weakref.WeakMethod(round_.now), all_waits=scenario != "gather")  # wait settings as beside NCCL
     found: dict[str, Any] = {}
     if scenario == "gradients":
         plain, guarded, plain_view, guarded_view = gradients()
@@ -156,7 +156,7 @@ def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     keeper = waits.let_go([group], are_unused)
     del group
     dist.destroy_process_group()
-    if is_dropped:  # as in a job that goes on; else as in a process that ends
+    if is_dropped:  # true in a job that continues, false in a process that ends
         are_unused.set()
         keeper.join(0.5)
     return found
@@ -165,7 +165,7 @@ def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
 def main(scenario: str, folder: Path, is_dropped: bool) -> None:
     peer = os.fork()
     if peer == 0:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     join(folder, 1 if peer == 0 else 0)
     if peer == 0:
         lose(scenario)

@@ -1,4 +1,4 @@
-"""The world of a script that was started by hand has every call of a job's world."""
+"""The world of a script that was started by hand supports every call of a job's world."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUBLIC = sorted(name for name in vars(World) if not name.startswith("_") and nam
 ATTRIBUTES = ["activity", "backend", "config", "is_in_step", "membership", "num_fits", "wishes"]
 
 REFUSED = {"admit", "config", "connect", "consequence_of_refusal", "membership", "recover", "switch"}
-"""Need other workers, or the records of a job."""
+"""Calls that need other workers, or the records of a job."""
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "admit": (b"", ""),

@@ -1,4 +1,4 @@
-"""What a worker reads from the environment that its agent exports."""
+"""Settings that a worker reads from the environment that its agent exports."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning_dlrover.rdzv.group.gloo import inet_sockets, shut_down, with_gloo
     "given, used",
     [
         ("gloo", "gloo"),
-        ("nccl", "cpu:gloo,cuda:nccl"),  # as scripts have it that were written for stock DDP
+        ("nccl", "cpu:gloo,cuda:nccl"),  # typical of scripts written for stock DDP
         ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
         ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:gloo"),
     ],
@@ -56,7 +56,7 @@ def test_a_descriptor_that_belongs_to_another_socket_by_now_is_left_alone() -> N
 
 
 def test_connections_to_etcd_and_to_the_own_store_are_spared() -> None:
-    """Others may be connected to our store for a newer round than the one that is cut off."""
+    """Peers may be connected to our store for a newer round than the severed one."""
     listener, client, accepted = connected_pair()
     with listener, client, accepted:
         port = listener.getsockname()[1]

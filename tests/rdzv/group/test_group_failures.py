@@ -1,4 +1,4 @@
-"""Which errors end a round, and which are mistakes of the user's."""
+"""Errors that end a round, as opposed to mistakes of the user's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_lost_peer_is_told_from_a_mistake_of_the_users(error: Exception, expec
     assert is_group_failure(error) is expected
 
 
-# --- what is recovered from -----------------------------------------------------------------------------------------------
+# --- recoverable errors ---------------------------------------------------------------------------------------------------
 
 
 def failures_of_a_round(is_broken: bool) -> Failures:
@@ -41,7 +41,7 @@ def failures_of_a_round(is_broken: bool) -> Failures:
 
 
 def missing_group() -> Exception:
-    """What torch raises once the default group was aborted."""
+    """Return torch's error after the default group was aborted."""
     with pytest.raises(ValueError, match="Default process group has not been initialized") as raised:
         dist.all_reduce(torch.ones(1))
     return raised.value

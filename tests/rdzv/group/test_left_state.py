@@ -67,7 +67,7 @@ def test_state_without_room_leaves_the_one_before(tmp_path: Path, monkeypatch: p
 def test_state_that_a_killed_worker_was_writing_is_removed_by_the_next_writer(tmp_path: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
-    others = [tmp_path / f"state.{pid}" for pid in (killed.pid, os.getppid())]  # the second one is alive
+    others = [tmp_path / f"state.{pid}" for pid in (killed.pid, os.getppid())]  # the second process is alive
     for unfinished in others:
         unfinished.write_bytes(b"begun")
     LeftState(tmp_path).write(3, transfer.pack(state_of(3)))

@@ -1,4 +1,4 @@
-"""Who gives the state to whom, when workers agree, and what makes their models alike. Real loops: tests/e2e."""
+"""The choice of the state's sender and receivers, the workers' votes, and equal models. Real loops: tests/e2e."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
 )
 
-# --- who has the state --------------------------------------------------------------------------------------------------------
+# --- owners of the state ------------------------------------------------------------------------------------------------------
 
 WORKERS = ["a", "b", "c", "d"]
 
@@ -81,7 +81,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class AbortedWorld:
-    """A world of two workers with NCCL whose round ends in the middle of a step: waits succeed, as a stream's do."""
+    """A world of two workers with NCCL that loses its round in the middle of a step. Waits succeed, like those of a stream."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -97,7 +97,7 @@ class AbortedWorld:
 
 
 class OneStepLoop(_Loop):
-    """A loop that has entered its job, and ends where it would form the next round."""
+    """A loop that has entered its job, and ends instead of forming the next round."""
 
     def _enter(self) -> None:
         self._has_state = True
@@ -107,7 +107,7 @@ class OneStepLoop(_Loop):
 
 
 def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, float]:
-    """One step of a loop, and by how much it has changed the weight."""
+    """Run one step of a loop; return it and its change of the weight."""
     world: Any = AbortedWorld(backend)
     weight = torch.ones(1000, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.1)
@@ -118,7 +118,7 @@ def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, flo
         world.broken = is_aborted
         optimizer.step()
     loop.close()  # type: ignore[attr-defined]
-    optimizer.step()  # outside of a loop nobody asks
+    optimizer.step()  # allowed, because this step is outside the loop
     return step, float(weight.detach().cpu()[0])
 
 
@@ -126,11 +126,11 @@ def attempt_step(backend: str, device: str, is_aborted: bool) -> tuple[Step, flo
 def test_aborted_reduction_is_followed_by_no_update(device: str) -> None:
     step, weight = attempt_step("cpu:gloo,cuda:nccl", device, is_aborted=True)
     assert not step.was_made
-    assert weight == pytest.approx(0.9)  # by the step outside
+    assert weight == pytest.approx(0.9)  # changed by the step outside
 
 
 @pytest.mark.parametrize("backend, is_aborted", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
 def test_whole_gradients_are_applied(backend: str, is_aborted: bool) -> None:
-    step, weight = attempt_step(backend, "cpu", is_aborted)  # a collective of gloo's that ends without an error is whole
+    step, weight = attempt_step(backend, "cpu", is_aborted)  # gloo's results are complete unless it raises
     assert step.was_made
     assert weight == pytest.approx(0.8)

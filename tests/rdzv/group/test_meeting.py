@@ -1,4 +1,7 @@
-"""What workers compare before and while they wait for each other, without workers; see also tests/e2e/test_mismatches.py."""
+"""Comparisons that workers make before and while they wait for each other, without workers.
+
+See also tests/e2e/test_mismatches.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def seen(compared: int, begun: int, waits_for: str = "") -> Sighting:
     return Sighting(Counts(compared, begun), "", waits_for)
 
 
-# --- who can go on ------------------------------------------------------------------------------------------------------------
+# --- positions that can go on -------------------------------------------------------------------------------------------------
 
 
 def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
@@ -50,8 +53,8 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
 @pytest.mark.parametrize(
     "one, other",
     [
-        (seen(4, 7), seen(3, 8, "gradients")),  # each is ahead of the other
-        (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # in one place, for different things
+        (seen(4, 7), seen(3, 8, "gradients")),  # each worker is ahead of the other
+        (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # same place, different purposes
     ],
 )
 def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
@@ -59,12 +62,12 @@ def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
     assert not can_go_on(other, one)
 
 
-# --- who has come to a place --------------------------------------------------------------------------------------------------
+# --- workers that have reached a place ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def meetings() -> Iterator[list[Meeting]]:
-    """Those of two workers, with one store."""
+    """Meetings of two workers with one store."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def make(rank: int) -> Meeting:
@@ -94,7 +97,7 @@ def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
         meetings[0].all_reach("here", lambda: False, 0.05)
 
 
-# --- what people read ---------------------------------------------------------------------------------------------------------
+# --- messages for people ------------------------------------------------------------------------------------------------------
 
 
 def test_error_groups_ranks_by_place() -> None:

@@ -1,4 +1,4 @@
-"""What is compared of a collective before it is begun."""
+"""Properties of a collective that workers compare before they begin it."""
 
 from __future__ import annotations
 

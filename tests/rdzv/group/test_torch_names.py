@@ -23,12 +23,12 @@ C10D: Any = torch._C._distributed_c10d
 ENGINE: Any = torch.autograd.Variable._execution_engine
 
 NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
-"""Names that only later releases have, in place of others."""
+"""Names that exist only in later releases, as replacements."""
 
 
 @pytest.fixture
 def gloo() -> Iterator[dist.ProcessGroupGloo]:
-    """The default group of one worker, which `as_gloo` hands over."""
+    """Default group of one worker, as `as_gloo` returns it."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
     with as_gloo(group):
         dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
@@ -49,7 +49,7 @@ def gloo() -> Iterator[dist.ProcessGroupGloo]:
         (torch._C, "_current_graph_task_id"),
         (ENGINE, "queue_callback"),
         (DistributedDataParallel, "_distributed_broadcast_coalesced"),
-        (DistributedDataParallel, "_sync_buffers"),  # by `observe/pulse.py`
+        (DistributedDataParallel, "_sync_buffers"),  # used by `observe/pulse.py`
         *[(dist.ProcessGroup, name) for name in (*OPERATIONS, *MESSAGES, "monitored_barrier") if name not in NEWER],
     ],
 )

@@ -60,7 +60,7 @@ BIG = INLINE_BYTES  # elements: several times the limit for any type
 
 
 def messages() -> list[object]:
-    """What training states hold: nested containers, shared, strided, empty and odd tensors."""
+    """Typical contents of training states: nested containers, shared, strided, empty and odd tensors."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(BIG, 3, generator=generator)
     return [
@@ -79,7 +79,7 @@ def messages() -> list[object]:
 
 
 class Evil:
-    """Runs code where it is unpickled, as anything may that a pickle can name."""
+    """Runs code when it is unpickled, as anything that a pickle can name may do."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (print, ("code of another worker was run",))
@@ -100,7 +100,7 @@ class Same:
 
 
 def plain_values() -> list[object]:
-    """What hooks of users put into checkpoints."""
+    """Values that users' hooks put into checkpoints."""
     return [
         {
             "path": Path("/a/b"),

@@ -1,4 +1,4 @@
-"""Waits for messages that were broken off: gloo does not end them, the guard does."""
+"""Waits for messages that were broken off. Gloo does not end them, but the guard does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def outcome(folder: Path, *arguments: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    assert process.returncode == 0, errors  # also a process that has left something behind that hangs ends as usual
+    assert process.returncode == 0, errors  # a process that leaves a hanging operation behind also exits normally
     found: dict[str, Any] = json.loads(output)
     return found
 
@@ -51,7 +51,7 @@ def test_a_wait_for_what_never_comes_ends_soon_after_the_group_was_cut_off(scena
     assert ("forward" in found) == (scenario == "backward")
     assert found["error"] == "RoundEndedError"
     assert 0 < found["after_s"] < 2
-    # If gloo says one day that a message was broken off, this guard is not needed any more.
+    # If a later gloo reports a broken message itself, this guard is no longer needed.
     assert found.get("gloo", "Operation timed out!") == "Operation timed out!"
 
 

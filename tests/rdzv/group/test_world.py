@@ -1,4 +1,4 @@
-"""Process groups of rounds, without Lightning: what any PyTorch loop could use. Several workers: see tests/e2e."""
+"""Process groups of rounds, without Lightning, as any PyTorch loop could use them. Several workers: see tests/e2e."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: Etc
 def test_finished_job_is_noticed_before_the_view_changes(world_of: WorldOf) -> None:
     world = world_of()
     world.start()
-    with world.membership._changed:  # the thread that renews the view has to wait
+    with world.membership._changed:  # blocks the thread that refreshes the view
         assert not world.has_finished
         world.finish(5)
         assert world.membership.view.job is not None
@@ -196,11 +196,11 @@ def test_loss_while_etcd_is_full_waits_for_room(private_etcd: EmbeddedEtcd, keys
 
 
 def test_bytes_that_are_no_position_cost_a_round(etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
-    """As when another program writes into the store of a round, which only the port guards."""
+    """Another program may write into the store of a round, which has no protection but its port."""
     outputs = run_members([[], ["garbage"], []], etcd, client, keys, tmp_path)
     assert [output.splitlines()[0] for output in outputs] == ["0", "0", "0"], "\n".join(outputs)
     assert all("FORMED 2 3\nDONE" in output for output in outputs), "\n".join(outputs)
-    # One is enough: when it leaves, the others may lose the round's store before they read the bytes themselves.
+    # One output suffices: when a worker leaves, the others may lose the round's store before they read the bytes themselves.
     assert any("round 1 is given up: Expecting value" in output for output in outputs), "\n".join(outputs)
 
 
@@ -216,7 +216,7 @@ def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: E
 def start_members(
     arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path
 ) -> list[subprocess.Popen[bytes]]:
-    """Three workers of one job; what they print goes to `0.out` to `2.out`."""
+    """Start three workers of one job. Their output goes to `0.out` to `2.out`."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -248,7 +248,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path) -> list[str]:
-    """What each of three workers of one job printed, with its exit code in front."""
+    """Output of each of three workers of one job, preceded by its exit code."""
     processes = start_members(arguments, etcd, client, keys, folder)
     try:
         deadline = time.monotonic() + 60

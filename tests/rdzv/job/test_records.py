@@ -98,7 +98,7 @@ def numbers_in(record: Any) -> list[float]:
 
 
 def assert_harmless(record_type: type[Any], raw: bytes) -> None:
-    """A decoded record can be computed with, compared, printed and written again; all else is a RecordError."""
+    """Assert that a record can be used, compared, printed and encoded, or that its decoding raises a RecordError."""
     try:
         record = decode(record_type, raw, "the/key")
     except RecordError as error:
@@ -210,7 +210,7 @@ def test_no_two_jobs_under_one_prefix_share_a_key_however_alike_their_names_are(
         (Keys("job"), Keys("job1")),
         (Keys("a"), Keys("A")),
         (Keys("a"), Keys("\u0430")),  # the Cyrillic letter
-        (Keys("caf\u00e9"), Keys("cafe\u0301")),  # one letter, or a letter and its accent
+        (Keys("caf\u00e9"), Keys("cafe\u0301")),  # one letter, and a letter with a combining accent
         (Keys("x", "/dlrover"), Keys("y", "/dlrover/x")),
         (Keys("x", "/dlrover"), Keys("x", "/dlrover/x")),
     ],

@@ -1,4 +1,4 @@
-"""Elections, rounds and burials as transactions: what each is guarded by, and what a death between two of them leaves."""
+"""Elections, rounds and burials as transactions: the guards of each, and the state that a death between two of them leaves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def elected(records: Records, worker_id: str) -> Convener:
 
 
 def job_of(*workers: str) -> tuple[Records, Convener]:
-    """A job whose first worker convenes and has formed round 1 with the others."""
+    """A job with a first worker that convenes and has formed round 1 with the others."""
     records = Records()
     for worker in workers:
         records.worker(worker)
@@ -137,7 +137,7 @@ def test_a_round_is_not_written_by_who_lost_its_office_nor_over_another_round() 
     assert not records.run(late)
     assert records.run(next_write(successor, records))
     assert records.round.number == 2
-    # Even in office again, an old decision is not carried out: the round that it follows is gone.
+    # Even in office again, the convener cannot write an old decision: the round that it follows is gone.
     assert not records.run(replace(late, compare=late.compare[1:]))
 
 
@@ -170,7 +170,7 @@ def test_who_dies_in_any_step_of_a_burial_leaves_a_job_that_goes_on() -> None:
         for write in burial(records.entries, KEYS, "a")[:num_writes]:
             assert records.run(write)
         if num_writes == 0:
-            records.apply((), (Delete(KEYS.workers + "a"),))  # its lease ends
+            records.apply((), (Delete(KEYS.workers + "a"),))  # its lease expires
         survivor = Convener(KEYS, "b", 8, PATIENCE)
         for _ in range(4):
             records.run(next_write(survivor, records))

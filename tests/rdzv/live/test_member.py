@@ -1,4 +1,4 @@
-"""What a worker does when its round breaks at the very end of a job."""
+"""Decisions of a worker after the loss of its round at the very end of a job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def view_of(phase: Any, *workers: str) -> View:
 
 
 class Means:
-    """A worker that finds its round broken; nothing else ever happens."""
+    """A worker that finds its round broken. No further event occurs."""
 
     worker_id = "a"
 
@@ -82,7 +82,7 @@ def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
     leaving = replace(view, drains=frozenset({"a"}))
     with pytest.raises(LeftOutError, match="while c wait"):
         run_blocking(Member(Means(leaving))._next_after(members))  # type: ignore[arg-type]
-    silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # it may be dead
+    silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # the silent worker may be dead
     for waits in (view, silent, replace(view, drains=frozenset({"c"}))):
         with pytest.raises(AssertionError, match="waits for the round after round 5"):
             run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The membership protocol against a real etcd: who convenes, who is buried, who is refused."""
+"""The membership protocol against a real etcd: elections, burials and refusals."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Worker:
         return self.wait_for(lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}")
 
     def enter(self, number: int) -> RoundRecord:
-        """Take part in a round as a worker does that has formed it."""
+        """Take part in a round as a worker that has formed it."""
         round_ = self.wait_for_round(number)
         self.membership.update("active", round_.number)
         return round_
 
     def stop(self) -> None:
-        """Do nothing any more, but keep what was written: a stopped process, or a dead one whose lease still lasts."""
+        """Stop acting, but keep all records, like a stopped process, or a dead one before its lease expires."""
         self.membership._closing = True
         self.membership._thread.join()
 
@@ -97,7 +97,7 @@ class Worker:
 
 @pytest.fixture
 def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
-    """Starts workers, each with a client of its own, as in processes of their own."""
+    """Start workers, each with its own client, as in separate processes."""
     with ExitStack() as stack:
 
         def make(endpoint: str = etcd.endpoint, **config: Any) -> Worker:
@@ -175,7 +175,7 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(start: Callable[..., 
     client.txn([], [Delete(keys.convener)])
     client.txn([], [Put(keys.convener, b"somebody else")])
     before = client.get(keys.round)
-    # What a convener does that was stopped while the others went on: it still sees itself in office, and a joiner.
+    # A convener that was stopped while the others went on still sees itself in office, and a joiner.
     membership._seen = (seen, read_view(seen, keys, {}, lambda key, error: None))
     membership._mirror.wait_for = lambda *_: pytest.fail("a round was written")  # type: ignore[method-assign]
     membership._convene()
@@ -205,7 +205,7 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
     assert new.convener in (other.worker_id, late.worker_id)
 
 
-# --- the dead ---------------------------------------------------------------------------------------------------------------
+# --- burials ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
@@ -257,12 +257,12 @@ def test_a_worker_that_came_back_under_its_name_is_not_buried_for_its_former_lif
 
 def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    third = start(min_workers=2)  # with whom the first can go on
+    third = start(min_workers=2)  # the first worker can continue with this one
     third.membership.register()
     third.membership.update("ready")
     for worker in (first, second, third):
         worker.enter(2)
-    with second.membership._own._write_lock:  # as if it was stopped
+    with second.membership._own._write_lock:  # behaves as if stopped
         second.membership._own.lease.revoke()
         first.wait_for_round(3)
     eventually(lambda: second.membership.evicted, "the eviction")
@@ -303,7 +303,7 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
     before = first.membership.view.round
     second.membership.drain("leave when another one is there")
     leases = [worker.membership._own.lease for worker in (first, second)]
-    for lease in leases:  # both, as when etcd was out of reach
+    for lease in leases:  # both leases, as after an outage of etcd
         lease.revoke()
     eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)), "leases of their own")
     for worker in (first, second):
@@ -316,7 +316,7 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
 def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever gave up waiting for an answer asks again, and the first request may still be on its way to etcd."""
+    """A writer repeats its request after a timeout, and the first one may still be on its way to etcd."""
     worker = start()
     sent = []
     carry_out = worker.client.txn
@@ -359,7 +359,7 @@ def test_a_worker_whose_write_was_carried_out_without_an_answer_writes_on(
     assert worker.wait_for(lambda view: view.workers[worker.worker_id] if view.workers[worker.worker_id].round_number else None)
 
 
-# --- etcd goes away -----------------------------------------------------------------------------------------------------------
+# --- etcd's outages -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
@@ -375,10 +375,10 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
     assert set(round_.members) == {first.worker_id, second.worker_id, late.worker_id}
     for worker in (first, second, late):
         assert not worker.membership.evicted
-        worker.end()  # while its etcd is there
+        worker.end()  # ends while its etcd is up
 
 
-# --- who may join -------------------------------------------------------------------------------------------------------------
+# --- admission of joiners ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed"])
@@ -441,11 +441,11 @@ def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
 def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
     (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
-    worker.membership.put_search(1, SearchRecord("{}"))  # raises nothing: training goes on
+    worker.membership.put_search(1, SearchRecord("{}"))  # must not raise: training goes on
     private_etcd.start()
     found = eventually(lambda: worker.membership.search(1), "the search")
     assert found == SearchRecord("{}")
-    worker.end()  # while its etcd is there
+    worker.end()  # ends while its etcd is up
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +457,7 @@ def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monke
     workers[1].membership.event("test", "newest")
     workers[1].membership.flush()
     texts = [event.text for event in workers[1].membership.past_events()]
-    assert len(texts) <= 22  # two workers may write beside each other
+    assert len(texts) <= 22  # two workers may write at the same time
     assert "newest" in texts
     assert "0" not in texts
 

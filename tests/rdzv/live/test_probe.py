@@ -1,4 +1,4 @@
-"""Which workers are certainly gone."""
+"""Detection of workers that are certainly gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_only_a_port_that_refuses_proves_a_death() -> None:
     with ExitStack() as stack:
         alive = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # its queue is full then: it answers nobody, like a host that is gone
+        for _ in range(4):  # a full queue: it answers no connection, like a lost host
             caller = stack.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(silent.getsockname())

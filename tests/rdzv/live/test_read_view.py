@@ -1,4 +1,4 @@
-"""What a view shows of records that cannot be read."""
+"""Contents of a view when records cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The membership protocol as a pure function: what holds for every view, then the cases one by one."""
+"""The membership protocol as a pure function: invariants of every view, then the cases one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def worker(name: str, state: str = "active", number: int = 1) -> WorkerRecord:
 
 
 def view(members: str = "", others: str = "", gone: str = "", **changes: object) -> View:
-    """Members of round 1 and others by digit; `gone` members have no record; others are ready."""
+    """Members of round 1 and others by digit. `gone` members have no record; others are ready."""
     workers = {f"w{i}": worker(f"w{i}") for i in members if i not in gone}
     workers |= {f"w{i}": worker(f"w{i}", "ready", 0) for i in others}
     round_ = RoundRecord(1, [f"w{i}" for i in members], "", "grow", planned=True) if members else None
@@ -370,7 +370,7 @@ def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: in
 
 
 def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: Any) -> View:
-    """Round 1 did not form: every member says so, and `reports` which others it could not reach."""
+    """Round 1 did not form: every member reports it, and `reports` lists the peers that each could not reach."""
     seen = view(members, **changes)
     assert seen.round is not None
     records = {
@@ -443,7 +443,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
     assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
 
 
-# --- what people are told -----------------------------------------------------------------------------------------------------
+# --- messages for people ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=500, deadline=None)
@@ -503,7 +503,7 @@ def test_each_worker_says_what_it_waits_for_and_from_whom(seen: View, expected: 
 @given(views(), st.sampled_from([0.0, 1e9]))
 def test_whatever_the_view_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
-    if proposal is None or seen.stepped_back:  # those are asked again: neither lost nor gone
+    if proposal is None or seen.stepped_back:  # members asked again: neither lost nor gone
         return
     before = set(seen.round.members if seen.round else [])
     found = cause(seen, proposal)

@@ -1,6 +1,6 @@
-"""A simulated etcd, and a worker's way to it: requests and answers that get late, lost or carried out twice, leases, watches.
+"""A simulated etcd and a worker's connection to it: requests and answers that are late, lost or duplicated, leases, watches.
 
-Every write of the job is kept with its revision and writer: that is what the invariants are checked over.
+Every write of the job is kept with its revision and writer. The invariants are checked over this log.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class Written:
 
 
 class Etcd:
-    """Keys, revisions and leases; `up` says whether it answers anybody."""
+    """Keys, revisions and leases. `up` is false during an outage."""
 
     def __init__(self, kernel: Kernel, keys: Keys) -> None:
         self.kernel = kernel
         self.keys = keys
         self.up = True
-        self.back_since = 0.0  # end of the last time that it was away for long enough to be noticed
+        self.back_since = 0.0  # end of the last outage that was long enough to be noticed
         self._down_since = 0.0
         self.loss = 0.0  # share of requests, and of answers, that get lost
         self.delay_s = 0.02
         self.entries: dict[str, KeyValue] = {}
-        self.copies: list[dict[str, KeyValue]] = [{}]  # by revision
+        self.copies: list[dict[str, KeyValue]] = [{}]  # snapshots by revision
         self.views: list[View] = [View()]
         self.history: list[Written] = []
         self.clients: list[Client] = []
         self.on_write: Callable[[Written], None] = lambda written: None
-        self._leases: dict[int, tuple[float, float]] = {}  # time to live, end
+        self._leases: dict[int, tuple[float, float]] = {}  # time to live and expiry time by lease
         self._cache: dict[str, Any] = {}
         self._num_leases = 0
 
@@ -83,7 +83,7 @@ class Etcd:
             if self.kernel.now - self._down_since > UNHEALTHY_AFTER_S + 1.0:
                 self.back_since = self.kernel.now
             for lease_id, (ttl_s, _) in list(self._leases.items()):
-                self.refresh(lease_id, ttl_s)  # as etcd does when it has elected a leader
+                self.refresh(lease_id, ttl_s)  # etcd extends leases when it has elected a leader
         for client in self.clients:
             client.contact_changed()
 
@@ -162,7 +162,7 @@ class Client:
         self.cut = False
         self.watch_delay_s = 0.02
         self.lost_contact_at = -1e9
-        self.clean_since = 0.0  # since when nothing has kept its copy from being fresh
+        self.clean_since = 0.0  # start of the current time without disturbances of the copy
         self.before_write: Callable[[], None] = lambda: None
         self.after_write: Callable[[], None] = lambda: None
         self._process = process
@@ -177,7 +177,7 @@ class Client:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what is written reaches this worker within a fraction of a second."""
+        """Return whether writes reach this worker within a fraction of a second."""
         return self.in_contact and self.watch_delay_s < 0.1
 
     @property
@@ -201,7 +201,7 @@ class Client:
         return self.etcd.copies[self.seen], self.etcd.views[self.seen]
 
     def follow(self) -> None:
-        """The watch: one message at a time, each showing what was written until it was sent."""
+        """Simulate the watch: one message at a time, each showing all writes until it was sent."""
         if self._delivering or not self.in_contact or self.seen >= self.etcd.revision:
             return
         self._delivering = True
@@ -213,14 +213,14 @@ class Client:
             if self.in_contact:
                 self.seen = max(self.seen, target)
                 if delay_s > 0.1:
-                    self.disturbed()  # what it knew until now was old
+                    self.disturbed()  # its copy was stale until now
                 self._on_change()
                 self.follow()
 
         self.kernel.after(delay_s, deliver)
 
     async def request(self, run: Callable[[], Any], timeout_s: float = TIMEOUT_S, attempts: list[None] | None = None) -> Any:
-        """As `EtcdClient._call`: repeated until it is answered or the time is up."""
+        """Send a request as `EtcdClient._call` does: repeat it until it is answered or the time is up."""
         deadline = self.kernel.now + timeout_s
         while True:
             if attempts is not None:
@@ -264,12 +264,12 @@ class Client:
         return found
 
     async def txn(self, compare: Sequence[Compare], ops: Sequence[Op]) -> Txn:
-        """As `EtcdClient.txn`, with its own rule for a transaction that was repeated and then failed."""
+        """Run a transaction as `EtcdClient.txn` does, with its rule for one that was repeated and then failed."""
         before = self._last_revision
         attempts: list[None] = []
         self.before_write()
         if self._process.stopped or not self._process.alive:
-            await self._process.sleep(0.0)  # it got no further
+            await self._process.sleep(0.0)  # the process may have died here
 
         def run() -> Txn:
             done = self.etcd.txn(compare, ops, self.name)

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, drawn from its seed."""
+"""Faults of a run, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["heal", "plague"]
 
 
 def plague(job: Job) -> float:
-    """Start the job's first nodes, draw what will happen to it, and return when the last of it has begun."""
+    """Start the job's first nodes, draw its faults, and return the time at which the last one has begun."""
     rng = job.kernel.rng
     for _ in range(rng.randint(job.min_workers, job.max_workers)):
         job.start_node(rng.random() * rng.choice([0.2, 2.0]))
     if rng.random() < 0.4:
         job.etcd.loss = rng.choice([0.02, 0.1, 0.3])
     end_s = rng.uniform(4.0, 20.0)
-    kinds = rng.sample(list(_KINDS), rng.randint(1, len(_KINDS)))  # so that some runs are all about one thing
+    kinds = rng.sample(list(_KINDS), rng.randint(1, len(_KINDS)))  # a subset, so that some runs concentrate on one kind
     for _ in range(rng.randint(1, 8)):
         at = rng.uniform(0.5, end_s) if rng.random() < 0.7 else rng.uniform(0.5, 2.0)
         kind = rng.choice(kinds)
@@ -38,7 +38,7 @@ def plague(job: Job) -> float:
 
 
 def heal(job: Job) -> None:
-    """Nothing new goes wrong; what is dead stays dead, and what lasts, such as a parted network, ends in its time."""
+    """Stop adding faults. The dead stay dead, and lasting faults, such as a partition, end in their time."""
     job.kernel.log("--", "from here on nothing goes wrong")
     job.etcd.loss = 0.0
     job.etcd.set_up(True)
@@ -56,7 +56,7 @@ def _happen(job: Job, kind: str) -> None:
 
 
 def _any(job: Job) -> Worker | None:
-    """Mostly the convener or a member of the round: what happens to others matters less."""
+    """Pick mostly the convener or a member of the round: faults of other workers matter less."""
     rng, view = job.kernel.rng, job.etcd.views[-1]
     living = [w for w in job.workers.values() if w.process.alive]
     if not living:
@@ -80,7 +80,7 @@ def _kill_several(job: Job) -> None:
 
 
 def _kill_in_a_write(job: Job) -> None:
-    """At its next write: before etcd hears of it, or when it was carried out and nobody knows."""
+    """Kill at its next write: before the request reaches etcd, or after it was executed without an answer."""
     if worker := _any(job):
         if job.kernel.rng.random() < 0.5:
             worker.client.before_write = worker.kill
@@ -110,7 +110,7 @@ def _stop(job: Job) -> None:
 
 
 def _stop_in_a_write(job: Job) -> None:
-    """Stopped between deciding and writing, with the write still on its way."""
+    """Stop it between deciding and writing, with the write still on its way."""
     if worker := _any(job):
         rng = job.kernel.rng
 
@@ -148,7 +148,7 @@ def _cut_from_etcd(job: Job) -> None:
 
 
 def _part_peers(job: Job) -> None:
-    """The network between nodes falls into two; etcd stays within reach of all."""
+    """Partition the network between nodes in two; all still reach etcd."""
     rng = job.kernel.rng
     for node in job.nodes:
         node.side = rng.randint(0, 1)
@@ -169,7 +169,7 @@ def _part_peers(job: Job) -> None:
 
 
 def _busy(job: Job) -> None:
-    """A worker's main thread is deaf, in the user's code, while its lease is kept alive."""
+    """Occupy a worker's main thread with the user's code, while its lease is kept alive."""
     if worker := _any(job):
         worker.busy_until = job.kernel.now + job.kernel.rng.choice([2.0, 8.0, 16.0, 60.0])
         job.kernel.log(worker.id, "is busy until", worker.busy_until)
@@ -192,12 +192,12 @@ def _bury_alive(job: Job) -> None:
     if (worker := _any(job)) and job.etcd.up:
         job.kernel.log(worker.id, "is buried alive")
         for write in burial(job.etcd.entries, job.keys, worker.id):
-            if job.kernel.rng.random() < 0.8:  # whoever buries may itself die in between
+            if job.kernel.rng.random() < 0.8:  # a burying worker may itself die in between
                 job.etcd.txn(write.compare, write.ops)
 
 
 def _unseat(job: Job) -> None:
-    """The election key goes, as when whoever buried a worker took it for the convener."""
+    """Delete the election key, as a worker does that mistakes a buried worker for the convener."""
     if job.keys.convener in job.etcd.entries and job.etcd.up:
         job.etcd.txn([], [Delete(job.keys.convener)])
 

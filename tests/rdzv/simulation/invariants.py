@@ -1,30 +1,30 @@
-"""What holds in every run, whatever goes wrong; `Checks` raises `Violation` at the moment it does not.
+"""Invariants of every run under every fault; `Checks` raises `Violation` as soon as one is violated.
 
 - one-number: The numbers of rounds grow by one; no two rounds with one number ever exist in etcd's history.
 - fence: Each round is written by the holder of the election key at that revision.
-- members: A round's members are distinct; whoever is added stands at the training loop's entrance (never `standby`); who held
-  the state and was left out never comes back under its id.
-- cap: A planned round is not larger than what the plan and the job allow when it is decided, unless those who were asked to
-  leave hand over in it. Nobody who was asked to leave is added.
+- members: A round's members are distinct. Every added worker is at the training loop's entrance (never `standby`). A worker
+  that had the state and was left out never returns under its id.
+- cap: A planned round is not larger than the plan and the job allow when it is decided, unless drained workers hand over in
+  it. No drained worker is added.
 - rank-order: Survivors keep their order, and the first of them is rank 0.
-- alone: A step is made by exactly the members of one round, in that round, all standing on the same state.
-- no-ghosts: A group whose round ended without an agreement, and a worker whose record is gone, make no step any more once one
-  of them has had undisturbed contact with etcd for `NOTICE_S`: no two groups go on for longer.
-- one-boundary: All that leave one round for another by a vote do so at the same step.
-- state-kept: Those who meet stand within one update of each other, and on the same state where at the same step. The job starts
-  over only if no living member of the round before, whose record exists, has the state.
+- alone: A step is made by exactly the members of one round, in that round, all with the same state.
+- no-ghosts: A group whose round ended without an agreement makes no step once one of its members has had undisturbed contact
+  with etcd for `NOTICE_S`. The same holds for a worker whose record is gone. No two groups go on for longer.
+- one-boundary: All workers that leave one round for another by a vote do so at the same step.
+- state-kept: Workers that meet are within one update of each other, and have the same state where at the same step. The job
+  starts over only if no living member of the previous round, whose record exists, has the state.
 - samples: The shares of a step are disjoint and together the whole batch, so each sample of the surviving history counts once.
-- patience: An unplanned round leaves out only the dead, those who stepped back for want of the state, those who have not
-  answered for `REGROUP_S` while etcd could be reached, and those who are out of reach of others; whoever does not answer for
-  longer is left out. Members that do not reach each other do not try again for ever.
-- given-up: Nobody waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
-- progress: Once nothing new goes wrong, everybody who can train does within `SETTLE_S`, steps are made, and nobody who was
-  asked to leave, nor anybody without a record, still trains. A job below its minimum waits: it goes on when there are enough
-  again. No worker ends with an error other than that the job went on without it.
+- patience: An unplanned round leaves out only the dead, workers that stepped back for want of the state, workers that have not
+  answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
+  longer is left out. Members that do not reach each other do not retry for ever.
+- given-up: No worker waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
+- progress: After the last fault, every worker that can train does within `SETTLE_S`, and steps are made. No drained worker, and
+  none without a record, still trains. A job below its minimum waits, and continues when there are enough workers again. No
+  worker ends with an error other than that the job went on without it.
 - sound: No assertion of the code under test fails.
 
-A clock that jumps has nothing to act on: wall time is written into records, `created_at`, and never compared. Each worker's own
-clock has another zero and a rate of its own.
+A clock that jumps has no effect: wall time is written into records (`created_at`) and never compared. Each worker's own clock
+has a different zero and its own rate.
 """
 
 from __future__ import annotations
@@ -74,14 +74,16 @@ class Checks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.rounds: dict[int, tuple[RoundRecord, float]] = {}  # and when it was written
+        self.rounds: dict[int, tuple[RoundRecord, float]] = {}  # each round and the time of its write
         self.num_steps = 0
         self.last_step_at = 0.0
-        self._holders: dict[int, list[str]] = {}  # by round: members of the one before that had the state when it was written
+        # Per round: members of the previous one that had the state when it was written.
+        self._holders: dict[int, list[str]] = {}
         self._left_out: dict[str, int] = {}
         self._boundaries: dict[tuple[int, int], int] = {}
         self._gone_since: dict[str, float] = {}
-        self._reports: dict[int, tuple[float, float]] = {}  # by round: when the first and the last member said that it failed
+        # Per round: times of the first and the last member's report of its failure.
+        self._reports: dict[int, tuple[float, float]] = {}
         self._elected_at = 0.0
 
     # --- writes
@@ -99,7 +101,7 @@ class Checks:
             if written.value is None:
                 self._gone_since[worker_id] = written.at
             else:
-                self._gone_since.pop(worker_id, None)  # a registration that was repeated, the first one buried meanwhile
+                self._gone_since.pop(worker_id, None)  # a registration that was repeated after the first one was buried
             view = self.job.etcd.views[-1]
             if view.round is not None:
                 first = self._reports.get(view.round.number, (written.at, 0.0))[0]
@@ -135,7 +137,7 @@ class Checks:
         return worker.state is not None and worker.process.alive and worker.own_key in self.job.etcd.entries
 
     def decided(self, convener: Worker, seen: View, new: RoundRecord) -> None:
-        """What a convener is about to write, judged by what it saw."""
+        """Judge a convener's next write by the view that it was based on."""
         members = seen.round.members if seen.round else []
         added = [w for w in new.members if w not in members]
         for worker_id in added:
@@ -239,7 +241,7 @@ class Checks:
                 raise Violation("no-ghosts", f"{worker_id} makes a step {now - since:.1f} s after its record went")
 
     def _should_know(self, workers: Any, since: float, notice_s: float = NOTICE_S) -> bool:
-        """Whether one of `workers` has had undisturbed contact with etcd for `notice_s` after `since`."""
+        """Return whether one of `workers` has had undisturbed contact with etcd for `notice_s` after `since`."""
         clients = [self.job.workers[w].client for w in workers]
         if self.job.etcd.loss > 0.0:
             notice_s = 4 * NOTICE_S  # every request may take several attempts
@@ -258,7 +260,7 @@ class Checks:
     # --- the end
 
     def missing(self) -> str:
-        """What is not yet as it should be when nothing goes wrong any more; empty when all is."""
+        """Return the first difference from a healthy job; empty when there is none."""
         job, view = self.job, self.job.etcd.views[-1]
         if any(node.side for node in job.nodes):
             return "the network is still parted"

@@ -1,4 +1,4 @@
-"""One job: its nodes with an agent each, who reaches whom, and what its workers share."""
+"""One job: its nodes with an agent each, their connections, and the state shared by its workers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Job:
         self.etcd.txn([], [Delete(f"{self.keys.agents}agent-{node.number}")])
 
     def ended(self, worker: Worker) -> None:
-        """The agent's part: it buries the worker, and starts another unless it has left for good."""
+        """Play the agent: bury the worker, and start another unless it has left for good."""
         node = self.nodes[worker.node]
         if not node.alive:
             return
@@ -101,22 +101,22 @@ class Job:
 
     @property
     def num_staying(self) -> int:
-        """Workers that are there or about to be, and were not asked to leave."""
+        """Number of workers that are present or about to start, and not drained."""
         drains = self.etcd.views[-1].drains
         return self.restarting + sum(w.process.alive and w.id not in drains for w in self.workers.values())
 
-    # --- who reaches whom
+    # --- connections
 
     def connected(self, one: str, other: str) -> bool:
         a, b = self.nodes[self.workers[one].node], self.nodes[self.workers[other].node]
         return a is b or (a.alive and b.alive and a.side == b.side)
 
     def refuses(self, by: str, worker_id: str) -> bool:
-        """Whether the worker's port is known to be closed: its process is gone, its node is not."""
+        """Return whether the worker's port is known to be closed: its process is gone, its node is not."""
         worker = self.workers.get(worker_id)
         return worker is not None and not worker.process.alive and self.connected(by, worker_id)
 
-    # --- what is shared
+    # --- shared state
 
     def meeting(self, round_: RoundRecord) -> Meeting:
         return self._meetings.setdefault((round_.number, tuple(round_.members)), Meeting(self, round_))

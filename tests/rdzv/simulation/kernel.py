@@ -1,4 +1,4 @@
-"""Simulated time and tasks: nothing happens but by an event of the queue, so one seed gives one history."""
+"""Simulated time and tasks. Every change is an event of the queue, so one seed gives one history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["Kernel", "LivelockError", "Process", "Wake"]
 
 MAX_EVENTS = 50_000
-"""Per run; a usual one has one or two thousand."""
+"""Maximum number of events per run. A typical run has one or two thousand."""
 
 
 class LivelockError(RuntimeError):
@@ -48,7 +48,7 @@ class Kernel:
 
 
 class Wake:
-    """What a task awaits: an event that another sets, or the end of a time."""
+    """Object that a task awaits: an event that another task sets, or the end of a time."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -70,7 +70,7 @@ class Wake:
 
 
 class Process:
-    """A group of tasks that are killed, stopped and continued together, without a word to them."""
+    """A group of tasks that are killed, stopped and continued together, without notice."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -80,7 +80,7 @@ class Process:
         self._held_up: list[_Task] = []
 
     def close(self) -> None:
-        """Free what is left of its tasks, after the end of a run."""
+        """Free the remaining tasks after the end of a run."""
         self.alive = False
         for task in self._tasks:
             task._course.close()
@@ -96,7 +96,7 @@ class Process:
         return wake
 
     def kill(self) -> None:
-        """At once: a task that is just running ends at its next await."""
+        """Kill at once: a running task ends at its next await."""
         self.alive = False
         self._held_up = []
 

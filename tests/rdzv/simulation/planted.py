@@ -1,6 +1,7 @@
 """Bugs that the simulation must find: each replaces a small piece of the code under test.
 
-With each stands which invariant shows it, and a seed from which on it is found soon: rare ones need some hundred runs from 0.
+Each bug names the invariant that shows it, and a first seed shortly before it is found. From seed 0, rare ones take some
+hundred runs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BUGS: dict[str, Bug] = {}
 class Bug:
     plant: Callable[[], list[Patch]]
     invariant: str
-    near: int  # seed
+    near: int  # seed from which the bug is found soon
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def bug(name: str, invariant: str, near: int = 0) -> Callable[[Callable[[], list
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """`make` gets what is there and gives what shall be there instead."""
+    """Patch an attribute: `make` receives the current value and returns the replacement."""
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
@@ -90,25 +91,25 @@ def _changed_write(change: Callable[[Convener, Mapping[str, KeyValue], View, Wri
 
 @bug("fence removed", "one-number")
 def _() -> list[Patch]:
-    """A round is guarded by nothing: neither by the election nor by the round that it follows."""
+    """A round has no guard: neither the election nor its predecessor is compared."""
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=()))]
 
 
 @bug("fence without the election", "fence", near=40)
 def _() -> list[Patch]:
-    """Only the round before is compared: whoever thinks to be in office may write."""
+    """Only the previous round is compared, so any worker that believes it is in office may write."""
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[1:]))]
 
 
 @bug("round not guarded", "one-number")
 def _() -> list[Patch]:
-    """The election is compared, the round that is followed is not: after a lost answer a number comes twice."""
+    """The election is compared, the previous round is not: after a lost answer a number occurs twice."""
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[:1]))]
 
 
 @bug("election key without lease", "progress")
 def _() -> list[Patch]:
-    """A convener that vanished stays in office for ever, as nobody unseats it either."""
+    """A convener that vanished stays in office for ever, because no worker unseats it either."""
 
     def stand(self: Convener) -> Write:
         write = original(self)
@@ -125,7 +126,7 @@ def _() -> list[Patch]:
 
 @bug("a lost office is not noticed", "fence", near=130)
 def _() -> list[Patch]:
-    """Once elected, a worker convenes whatever the election key says, under the fence of whoever holds it."""
+    """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
 
     def make(original: Any) -> Any:
         def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
@@ -144,7 +145,7 @@ def _() -> list[Patch]:
 
 @bug("an unknown outcome is taken for a failure", "one-number", near=280)
 def _() -> list[Patch]:
-    """A write whose answer was lost is repeated with the next number, over whatever stands there."""
+    """A write without an answer is repeated with the next number, over any existing round."""
 
     def change(self: Convener, entries: Mapping[str, KeyValue], view: View, write: Write) -> Write:
         assert write.round is not None
@@ -172,13 +173,13 @@ def _() -> list[Patch]:
 
 @bug("patience ignored", "patience")
 def _() -> list[Patch]:
-    """Whoever has not answered yet is left out at once."""
+    """A member that has not answered yet is left out at once."""
     return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=0.0))]
 
 
 @bug("one wait counts towards the next", "patience")
 def _() -> list[Patch]:
-    """How long the job has waited is counted from the first time that it waited at all."""
+    """The waiting time is counted from the job's first wait of all."""
 
     def make(original: Any) -> Any:
         def next_write(self: Convener, entries: Any, view: View, now_s: float, *rest: Any) -> Write | None:
@@ -199,7 +200,7 @@ def _() -> list[Patch]:
 
 @bug("patience never ends", "patience", near=90)
 def _() -> list[Patch]:
-    """A survivor that does not answer, though its lease lasts, is waited for without end."""
+    """A survivor with a valid lease that does not answer is awaited without end."""
 
     def make(original: Any) -> Any:
         return lambda view, waited_s, patience: original(view, 0.0, patience)
@@ -207,12 +208,12 @@ def _() -> list[Patch]:
     return [_replace(convener_module, "next_round", make)]
 
 
-# --- who is in a round --------------------------------------------------------------------------------------------------------
+# --- members of a round -------------------------------------------------------------------------------------------------------
 
 
 @bug("a joiner counts as a holder", "progress")
 def _() -> list[Patch]:
-    """Who said that it was not given the state is taken for one that has it."""
+    """A worker that reported that it did not receive the state is treated as an owner of it."""
     return [_view_property("arriving", lambda view: []), _view_property("stepped_back", lambda view: [])]
 
 
@@ -265,7 +266,7 @@ def _() -> list[Patch]:
 
 @bug("a retry forgets somebody", "patience")
 def _() -> list[Patch]:
-    """A living member of the round is left out of the retry, and whoever has the state may be the one."""
+    """A living member of the round is left out of the retry, possibly the one that has the state."""
 
     def make(original: Any) -> Any:
         def after_failure(view: View, *args: Any) -> RoundRecord | None:
@@ -281,7 +282,7 @@ def _() -> list[Patch]:
 
 @bug("ready before state", "patience")
 def _() -> list[Patch]:
-    """When joiners step back for want of the state, the job goes on with them instead of with those who have it."""
+    """When joiners step back for want of the state, the job continues with them instead of with the owners of the state."""
 
     def make(original: Any) -> Any:
         def after_failure(view: View, *args: Any) -> RoundRecord | None:
@@ -297,7 +298,7 @@ def _() -> list[Patch]:
 
 @bug("a network that fell into two is not noticed", "patience", near=390)
 def _() -> list[Patch]:
-    """Members that do not reach each other try again for ever, and so does whoever was left out."""
+    """Members that do not reach each other retry for ever, and so do members that were left out."""
     return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=8.0, apart_attempts=10**9))]
 
 
@@ -306,13 +307,13 @@ def _() -> list[Patch]:
 
 @bug("lease ignored", "progress")
 def _() -> list[Patch]:
-    """Leases never end: the dead whose port nobody can reach stay members."""
+    """Leases never expire: dead members with a port that no peer can reach stay members."""
     return [mock.patch.object(Etcd, "_expire")]
 
 
 @bug("the buried go on", "progress")
 def _() -> list[Patch]:
-    """A worker does not look whether its record still exists."""
+    """A worker does not check whether its record still exists."""
 
     def make(original: Any) -> Any:
         async def refresh(self: Worker) -> None:
@@ -326,7 +327,7 @@ def _() -> list[Patch]:
 
 @bug("stale round accepted", "progress")
 def _() -> list[Patch]:
-    """A worker that meets the others again takes the round that has just failed for the next one."""
+    """A worker that meets the others again takes the failed round for the next one."""
 
     def make(original: Any) -> Any:
         async def next_after(self: Member, broken: RoundRecord, *args: Any) -> RoundRecord:
@@ -340,7 +341,7 @@ def _() -> list[Patch]:
 
 @bug("a void round is not noticed", "given-up", near=925)
 def _() -> list[Patch]:
-    """Those who form a round, or have formed it, do not see that another member gave it up."""
+    """Members that form a round, or have formed it, do not see that another member gave it up."""
 
     def is_void(self: Member, view: View, number: int) -> bool:
         return view.round is not None and view.round.number > number
@@ -350,13 +351,13 @@ def _() -> list[Patch]:
 
 @bug("the end of a round is not noticed", "no-ghosts")
 def _() -> list[Patch]:
-    """A group is cut off neither when its round has ended nor when its worker was removed."""
+    """A group is severed neither when its round has ended nor when its worker was removed."""
     return [mock.patch.object(Member, "must_cut_off", return_value=False)]
 
 
 @bug("a late repetition brings an old state back", "progress", near=40)
 def _() -> list[Patch]:
-    """A worker's record is written over whatever stands there, also by an attempt that is late."""
+    """A worker's record is written over any existing one, also by a late attempt."""
 
     def make(original: Any) -> Any:
         async def txn(self: Client, compare: Any, ops: Any) -> Any:

@@ -1,8 +1,8 @@
 """Simulated worker processes: the real `Member` and `Convener`, with simulated etcd, connections and collectives around them.
 
-A `Worker` stands for one process with the two threads that matter: the main one trains and forms groups, the membership one
-follows the records, convenes and cuts groups off (as `membership.py` and `world.py` do it). Training is counting, but what two
-groups have made is told apart, and each sample is accounted for.
+A `Worker` represents one process with its two important threads. The main one trains and forms groups. The membership one
+follows the records, convenes and severs groups (as `membership.py` and `world.py` do). Training is counting, but states of
+different groups are distinguishable, and each sample is accounted for.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ LEASE_S = 3.0
 TICK_S = 0.4
 FORM_TIMEOUT_S = 12.0
 COLLECTIVE_S = 5.0
-HANG_S = 2.0  # until a connection whose other end is out of reach is given up
+HANG_S = 2.0  # seconds until a connection to an unreachable peer is given up
 BATCH = 12  # samples per step
 PATIENCE = Patience(start_s=4.0, regroup_s=8.0)
 
 
 @dataclass(frozen=True)
 class State:
-    """The training state after `step` updates; one that was made by another group, or from another state, has another token."""
+    """Training state after `step` updates. A different group, or a different previous state, gives a different token."""
 
     step: int
     token: int
@@ -78,7 +78,7 @@ class State:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says on entering: its position, or nothing (None) if it has no state."""
+    """A worker's message on entering: its position, or nothing (None) if it has no state."""
 
     step: int
     at_boundary: bool
@@ -96,7 +96,7 @@ class Hello:
 
 
 def can_meet(hellos: dict[str, bytes]) -> bool:
-    """As in live/training.py: joiners can be given the state only between two steps."""
+    """Return whether the positions fit, as in live/training.py: joiners can receive the state only between two steps."""
     positions = [Hello.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
     return len(standing) in (0, len(positions)) or all(p.at_boundary and p.step == standing[0].step for p in standing)
@@ -120,7 +120,7 @@ class Meeting:
         self._pending: dict[object, dict[str, tuple[Any, Wake]]] = {}
 
     def break_up(self) -> None:
-        """A member's sockets were shut down: whoever waits for a collective learns it, unless it cannot be reached."""
+        """Shut down a member's sockets. Members that wait for a collective get an error, unless they cannot be reached."""
         if not self.broken:
             self.broken = True
             for waiting in list(self._pending.values()):
@@ -134,7 +134,7 @@ class Meeting:
         kernel.after(delay_s, lambda: wake.set(GroupError("connection closed by peer")))
 
     def collective(self, worker: Worker, key: object, value: Any) -> Wake:
-        """All members' values by worker, once all have called it."""
+        """Return all members' values by worker, once all have called it."""
         wake = Wake()
         if key not in self._pending:
             self.job.kernel.after(COLLECTIVE_S, lambda: self._time_out(key))
@@ -158,7 +158,7 @@ class Meeting:
         kernel, first = self.job.kernel, True
         self.job.checks.completed(self, key, values)
         for _, wake in waiting.values():
-            # Results arrive one by one. Whoever has not got its own when a neighbour goes away may not get it any more.
+            # Results arrive one by one. A member without its result when a neighbour goes away may never get it.
             delay_s = 0.0 if first or kernel.rng.random() < 0.7 else kernel.rng.random() * 0.03
             first = False
             kernel.after(delay_s, lambda wake=wake: wake.set(values if self._arrives() else GroupError("closed by peer")))  # type: ignore[misc]
@@ -180,18 +180,18 @@ class Worker:
         self.member = Member(_Means(self))
         self.state: State | None = None
         self.in_step = False
-        self.outcome = ""  # how it ended
+        self.outcome = ""  # how the worker ended
         self.registered = False
         self.evicted = False
         self.severed = False
-        self.busy_until = 0.0  # in the user's code, deaf to the job
+        self.busy_until = 0.0  # end of the time in the user's code, without reaction to the job
         self.meeting: Meeting | None = None
         self.view = View()
         self.entries: dict[str, Any] = {}
         self.lease_id = 0
         self.clock_rate = 1.0 + (job.kernel.rng.random() - 0.5) * 0.02
         self.clock_start = job.kernel.rng.random() * 1e6
-        self.decided_at = 0  # revision of the copy on which the round in flight was decided
+        self.decided_at = 0  # revision of the copy on which the current round was decided
         self._record: WorkerRecord | None = None
         self._created = self._modified = 0
         self._wakes: list[Wake] = []
@@ -236,7 +236,7 @@ class Worker:
             await self.client.txn([], [Delete(self.own_key), Delete(self.job.keys.drains + self.id)])
             await self.client.request(lambda: self.job.etcd.revoke(self.lease_id))
         except EtcdError:
-            pass  # the lease ends by itself
+            pass  # the lease expires by itself
 
     @property
     def own_key(self) -> str:
@@ -262,14 +262,14 @@ class Worker:
                 formation = await self.member.recover(self.hello)
 
     async def _steps(self) -> int | None:
-        """Train until all members have agreed on a round to switch to, which is returned, or a collective fails (None)."""
+        """Train until all members have agreed on the next round, and return it. Return None when a collective fails."""
         meeting = self.meeting
         assert meeting is not None
         vote: Wake | None = None
         try:
             for count in itertools.count():
                 await self._step()
-                # As World.propose and World.agreed: the newest round that all had seen, asked for one step earlier.
+                # As in World.propose and World.agreed: vote for the newest round that all had seen one step earlier.
                 if vote is None:
                     newest = self.view.round.number if self.view.round else 0
                     vote = meeting.collective(self, ("vote", count), newest)
@@ -288,7 +288,7 @@ class Worker:
         return Hello(self.state.step, not self.in_step, self.state.token).encode()
 
     async def _settle(self, formation: Formation) -> bool:
-        """Give or take the state; whether that worked."""
+        """Send or receive the state; return whether that succeeded."""
         assert self.meeting is not None
         self.job.checks.settles(self, formation)
         hellos = {w: Hello.decode(h) for w, h in formation.hellos.items()}
@@ -313,7 +313,7 @@ class Worker:
             if taken is not self.state:
                 self.kernel.log(self.id, "takes the state", taken.step)
                 if self.state is not None and self.in_step:
-                    self.in_step = False  # the step is done, by others
+                    self.in_step = False  # the other members completed the step
                 self.state = taken
         return True
 
@@ -373,7 +373,7 @@ class Worker:
     def _all_connected(self, meeting: Meeting) -> bool:
         members = meeting.round.members
         if meeting.broken or any(w in meeting.members for w in members):
-            return True  # the others were connected, so this one was
+            return True  # the others were connected, so this worker was, too
         alive = all(self.job.workers[w].process.alive and w in meeting.connecting for w in members)
         return alive and all(self.job.connected(v, w) for i, v in enumerate(members) for w in members[:i])
 
@@ -433,7 +433,7 @@ class Worker:
                 await self.bury_the_dead(probe)
             await self.pause(min(0.5 if probe else 5.0, end - self.kernel.now))
 
-    # --- records: as membership.py ---------------------------------------------------------------------------------------
+    # --- records, as in membership.py -------------------------------------------------------------------------------------
 
     async def _register(self) -> WorkerState:
         etcd, keys, client = self.job.etcd, self.job.keys, self.client
@@ -514,7 +514,7 @@ class Worker:
                 await self._see_that_the_next_rank_lives()
                 await self._convene()
             except EtcdError:
-                pass  # etcd is away
+                pass  # etcd is unavailable
 
     async def _refresh(self) -> None:
         self._dirty = False
@@ -567,11 +567,11 @@ class Worker:
                     self.kernel.log(self.id, "buries", worker_id)
                     await self.client.txn(write.compare, write.ops)
             except EtcdUnavailableError:
-                return  # the dead stay dead: the next probe, or the lease, will do
+                return  # the dead stay dead, so the next probe or the lease suffices
 
 
 class _Means:
-    """What `Member` asks for."""
+    """Services that `Member` needs."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

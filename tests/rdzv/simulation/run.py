@@ -1,4 +1,4 @@
-"""Play one seed and say what it showed."""
+"""Play one seed and return its outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Outcome", "play"]
 @dataclass(frozen=True)
 class Outcome:
     seed: int
-    invariant: str  # that was violated; empty if none
+    invariant: str  # violated invariant; empty if none
     text: str
     trace: list[str]
     num_rounds: int
@@ -33,7 +33,7 @@ class Outcome:
 
 
 def play(seed: int) -> Outcome:
-    """The same seed gives the same outcome, whatever ran before and wherever it runs."""
+    """Play one seed. The outcome is the same whatever ran before, and on every machine."""
     job = Job(seed)
     invariant = text = ""
     try:
@@ -54,7 +54,7 @@ def _play(job: Job) -> None:
     job.kernel.run_until(plague(job))
     heal(job)
     end, well_s = job.kernel.now + SETTLE_S, 0
-    # Whatever is late, such as a worker that was removed without knowing it, has time to show itself.
+    # Give late effects time to appear, such as those of a worker that does not know of its removal.
     while well_s < 4:
         missing = job.checks.missing()
         well_s = 0 if missing else well_s + 1

@@ -1,4 +1,4 @@
-"""A LightningDataModule that writes its data to disk once, counts what it was asked for and is tested after the fit."""
+"""A LightningDataModule that writes its data to disk once, counts the calls of its hooks and is tested after the fit."""
 
 import json
 import os

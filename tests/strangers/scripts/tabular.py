@@ -1,4 +1,4 @@
-"""A tabular library: it builds its own Trainer of pytorch_lightning from a configuration; users pass what it lets through."""
+"""A tabular library: it builds its own pytorch_lightning Trainer from a configuration, and passes users' options on."""
 
 import json
 import os
@@ -87,7 +87,7 @@ class CategoryEmbeddingModel(pl.LightningModule):
 
 
 class TabularModel:
-    """What users of the library see."""
+    """The library's public interface."""
 
     def __init__(self, data_config, trainer_config):
         self.data_config, self.trainer_config = data_config, trainer_config

@@ -1,4 +1,4 @@
-"""Who has which cores and devices of one machine."""
+"""Allocation of one machine's cores and devices to nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nodes_of_any_sizes_share_cores_only_when_all_are_taken_and_devices_neve
         assert len(share.devices) == num_devices
         given = [device for each in shares.values() for device in each.devices]
         assert len(given) == len({*given})
-        # No core that was left out was used by fewer.
+        # No core that was left out has fewer users.
         assert all(use[mine] <= use[other] for mine in share.cores for other in {*cores} - {*share.cores})
         assert allocation.shared_cores(node) == tuple(core for core in share.cores if use[core])
 
@@ -71,7 +71,7 @@ def test_who_has_the_devices_is_told() -> None:
     allocation.take("node1", num_devices=2)
     with pytest.raises(NothingFreeError, match="node2 needs 1 GPUs, and 0 of 2 are free; node1 has the others"):
         allocation.take("node2", num_devices=1)
-    assert allocation.take("node2", 1) == Share((0,))  # what was refused has taken nothing
+    assert allocation.take("node2", 1) == Share((0,))  # a refusal takes no cores
 
 
 def test_who_shares_a_core_moves_to_one_that_becomes_free_and_nobody_else_does() -> None:

@@ -33,7 +33,7 @@ def groups() -> Iterator[MemoryGroups]:
 
 
 def allocate(group: Path, mib: int) -> subprocess.CompletedProcess[str]:
-    """A process in `group` that takes so much memory."""
+    """Run a process in `group` that allocates `mib` MiB."""
     source = f"""
 import pathlib, sys
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text("0")
@@ -146,7 +146,7 @@ except RuntimeError as error:
 
 @pytest.fixture
 def scope() -> Iterator[tuple[Path, str]]:
-    """An empty group of version 2, as systemd makes one, and the name of a controller that it has."""
+    """An empty group of version 2, as systemd creates one, and the name of one of its controllers."""
     own = next((f for f in cgroup_folders("none") if (f / "cgroup.controllers").exists()), None)
     # Only the topmost group may have processes beside groups with controllers.
     above = own.parent if own is not None and (own.parent / "cgroup.controllers").exists() else own

@@ -1,4 +1,4 @@
-"""GPUs that programs see."""
+"""GPUs that are visible to programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-77777777-0000-0000-0000-000000000000)
         ("0,1,2", ["0", "1", "2"]),
         (" 3, 1", ["3", "1"]),
         ("GPU-5c9a1f64,MIG-aaaa/1/2", ["GPU-5c9a1f64", "MIG-aaaa/1/2"]),
-        ("0,-1,1", ["0"]),  # as CUDA reads it
+        ("0,-1,1", ["0"]),  # CUDA stops at an invalid entry
         ("2,2", ["2"]),
         ("", []),
         ("none", []),

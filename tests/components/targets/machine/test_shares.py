@@ -1,4 +1,4 @@
-"""What nodes are told to keep to; that they do is shown in `test_targets.py`."""
+"""Limits given to nodes. `test_targets.py` shows that nodes respect them."""
 
 from __future__ import annotations
 
