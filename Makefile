@@ -1,4 +1,5 @@
-# Two commands do everything: `make run` and `make test`; `make quick` is the inner loop of contributors. All need Python 3.11 and the package registries, nothing else.
+# Two commands do everything: `make run` and `make test`. `make quick` is the inner loop of contributors.
+# They need Python 3.11 and the package registries, nothing else.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
