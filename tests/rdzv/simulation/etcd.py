@@ -280,7 +280,8 @@ class Client:
         done: Txn = await self.request(run, attempts=attempts)
         if not done.succeeded and len(attempts) > 1:
             now = {op.key: await self.get(op.key) for op in ops}
-            reader: Any = types.SimpleNamespace(get=now.get, _last_revision=self._last_revision)
+            caller = types.SimpleNamespace(last_revision=self._last_revision)
+            reader: Any = types.SimpleNamespace(get=now.get, caller=caller)
             if applied := EtcdClient._was_applied(reader, ops, before):
                 return Txn(True, applied, [])
         return done
