@@ -24,6 +24,9 @@ SIZES = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad"]
 
 
+pytestmark = pytest.mark.leaks  # A test may replace workers of the pool, which serve the tests after it.
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     for module in ("fbgemm_gpu", "torchrec"):
