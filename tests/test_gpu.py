@@ -57,7 +57,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> LiveTraining:
     found.world = AbortedWorld()  # type: ignore[assignment]
     found.formation = SimpleNamespace(size=2, rank=0)  # type: ignore[assignment]
     found._strategy = SimpleNamespace(root_device=torch.device("cuda"))  # type: ignore[assignment]
-    found._entered, found._in_step, found.is_standby = True, False, False
+    found._entered, found._in_step, found._is_redoing, found.is_standby = True, False, False, False
     found._batch = found._collective = 0
     found._results, found._missed = {}, {}
     return found
