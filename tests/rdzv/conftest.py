@@ -1,4 +1,4 @@
-"""Stock torchrun processes with our backend, which end with the test."""
+"""Stock torchrun processes with our backend, which end with the test, and an environment that each test leaves as it was."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from torchrun_agent import Agent
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 StartAgent = Callable[..., Agent]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Undo a handler's export to its workers. A Trainer in a later test of this process would join the handler's job."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("DLROVER_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("DLROVER_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

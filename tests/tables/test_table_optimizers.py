@@ -26,9 +26,6 @@ from lightning_dlrover.tables.optimizers import (
     in_backward,
 )
 
-pytestmark = pytest.mark.timeout(30)  # Each test takes less than a second; a hang must not cost minutes.
-
-
 ROWS = {"a": 40, "b": 23}
 
 Configure = Callable[["Model"], Any]
