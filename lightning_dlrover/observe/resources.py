@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -124,7 +123,7 @@ class _BusyTimes:
 
     def __init__(self, bound_to: Set[int], proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._bound_to = bound_to
-        quotas = [(quota, folder) for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+        quotas = _quotas(proc, cgroups)
         self._group = min(quotas)[1] if quotas else None
 
     def __call__(self) -> tuple[float, float]:
@@ -144,8 +143,13 @@ class _BusyTimes:
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """Return the cores that this process may use: those it is bound to, or fewer under a quota of CPU time."""
-    quotas = [quota for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
+    quotas = (quota for quota, _ in _quotas(proc, cgroups))
     return max(min([float(len(os.sched_getaffinity(0))), *quotas]), 0.01)
+
+
+def _quotas(proc: Path, cgroups: Path) -> list[tuple[float, Path]]:
+    """Return the quotas of CPU time that hold for this process, in cores, with the groups that have them."""
+    return [(quota, folder) for folder in cgroup_folders("cpu", proc, cgroups) if (quota := _quota(folder))]
 
 
 def _quota(folder: Path) -> float:
@@ -271,7 +275,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     available: int = psutil.virtual_memory().available
     for folder in cgroup_folders("memory", proc, cgroups):
         for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # no limit, or another version of control groups
+            with suppress(OSError, ValueError):  # no limit, or another version of control groups
                 limit, used = (int((folder / name).read_text()) for name in names)
                 available = min(available, limit - used)
     return available

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_dlrover.live import reserve as memory
-from lightning_dlrover.observe.resources import available_bytes
 
 ALLOCATE = """
 import resource, sys
+import pytest
 import torch
 from lightning_dlrover.live import reserve as memory
 
@@ -52,27 +51,6 @@ def test_without_a_reservation_every_page_costs() -> None:
     reserved, faults = allocate(5, MALLOC_MMAP_THRESHOLD_="100000")
     assert reserved == "False"
     assert min(faults) > NUM_PAGES * 0.8
-
-
-@pytest.mark.parametrize(
-    "own, folder, limit, used",
-    [
-        ("0::/\n", "", "memory.max", "memory.current"),  # a container that sees itself as the root
-        ("0::/job_1/step_0/task_0\n", "job_1/", "memory.max", "memory.current"),  # created by Slurm
-        ("4:memory:/job_1\n", "memory/job_1/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ],
-)
-def test_the_limits_of_all_control_groups_count(own: str, folder: str, limit: str, used: str, tmp_path: Path) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self/cgroup").write_text(own)
-    unlimited = available_bytes(proc, cgroups)
-    (cgroups / folder).mkdir(parents=True)
-    (cgroups / folder / limit).write_text("max\n")
-    (cgroups / folder / used).write_text("1000\n")
-    assert available_bytes(proc, cgroups) > unlimited / 2
-    (cgroups / folder / limit).write_text("5000\n")
-    assert available_bytes(proc, cgroups) == 4000
 
 
 def test_embeddings_with_sparse_gradients_are_not_touched() -> None:

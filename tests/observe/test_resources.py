@@ -148,6 +148,27 @@ def _hold(num_bytes: int, ready: Event, end: Event) -> None:
         end.wait(60)
 
 
+@pytest.mark.parametrize(
+    "own, folder, limit, used",
+    [
+        ("0::/\n", "", "memory.max", "memory.current"),  # a container that sees itself as the root
+        ("0::/job_1/step_0/task_0\n", "job_1/", "memory.max", "memory.current"),  # created by Slurm
+        ("4:memory:/job_1\n", "memory/job_1/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_limits_of_all_control_groups_count(own: str, folder: str, limit: str, used: str, tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(own)
+    unlimited = resources.available_bytes(proc, cgroups)
+    (cgroups / folder).mkdir(parents=True)
+    (cgroups / folder / limit).write_text("max\n")
+    (cgroups / folder / used).write_text("1000\n")
+    assert resources.available_bytes(proc, cgroups) > unlimited / 2
+    (cgroups / folder / limit).write_text("5000\n")
+    assert resources.available_bytes(proc, cgroups) == 4000
+
+
 def test_memory_that_a_child_shares_with_this_process_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[int] = []  # without those of other tests, which come and go
     monkeypatch.setattr(resources, "_children", lambda: children)
