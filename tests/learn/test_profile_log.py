@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from windows import WINDOW
 
 from lightning_dlrover.learn.profile_log import (
     LOG_EVERY_S,
@@ -14,32 +15,6 @@ from lightning_dlrover.learn.profile_log import (
     merged,
 )
 from lightning_dlrover.perf.samples import StepProfile
-
-WINDOW = StepProfile(
-    worker_id="w",
-    round_number=1,
-    global_rank=0,
-    num_workers=2,
-    num_nodes=2,
-    first_step=0,
-    num_steps=20,
-    global_batch=64,
-    local_batch=32,
-    loader_workers=1,
-    intra_op_threads=1,
-    cores=1.0,
-    device="cpu",
-    step_time_s=0.1,
-    data_wait_s=0.0,
-    forward_s=0.04,
-    backward_s=0.04,
-    communication_s=0.01,
-    optimizer_s=0.01,
-    other_s=0.0,
-    samples_per_s=640.0,
-    memory_bytes=1 << 30,
-    cpu_percent=90.0,
-)
 
 
 def windows(count: int, **changes: float) -> list[StepProfile]:

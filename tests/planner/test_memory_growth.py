@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory_windows import MIB, window
+from windows import MIB
+from windows import memory_window as window
 
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.memory_growth import (

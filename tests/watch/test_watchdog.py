@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory_windows import MIB, window
+from windows import MIB
+from windows import memory_window as window
 
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
