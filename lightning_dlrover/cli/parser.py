@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_scale(commands)
@@ -59,13 +59,21 @@ def _add_job_command(commands: Commands, name: str, text: str) -> argparse.Argum
 def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument(
-        "--workers", default="1:2", type=values.workers, metavar="MIN:MAX", help="least and most workers (default 1:2)"
+        "--workers",
+        default="1:2",
+        type=values.workers,
+        metavar="MIN:MAX",
+        help="minimum and maximum number of workers (default 1:2)",
     )
     run.add_argument(
-        "--rdzv-id", type=values.given, metavar="JOB", help="name of the job; default: made from the script's name"
+        "--rdzv-id", type=values.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
     run.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="restarts of a worker by its own agent (default 0)"
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restarts of a worker by its own agent before the node fails (default 0)",
     )
     for name, text in TIMEOUTS.items():
         run.add_argument(flag(name), type=values.duration, metavar="TIME", help=text)
@@ -73,110 +81,120 @@ def _add_run(commands: Commands) -> None:
         "--target",
         choices=(*TARGETS, "auto"),
         default="local",
-        help="where nodes run (default local); auto: on the Slurm or Kubernetes that this command runs in, else local",
+        help="where nodes run (default local); auto: the Slurm or Kubernetes cluster that this command runs in, else local",
     )
     run.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="of the nodes' output (default RUN_DIR/JOB/logs); Slurm: a shared folder, in it DIR/JOB",
+        help="folder for the nodes' output (default RUN_DIR/JOB/logs). Slurm: must be shared; output goes to DIR/JOB",
     )
-    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the nodes; repeatable")
+    run.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
+    )
     add_objective_options(run)
     add_place_options(run)
     add_node_options(run)
     add_slurm_options(run)
     add_kubernetes_options(run)
-    run.add_argument("script", help="the training script; Kubernetes: as the image or a mount has it")
-    run.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
+    run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
+    run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _add_scale(commands: Commands) -> None:
-    scale = _add_job_command(commands, "scale", "set the number of workers, and how each of them works, by hand")
-    scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="workers; default: as many as planned now")
+    scale = _add_job_command(commands, "scale", "set the number of workers and their settings by hand")
+    scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="number of workers (default: unchanged)")
     for name, texts in SETTINGS.items():
         scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
-    size = "of each node, within the limits of `dlrover run`; smaller ones are replaced, one at a time"
+    size = "per node, within the limits given to `dlrover run`; smaller nodes are replaced one at a time"
     scale.add_argument("--cpus", dest="node_cpus", type=values.setting, metavar="N", help=f"cores {size}")
     scale.add_argument("--mem", dest="node_memory_mb", type=values.memory, metavar="SIZE", help=f"memory {size}")
 
 
 def _add_status(commands: Commands) -> None:
     status = _add_job_command(commands, "status", "show rounds, workers, rates and the current plan")
-    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_report(commands: Commands) -> None:
     report = _add_job_command(commands, "report", "write the job's report")
-    report.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/JOB/report.html")
+    report.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: RUN_DIR/JOB/report.html)")
 
 
 def _add_explain(commands: Commands) -> None:
-    explain = _add_job_command(commands, "explain", "say what the planner saw, chose and got, and draw it")
-    explain.add_argument("--plan", type=int, metavar="N", help="only this plan, with everything it considered")
-    explain.add_argument("--output", type=Path, metavar="FILE", help="picture, .png or .svg; default: RUN_DIR/JOB/plans.png")
-    explain.add_argument("--history", metavar="PLACE", help="where to look if the job has gone from etcd and folder")
+    explain = _add_job_command(
+        commands, "explain", "explain and draw the planner's decisions: measurements, predictions, results"
+    )
+    explain.add_argument("--plan", type=int, metavar="N", help="show this plan only, with every setting that it considered")
+    explain.add_argument(
+        "--output", type=Path, metavar="FILE", help="picture to write, .png or .svg (default: RUN_DIR/JOB/plans.png)"
+    )
+    explain.add_argument(
+        "--history", metavar="PLACE", help="job history to read once the job is neither in etcd nor in its run folder"
+    )
 
 
 def _add_drain(commands: Commands) -> None:
-    drain = _add_job_command(commands, "drain", "ask one worker to hand over and leave")
-    drain.add_argument("worker", metavar="WORKER", help="its id, as shown by `dlrover status`")
-    drain.add_argument("--replace", action="store_true", help="start another worker first, which takes its place")
+    drain = _add_job_command(commands, "drain", "drain one worker: it hands over its state and leaves")
+    drain.add_argument("worker", metavar="WORKER", help="worker's id from `dlrover status`")
+    drain.add_argument("--replace", action="store_true", help="start a replacement first")
 
 
 def _add_cancel(commands: Commands) -> None:
-    cancel = _add_job_command(
-        commands, "cancel", "end a job and all of its nodes, also when no `dlrover run` looks after it any more"
+    cancel = _add_job_command(commands, "cancel", "end a job and all of its nodes, with or without a running `dlrover run`")
+    cancel.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds to wait until all nodes have ended (default 120)"
     )
-    cancel.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for their end (default 120)")
 
 
 def _add_logs(commands: Commands) -> None:
-    logs = _add_job_command(commands, "logs", "show what all nodes have printed")
-    logs.add_argument("-f", "--follow", action="store_true", help="what they print from now on, until the job ends")
-    logs.add_argument("--log-dir", type=Path, metavar="DIR", help="as of `dlrover run` (default RUN_DIR/JOB/logs)")
+    logs = _add_job_command(commands, "logs", "show the output of all nodes")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow the output until the job ends")
+    logs.add_argument("--log-dir", type=Path, metavar="DIR", help="--log-dir of `dlrover run` (default RUN_DIR/JOB/logs)")
 
 
 def _add_stacks(commands: Commands) -> None:
-    stacks = _add_job_command(commands, "stacks", "ask all workers where they stand, and show their stack traces")
-    stacks.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for their answers (default 10)")
+    stacks = _add_job_command(commands, "stacks", "show the stack traces of all workers")
+    stacks.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for the workers' answers (default 10)"
+    )
 
 
 def _add_divide(commands: Commands) -> None:
-    divide = commands.add_parser("divide", help="share cores (or GPUs) among running jobs, by what each gains from more")
+    divide = commands.add_parser("divide", help="divide cores or GPUs among running jobs by their predicted gains")
     divide.description = (
-        "Share a budget of cores, or of GPUs for jobs that train on them, among running jobs: whoever gains most by one more "
-        "is given it first. What each gains is what its own planner has predicted last."
+        "Divide a budget of cores, or of GPUs for jobs that train on GPUs, among running jobs. Each unit goes to the job with "
+        "the largest gain. The gains are the latest predictions of the jobs' own planners."
     )
-    divide.add_argument("jobs", nargs="+", type=values.weighted, metavar="JOB[=WEIGHT]", help="weight of its gains; default 1")
     divide.add_argument(
-        "--budget", required=True, type=values.budget, metavar="N", help="cores, or GPUs, of all of them together"
+        "jobs", nargs="+", type=values.weighted, metavar="JOB[=WEIGHT]", help="job, and the weight of its gains (default 1)"
     )
-    divide.add_argument("--apply", action="store_true", help="make it the jobs' plans; else it is only shown")
+    divide.add_argument("--budget", required=True, type=values.budget, metavar="N", help="cores or GPUs of all jobs together")
+    divide.add_argument("--apply", action="store_true", help="change the jobs' plans (default: print the division only)")
     add_place_options(divide)
 
 
 def _add_list(commands: Commands) -> None:
-    listing = commands.add_parser("list", help="list the jobs of this folder, or of an etcd")
+    listing = commands.add_parser("list", help="list the jobs of the run folders, or of an etcd server")
     add_place_options(listing)
 
 
 def _add_history(commands: Commands) -> None:
-    history = commands.add_parser("history", help="what is remembered of jobs, which later ones start from")
+    history = commands.add_parser("history", help="show the history of jobs that later jobs start from")
     actions = history.add_subparsers(dest="action", required=True, metavar="ACTION")
     texts = {
         "list": "list jobs",
-        "show": "show what a job has measured",
-        "export": "write what was measured, for perf evaluate",
+        "show": "show the measurements of a job",
+        "export": "write measurements as a file for `python -m lightning_dlrover.perf evaluate`",
     }
     for name, text in texts.items():
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
-            "--history", metavar="PLACE", help="path or SQLAlchemy URL; default: DLROVER_HISTORY, else your own"
+            "--history", metavar="PLACE", help="path or SQLAlchemy URL (default: DLROVER_HISTORY, else the user's own history)"
         )
         if name != "list":
-            jobs = "the job's --rdzv-id, or its key as listed" + ("; default: all" if name == "export" else "")
+            jobs = "the job's --rdzv-id, or its key as listed" + (" (default: all)" if name == "export" else "")
             action.add_argument("job", metavar="JOB", nargs="*" if name == "export" else None, help=jobs)
         if name == "export":
             action.add_argument("--format", choices=("csv", "jsonl"), default="csv")
-            action.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+            action.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
