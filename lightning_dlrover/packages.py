@@ -84,7 +84,7 @@ def package_of(thing: object) -> str:
         for package in PACKAGES:
             if cls.__module__ == package or cls.__module__.startswith(f"{package}."):
                 return package
-    raise TypeError(f"{type(thing).__module__}.{type(thing).__qualname__} comes from none of {', '.join(PACKAGES)}")
+    raise TypeError(f"{type(thing).__module__}.{type(thing).__qualname__} belongs to none of {', '.join(PACKAGES)}")
 
 
 def submodule(package: str, name: str) -> ModuleType:

@@ -94,7 +94,7 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     if is_split_by_user and type(sampler) not in GLOBAL_SAMPLERS:
         raise UnsupportedLoaderError(
             f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides by itself which "
-            "samples this worker gets, and what it gives would be split over the workers once more. If it gives the order of "
+            "samples this worker gets, and its samples would be split over the workers a second time. If it gives the order of "
             "the whole epoch, for all workers together, leave use_distributed_sampler at True: live jobs never replace it"
         )
 

@@ -73,7 +73,7 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
         )
     if job.target == "local":
         raise UsageError(
-            f"{silent}, so nobody can be told to end it; its nodes end with the `dlrover run` that has started them, "
+            f"{silent}, so no process can end it on request; its nodes end with the `dlrover run` that has started them, "
             f"process {job.pid}"
         )
     return _cancel_by_name(place, job.target, job.mark, deadline)
@@ -143,7 +143,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     cancelled: dict[str, float] = {}  # time of the last request for each node
     while living := [app.handle for app in target.apps() if app.is_living]:
         if time.monotonic() > deadline:
-            raise UsageError(f"job {place.run_id!r}: {kind} was told to end {', '.join(living)}, but still lists them")
+            raise UsageError(f"job {place.run_id!r}: {kind} was asked to end {', '.join(living)}, but still lists them")
         if due := [handle for handle in living if time.monotonic() - cancelled.get(handle, -60.0) >= 30.0]:
             target.cancel(due)
             cancelled |= dict.fromkeys(due, time.monotonic())

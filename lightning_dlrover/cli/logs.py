@@ -139,7 +139,7 @@ class _Follower:
         folder = self._options.run_dir / self._options.job
         if folder.exists():
             return ranks, not is_locked(folder), None
-        return ranks, False, UsageError(f"no etcd says whether job {self._options.job!r} is over")
+        return ranks, False, UsageError(f"no etcd shows whether job {self._options.job!r} is over")
 
     def _print_new_lines(self, ranks: dict[str, str], is_over: bool) -> Exception | None:
         """Print all new lines; return why some of them could not be read."""

@@ -53,9 +53,9 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
         [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
         if not _is_own_address(host):
             raise UsageError(
-                f"job {folder.name!r} has had its etcd on {host}, and its nodes look for it there: go on with the job on that "
-                f"host, not on {socket.gethostname()}; if that is gone, end what is left with `dlrover cancel {folder.name}`, "
-                "and name an etcd that outlasts its hosts with --endpoint next time"
+                f"job {folder.name!r} used an etcd on {host}, and its nodes still look for it there: resume the job on that "
+                f"host, not on {socket.gethostname()}; if that host is gone, end the remaining nodes with `dlrover cancel "
+                f"{folder.name}`, and name an etcd that outlasts its hosts with --endpoint next time"
             )
     data = folder / "etcd"
     is_over = False
@@ -63,8 +63,8 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
         with _started(data, host, port) as server:
             if not host.startswith("127."):
                 say(
-                    f"etcd listens on {server.endpoint} for everybody, and ends with this process; --endpoint names one that "
-                    "stays, and docs/security.md says how it asks who one is"
+                    f"etcd listens on {server.endpoint} without authentication, and ends with this process; --endpoint names "
+                    "a permanent one, and docs/security.md describes authentication"
                 )
             if "VC_TASK_INDEX" in os.environ:
                 # TorchX requests Volcano's plugin `svc`, whose network policy admits only pods of the same Job.

@@ -61,7 +61,7 @@ def divide_command(options: argparse.Namespace) -> int:
             newest = next((event for event in reversed(events) if event.kind == "decision"), None)
             if newest is None:
                 raise UsageError(
-                    f"job {name!r} has not said yet what it would gain: its planner, which needs a DLRoverCallback, decides "
+                    f"job {name!r} has not published its gain yet: its planner, which needs a DLRoverCallback, decides "
                     f"for the first time after some steps; `dlrover explain {name}` shows when it has"
                 )
             decision = Decision.from_data(newest.data)

@@ -98,7 +98,7 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     low, high = options.cpus or (0, 0)
     if high > cores:
         asked = f"{low}:{high}" if low < high else f"{high}"
-        raise UsageError(f"--cpus {asked}, and only {cores} cores may be used here; ask for so many at most")
+        raise UsageError(f"--cpus {asked}, but only {cores} cores may be used here; ask for {cores} at most")
     if not options.gpus:
         return
     if not re.fullmatch(r"[1-9]\d*", options.gpus):

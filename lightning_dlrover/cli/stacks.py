@@ -20,7 +20,7 @@ def stacks_command(options: argparse.Namespace) -> int:
     with connected_job(options) as (place, client):
         view = read_job(client, place.keys).view
         if not view.survivors:
-            raise UsageError(f"job {place.run_id!r} has no workers that train; `dlrover status {place.run_id}` tells why")
+            raise UsageError(f"job {place.run_id!r} has no workers that train; `dlrover status {place.run_id}` shows why")
         deadline = time.monotonic() + options.timeout
         while (request := ask_for_stacks(client, place.keys, "dlrover stacks", "asked for by `dlrover stacks`")) is None:
             if time.monotonic() > deadline:

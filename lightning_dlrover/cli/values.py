@@ -47,7 +47,7 @@ def duration(text: str) -> float:
 def given(text: str) -> str:
     """Any text but an empty one."""
     if not text:
-        raise argparse.ArgumentTypeError("its value is empty, as of a variable that is not set; give a value, or leave it out")
+        raise argparse.ArgumentTypeError("its value is empty, perhaps an unset variable; give a value, or leave the option out")
     return text
 
 

@@ -253,7 +253,7 @@ class JobHistory:
                 yield connection, self._tables
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise HistoryError(
-                f"{self._place} is no database that can be used: {error}; "
+                f"{self._place} cannot be used as a database: {error}; "
                 f"give a path or a SQLAlchemy URL whose driver is installed, in history= or {HISTORY_VARIABLE}"
             ) from error
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:

@@ -38,7 +38,7 @@ def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Evalu
         ValueError: either is empty, or holds a figure that is impossible for a training step.
     """
     if not test:
-        raise ValueError("there is no sample to test with")
+        raise ValueError("no sample is left to test with")
     measured_s = np.array([sample.step_time_s for sample in test])
     configurations = [configuration_of(sample) for sample in test]
     predictions = StepTimeModel.fit(train).predict_many(configurations)

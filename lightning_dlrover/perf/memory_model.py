@@ -68,7 +68,7 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
     ),
     MemoryTerm(
         "prefetched_batches",
-        "each loader worker prepares prefetch_factor batches ahead (torch.utils.data.DataLoader: 2 where nothing is said)",
+        "each loader worker prepares prefetch_factor batches ahead (torch.utils.data.DataLoader: 2 by default)",
         lambda c: c.loader_workers * np.where(c.prefetch_factor > 0, c.prefetch_factor, 2.0) * c.local_batch,
         0.0,
     ),

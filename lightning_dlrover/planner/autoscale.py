@@ -54,7 +54,7 @@ def plan(
     field = Field.of(situation, model, limits, objective, memory, rules)
     index, explored, reason = _Search(situation, limits, objective, rules, field).choose()
     if objective.budget is not None and field.cost_per_hour[field.now] is None:
-        reason += f"; the budget of {objective.budget:g} cannot be kept: what a GPU costs is unknown (gpu_hour)"
+        reason += f"; the budget of {objective.budget:g} cannot be kept: the price of a GPU is unknown (gpu_hour)"
     return Decision(
         decision_id=decision_id,
         at=at,

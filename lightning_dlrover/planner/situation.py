@@ -52,7 +52,7 @@ class Situation:
             raise ValueError("cannot plan without a window of the job; wait for its first profile")
         left = self.remaining_samples
         if left is not None and not 0 <= left < math.inf:
-            raise ValueError(f"remaining_samples is {left!r}; pass None if nobody knows how many are left")
+            raise ValueError(f"remaining_samples is {left!r}; pass None if the number is unknown")
         for name in ("resize_cost_s", "retune_cost_s", "age_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not a finite time of 0 s or more")

@@ -64,7 +64,7 @@ def cost_text(story: JobStory) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(last.at))
     text = f"cost: {last.spent:.4g} until {when}, {now.cost_per_hour:.4g} an hour"
     if now.cost_to_end is None:
-        return f"{text}; to the end unknown, as nobody knows when the job ends"
+        return f"{text}; to the end unknown, as the job's end is unknown"
     planned = last.choice.cost_to_end or 0.0
     return f"{text}; to the end {now.cost_to_end:.4g} with {last.current.short}, {planned:.4g} with {last.chosen.short}"
 
@@ -75,7 +75,7 @@ def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
     head = f"plan {decision.decision_id}, {passed_s:.0f} s after the start: {kind}"
     if decision.is_change:
         head += f", {decision.current.short} -> {decision.chosen.short}"
-    left = f"{decision.left_s:.0f} s of work left" if decision.left_s is not None else "nobody knows how much work is left"
+    left = f"{decision.left_s:.0f} s of work left" if decision.left_s is not None else "the remaining work is unknown"
     seen = (
         f"saw {_settings(decision.current)}: {step_text(decision.observed_step_time_s)} a step; {left}; "
         f"{decision.num_windows} windows measured; {decision.num_considered} settings considered"

@@ -302,7 +302,7 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
             raise
         raise EtcdUnavailableError(
             f"{error}; if job {place.run_id!r} has ended, its etcd has ended with it: "
-            f"`dlrover report {place.run_id}` tells what happened"
+            f"`dlrover report {place.run_id}` shows what happened"
         ) from error
 
 

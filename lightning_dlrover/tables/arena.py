@@ -46,7 +46,7 @@ class _Addresses:
         address = _libc.mmap(None, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if address == FAILED:
             raise MemoryError(
-                f"{num_bytes >> 20} MiB of addresses for embedding tables cannot be had, though next to none of it is memory: "
+                f"{num_bytes >> 20} MiB of address space cannot be reserved for tables, though almost none is memory: "
                 "allow more with `ulimit -v unlimited`, and set vm.overcommit_memory to 0 or 1"
             )
         self._mapped = address

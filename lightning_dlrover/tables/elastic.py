@@ -274,7 +274,7 @@ class ElasticTables:
             return
         newest = max(found, key=lambda header: header.name)
         lost = sorted(set(newest.members) - {header.owner for header in found if header.name == newest.name})
-        text = f"the snapshot of batch {newest.batch} cannot be used: nobody has the parts of {', '.join(lost)} any more"
+        text = f"the snapshot of batch {newest.batch} cannot be used: no worker has the parts of {', '.join(lost)} any more"
         log.warning("run %s: %s", self._world.config.run_id, text)
         self._world.event("snapshot", text, {"round": formation.round.number, "batch": newest.batch, "lost": lost})
 

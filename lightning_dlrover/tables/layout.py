@@ -103,7 +103,7 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
                 found = [h for h in holders if any(h.region.overlap(part) for part in missing)]
                 if not found:
                     raise LayoutError(
-                        f"table {table!r}: nobody has rows {missing[0].row0} to {missing[0].row1 - 1}, columns "
+                        f"table {table!r}: no worker has rows {missing[0].row0} to {missing[0].row1 - 1}, columns "
                         f"{missing[0].col0} to {missing[0].col1 - 1}"
                     )
                 source = min(found, key=lambda h: (sent.get(h.owner, 0), h.owner, h.region))

@@ -140,7 +140,7 @@ class Neighbours:
                 found = json.loads(text.numpy().tobytes())
                 header, base, counts = PartHeader.decode(found["header"].encode()), found["base"], found["counts"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise SnapshotError(f"rank {rank} sends what is no part of a snapshot: {error}") from error
+                raise SnapshotError(f"rank {rank} sent something else than a part of a snapshot: {error}") from error
             with going_on():
                 incoming[rank] = _Incoming(self._store, keep, header, tuple(base) if base else None, counts)
         return incoming

@@ -174,7 +174,7 @@ class SnapshotStore:
     def _open_file(self, path: Path) -> BinaryIO:
         with self._creating:
             if self._is_closed:
-                raise SnapshotError("no memory is taken for snapshots any more: this worker's part of the job has ended")
+                raise SnapshotError("no more memory is allocated for snapshots: this worker's part of the job has ended")
             self._make_folder()  # the folder may have been removed
             return path.open("a+b")
 

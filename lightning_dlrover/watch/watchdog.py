@@ -147,7 +147,7 @@ class Watchdog:
                 away = False
             except EtcdError as error:
                 if not away:
-                    log.warning("nobody looks for hangs and stragglers until etcd is back: %s", error)
+                    log.warning("hangs and stragglers go unnoticed until etcd is back: %s", error)
                 away = True
             except Exception:
                 # Training must go on without the watch. The traceback records the failure.
@@ -286,7 +286,9 @@ def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: lis
     others = [a for a in answers if not a.in_collective]
     parts = [f"rank {a.global_rank} ({a.host}:{a.pid}) is at {a.place}" for a in others]
     if missing:
-        parts.append(f"{', '.join(missing)} has not said where it stands: stopped, or in C code that holds Python's lock")
+        parts.append(
+            f"{', '.join(missing)} has not sent its stack traces: it is stopped, or in C code that holds Python's lock"
+        )
     if waiting and parts:
         ranks = ", ".join(str(a.global_rank) for a in waiting)
         parts.append(f"rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for that in a collective")

@@ -242,7 +242,7 @@ def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
-    assert not re.search("could not be started|nobody has asked for it", run.output), run.output
+    assert not re.search("could not be started|no request for it exists", run.output), run.output
 
 
 @pytest.mark.on_demand
@@ -302,7 +302,7 @@ def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_n
         if urgent:
             slurm("scancel", urgent)
         eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
-    assert run.output.count("nobody has asked for it") >= 3, run.output  # Slurm would have restarted these
+    assert run.output.count("no request for it exists") >= 3, run.output  # Slurm would have restarted these
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")

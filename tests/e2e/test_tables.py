@@ -472,7 +472,7 @@ def test_what_no_copy_covers_is_lost_and_the_job_goes_back_to_its_checkpoint(new
     assert codes[2:] == [0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) == 21
     assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
-    assert any("cannot be used: nobody has the parts of" in event.text for event in job.events("snapshot"))
+    assert any("cannot be used: no worker has the parts of" in event.text for event in job.events("snapshot"))
 
 
 def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new_job: MakeJob) -> None:

@@ -60,7 +60,7 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     )
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["d"], number=2), size=1, rank=0)
     assert elastic.roll_back(formation) is None
-    text = "the snapshot of batch 5 cannot be used: nobody has the parts of c any more"
+    text = "the snapshot of batch 5 cannot be used: no worker has the parts of c any more"
     assert events == [("snapshot", text)]
     assert text in caplog.text
 

@@ -180,7 +180,7 @@ def test_replicas_share_the_sending() -> None:
     ids=["nothing", "only its first rows", "not its last column", "only its last rows"],
 )
 def test_a_table_that_nobody_holds_in_whole_is_an_error_that_names_it(held: list[Shard]) -> None:
-    with pytest.raises(LayoutError, match=r"table 'clicks': nobody has rows (0 to 9|3 to 9|0 to 4), columns [03] to 3"):
+    with pytest.raises(LayoutError, match=r"table 'clicks': no worker has rows (0 to 9|3 to 9|0 to 4), columns [03] to 3"):
         plan_moves({"clicks": held}, {"clicks": [Shard("w1", Region(0, 10, 0, 4))]})
 
 

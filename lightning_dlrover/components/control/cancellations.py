@@ -78,7 +78,7 @@ class Cancellations:
         due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._patience.settle_s]
         if not due or not self._office.still_acts():
             return
-        log.warning("run %s: ending %s: nobody has asked for it", self._run_id, ", ".join(a.handle for a in due))
+        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(a.handle for a in due))
         self._strays.update((a.handle, now) for a in due)
         try:
             self._target.cancel([a.handle for a in due])

@@ -169,7 +169,7 @@ class Controller:
         self._ledger.is_ending = True
         if self._target.outlives_controller and self._awaited() and self._office.still_acts() is False:
             log.warning(
-                "run %s: its nodes are left to whoever acts for it now; `dlrover cancel %s` ends them",
+                "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
                 *(self._run_id, self._run_id),
             )
             return

@@ -223,7 +223,7 @@ class Ledger:
         key, own_key = self._keys.nodes, self._keys.each_node + name
         guard = [self._office.is_ours, modified(key) == revision, absent(own_key)]
         if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
-            raise EtcdError(f"{key!r} was written by somebody else meanwhile")
+            raise EtcdError(f"{key!r} was changed by another writer meanwhile")
         self.nodes = written
         self.entries[name] = NodeEntry(None, time.monotonic(), record.asked_at, size, saved=record)
         return name, self.entries[name]
@@ -240,7 +240,7 @@ class Ledger:
                     self._office.write(self._keys.each_node + name, record)
                     entry.saved = record
         except EtcdError as error:
-            log.info("run %s: what became of the nodes is written later: %s", self._keys.run_id, error)
+            log.info("run %s: the outcome of the nodes is written later: %s", self._keys.run_id, error)
             self._has_given_up_etcd = self.is_ending
             return
         ended = sorted((e.ended_at or now, name) for name, e in self.entries.items() if e.has_ended and e.all_shown)

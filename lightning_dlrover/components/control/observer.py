@@ -228,5 +228,5 @@ def _read(file: Path) -> str:
     try:
         return read_tail(file)
     except OSError as error:
-        log.warning("what a node has said before its end cannot be read: %s", error)
+        log.warning("the last output of a node cannot be read: %s", error)
         return ""

@@ -410,7 +410,7 @@ def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) ->
     return [
         *(CancelNode(n.name, f"its worker has left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),
         *(CancelNode(n.name, f"it was started {n.age_s:.0f} s ago and has not reached etcd") for n in silent),
-        *(CancelNode(n.name, f"the plan has no room for it since {n.idle_s:.0f} s") for n in surplus),
+        *(CancelNode(n.name, f"the plan has had no room for it for {n.idle_s:.0f} s") for n in surplus),
     ]
 
 

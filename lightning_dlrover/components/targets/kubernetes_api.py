@@ -262,4 +262,4 @@ def _said(body: bytes, status: int) -> tuple[str, str]:
         return f"{found['message']} ({status})", str(found.get("reason", ""))
     except (ValueError, KeyError, TypeError):
         text = " ".join(body.decode(errors="replace").split())[:300]
-        return f"the API server has answered with {status}: {text or 'it said nothing'}", ""
+        return f"the API server answered with {status}: {text or 'no message'}", ""

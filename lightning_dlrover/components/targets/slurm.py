@@ -365,12 +365,10 @@ class SlurmTarget:
         for line in done.stdout.splitlines():
             match = re.fullmatch(r"(\d+) (\S+) (.*?)\s*", line)
             if match is None:
-                raise TargetError(f"squeue answered what is no list of jobs: {line[:200]!r}")
+                raise TargetError(f"squeue printed something else than a list of jobs: {line[:200]!r}")
             if ours := self._name.fullmatch(match[3]):
                 if match[2] not in _STATES:
-                    raise TargetError(
-                        f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, which is no state we know"
-                    )
+                    raise TargetError(f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, an unknown state")
                 rows.append(_Row(match[1], match[2], ours[1]))
         return rows
 

@@ -236,7 +236,7 @@ class EtcdStore(Store):
         payload = _as_bytes(value)
         if len(payload) > MAX_VALUE_BYTES:
             raise ValueError(
-                f"the value of {key!r} has {len(payload)} bytes, a store on etcd takes {MAX_VALUE_BYTES}. "
+                f"the value of {key!r} has {len(payload)} bytes, a store on etcd accepts at most {MAX_VALUE_BYTES}. "
                 "Send large data through a collective, or use a TCPStore for it"
             )
         return payload

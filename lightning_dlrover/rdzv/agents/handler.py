@@ -468,7 +468,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             now = time.monotonic()
             heard_at = now if self._mirror is None or self._mirror.healthy else heard_at
             if now - heard_at > self._config.etcd.timeout_s:
-                raise DistNetworkError(f"run {self._config.run_id!r}: etcd cannot tell whether other nodes have finished")
+                raise DistNetworkError(f"run {self._config.run_id!r}: etcd cannot be asked whether other nodes have finished")
             remaining_s = deadline - now
             if remaining_s <= 0:
                 raise DistStoreError(f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s")

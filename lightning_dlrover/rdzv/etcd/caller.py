@@ -153,7 +153,7 @@ class Caller:
             raise LeaseLostError(f"{where}: its lease has expired or was revoked; create a new lease") from error
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN):
             raise EtcdUnavailableError(
-                f"{where}: what listens there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
+                f"{where}: the server there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
             ) from error
         advice = {
             grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix"

@@ -91,5 +91,5 @@ def read_password(config: EtcdConfig) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise EtcdError(f"cannot read {what}: {error}") from error
     if not lines or not lines[0]:
-        raise EtcdError(f"cannot use {what}: it has no first line")
+        raise EtcdError(f"cannot use {what}: its first line is empty")
     return lines[0]

@@ -110,7 +110,7 @@ class Mirror:
                         raise TimeoutError(f"waited {timeout_s:g} s for a change under {self.prefix!r}, in vain{state}")
                     self._changed.wait(remaining_s)
                 if self._closed.is_set():
-                    raise EtcdError(f"the mirror of {self.prefix!r} was closed while somebody waited for a change")
+                    raise EtcdError(f"the mirror of {self.prefix!r} was closed while a caller waited for a change")
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
         """End and join the threads; `on_change` is not called afterwards."""

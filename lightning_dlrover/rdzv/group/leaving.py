@@ -42,7 +42,7 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
                 problem, deadline = error, 0.0
             if time.monotonic() > deadline:
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
-                log.warning("worker %s ends at once, it cannot say that it leaves: %s", membership.worker_id, problem)
+                log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.1)
 

@@ -101,7 +101,7 @@ class BlockingMeans:
                 return
             except EtcdUnavailableError as error:
                 if time.monotonic() > deadline:
-                    raise WorldError(f"worker {self.worker_id} could not say that it is {state}: {error}") from error
+                    raise WorldError(f"worker {self.worker_id} could not publish that it is {state}: {error}") from error
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ class JobStanding:
         try:
             self._membership.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
         except (EtcdError, RecordError) as error:
-            log.warning("run %s: could not put on record that nobody can join: %s", self._run_id, error)
+            log.warning("run %s: could not record that no worker can join: %s", self._run_id, error)
         if reason:
             self._membership.event("unjoinable", f"no worker can join: {reason}"[:500], {"reason": reason[:1000]})
 

@@ -176,7 +176,7 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     assert round_ is not None
     forming = [w for w in view.survivors if view.workers[w].state != "active" or view.workers[w].round_number != round_.number]
     if state == "starting":
-        return "about to join those who train"
+        return "about to join the training workers"
     if view.lost or view.failed:
         broken = f"round {round_.number} lost {', '.join(view.lost)}" if view.lost else f"round {round_.number} broke"
         if worker in missing:
