@@ -100,7 +100,7 @@ def train_elastic(job: LiveJob, folder: Path, with_tables: bool) -> tuple[dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", action="store_true", help="a model with sharded embedding tables")
-    parser.add_argument("--data", type=Path, help="as of train_ctr.py")
+    parser.add_argument("--data", type=Path, help="data for train_ctr.py: Adult folder or Criteo-format TSV")
     parser.add_argument("--seeds", type=int, default=2, help="how many pairs of runs, each with a seed of its own")
     parser.add_argument("--epochs", type=int, default=32, help="at most")
     parser.add_argument("--max-steps", type=int, default=1500)

@@ -398,7 +398,7 @@ def main() -> int:
     parser.add_argument("--save-grid", type=Path, help="also write what was measured of the grid into this file")
     parser.add_argument("--grid", type=Path, help="take the grid from a file that --save-grid has written")
     parser.add_argument("--grid-only", action="store_true", help="stop when the grid is measured")
-    parser.add_argument("--rounds", type=int, help="how often every configuration is measured")
+    parser.add_argument("--rounds", type=int, help="measurements of each configuration")
     parser.add_argument("--quick", action="store_true", help="one job, a small grid, about a minute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")

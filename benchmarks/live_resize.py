@@ -293,7 +293,7 @@ def table(stalls: list[Stall]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often every change is made")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each change")
     parser.add_argument("--quick", action="store_true", help="every kind of change once, with a small model, under 60 s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")

@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--bytes-per-step", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--max-steps", type=int, required=True)
-    parser.add_argument("--static", action="store_true", help="nobody watches")
-    parser.add_argument("--finished", type=Path, required=True, help="written by rank 0 at the end")
+    parser.add_argument("--static", action="store_true", help="train without the watchdog")
+    parser.add_argument("--finished", type=Path, required=True, help="file that rank 0 writes at the end")
     options = parser.parse_args()
     L.seed_everything(7, verbose=False)
     trainer = L.Trainer(

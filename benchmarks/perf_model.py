@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder that holds step_traces (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=10, help="random splits of each model (default: %(default)s)")
-    parser.add_argument("--without-sync", action="store_true", help="as if synchronisation had not been measured apart")
+    parser.add_argument("--without-sync", action="store_true", help="drop the separate measurements of synchronization")
     parser.add_argument("--quick", action="store_true", help="two seeds")
     options = parser.parse_args()
     folder, num_seeds = options.data / "step_traces", 2 if options.quick else options.seeds

@@ -406,7 +406,7 @@ def _cpu_s(pid: int | None) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="16,64,256,1000", help="numbers of nodes, separated by commas")
-    parser.add_argument("--stock", default="16,64,256", help="those that torch's rendezvous is measured with, too")
+    parser.add_argument("--stock", default="16,64,256", help="numbers of nodes for torch's rendezvous")
     parser.add_argument("--idle", type=float, default=40.0, help="seconds that requests are counted for")
     parser.add_argument("--writes", type=float, default=5.0, help="writes per second of somebody else meanwhile")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each N, of ours and torch's in turn")

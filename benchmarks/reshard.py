@@ -509,13 +509,13 @@ def summary(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often every change is made")
-    parser.add_argument("--mib", type=int, default=1024, help="of tables, their optimizers' state included")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each change")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the tables and their optimizers' state, in MiB")
     parser.add_argument("--num-tables", type=int, default=8)
     parser.add_argument("--kind", default="row_wise", help="torchrec's sharding type of all tables")
     parser.add_argument("--optimizer", choices=("rowwise_adagrad", "adagrad"), default="rowwise_adagrad")
     parser.add_argument("--snapshot-s", type=float, default=5.0, help="seconds between two snapshots")
-    parser.add_argument("--folder", type=Path, help="of the stock way's checkpoints; a temporary one by default")
+    parser.add_argument("--folder", type=Path, help="folder for the stock checkpoints (default: a temporary one)")
     parser.add_argument("--no-stock", action="store_true", help="leave the stock way out")
     parser.add_argument("--quick", action="store_true", help="one round with small tables, under 60 s")
     parser.add_argument("--seed", type=int, default=0)

@@ -152,8 +152,8 @@ def report(found: list[Contestant], saves: dict[str, list[float]]) -> dict[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=8, help="snapshots that are looked at")
-    parser.add_argument("--saves", type=int, default=5, help="how often the state is saved in each other way")
-    parser.add_argument("--mib", type=int, default=1024, help="of tables, their optimizers' state included")
+    parser.add_argument("--saves", type=int, default=5, help="saves in each of the other ways")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the tables and their optimizers' state, in MiB")
     parser.add_argument("--num-tables", type=int, default=8)
     parser.add_argument("--optimizer", choices=("rowwise_adagrad", "adagrad"), default="rowwise_adagrad")
     parser.add_argument("--interval-s", type=float, default=SnapshotConfig().interval_s, help="between two snapshots")

@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("--num-tables", type=int, default=8)
     parser.add_argument("--kind", default="row_wise")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="rowwise_adagrad")
-    parser.add_argument("--batch-size", type=int, default=512, help="of all workers together")
+    parser.add_argument("--batch-size", type=int, default=512, help="samples per step, all workers together")
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--step-floor-s", type=float, default=0.0, help="a step of ours takes at least so long")
     parser.add_argument("--snapshot-s", type=float, default=0.0, help="seconds between two; 0: none")
