@@ -21,6 +21,7 @@ from lightning_dlrover.learn.analyst import (
     Intentions,
 )
 from lightning_dlrover.learn.history import history_url
+from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.training import (
     batches_done,
@@ -246,7 +247,7 @@ on_import(_derive)
 
 
 def _loader(trainer: L.Trainer) -> object:
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer.fit_loop)
     return combined.flattened[0] if combined is not None else None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.logged_values import (
     description,
     new_entry,
@@ -139,7 +140,7 @@ def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
         if isinstance(part, MetricCollection):
             list(part.values())  # members of one compute group share the state of the first; each gets its own copy
     for path, part in parts.items():
-        if isinstance(part, Metric) and type(part).__name__ != "_ResultMetric":
+        if isinstance(part, Metric) and not lightning_names.is_result(part):
             yield path, part
 
 
@@ -197,7 +198,7 @@ class EpochMetrics:
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
-        connector = self._trainer._logger_connector
+        connector = lightning_names.logger_connector(self._trainer)
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
@@ -211,9 +212,9 @@ class EpochMetrics:
             first: Any = monitoring[0]
             first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
         for callback in monitoring:
-            for name in ("on_train_batch_end", "_monitor_candidates"):
+            for name in ("on_train_batch_end", lightning_names.CANDIDATES):
                 callback.__dict__.pop(name, None)
-            if _saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
+            if lightning_names.saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
                 self._agree_when_read(callback)
 
     def _agree_when_read(self, callback: Any) -> None:
@@ -221,7 +222,7 @@ class EpochMetrics:
 
         It reads the value once all workers have agreed on rank 0's clock.
         """
-        end_batch, candidates = callback.on_train_batch_end, callback._monitor_candidates
+        end_batch, candidates = callback.on_train_batch_end, getattr(callback, lightning_names.CANDIDATES)
         is_in_step = False
 
         @wraps(end_batch)
@@ -239,7 +240,8 @@ class EpochMetrics:
                 self._agree_on_values_of_step({callback.monitor})
             return candidates(*args, **kwargs)
 
-        callback.on_train_batch_end, callback._monitor_candidates = on_train_batch_end, monitor_candidates
+        callback.on_train_batch_end = on_train_batch_end
+        setattr(callback, lightning_names.CANDIDATES, monitor_candidates)
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
@@ -258,7 +260,7 @@ class EpochMetrics:
 
     def agree(self) -> None:
         """Compute the epoch's values from all workers' parts. All workers call this at the same point of their loops."""
-        results = self._trainer._results
+        results = lightning_names.results_of(self._trainer)
         if results is None or self._live.num_workers == 1:
             return
         names = self._monitored()
@@ -285,7 +287,7 @@ class EpochMetrics:
     @contextmanager
     def without_empty_share(self) -> Iterator[None]:
         """Exclude a training step's logged values from the epoch's if it computes a stand-in for a share without samples."""
-        results, module = self._trainer.fit_loop.epoch_loop._results, self._trainer.lightning_module
+        results, module = lightning_names.results_of(self._trainer.fit_loop.epoch_loop), self._trainer.lightning_module
         own = transfer.dumps(partial_values(results, module)) if not self._live.loss_weight() else None
         yield
         if own is not None:
@@ -300,7 +302,7 @@ class EpochMetrics:
         if not names or self._live.num_workers == 1:
             return
         fresh = {}
-        for metric in self._trainer.fit_loop.epoch_loop._results.values():
+        for metric in lightning_names.results_of(self._trainer.fit_loop.epoch_loop).values():
             name = metric.meta.name if metric.meta.name in names else metric.meta.forked_name(on_step=True)
             is_local = metric.is_tensor and _is_own(metric) and not metric.meta.sync.should
             if name in names and metric.meta.on_step and is_local:
@@ -324,8 +326,7 @@ class EpochMetrics:
 
     @property
     def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = self._trainer._logger_connector._callback_metrics
-        return values
+        return lightning_names.callback_metrics(self._trainer)
 
     def _monitored(self) -> set[str]:
         """Names that callbacks and schedulers follow."""
@@ -362,7 +363,7 @@ class EpochMetrics:
 
 def _may_read_after(callback: Any, step: int) -> bool:
     """Return whether a callback may read its monitored value before the next step; see `_agree_when_read` for clocks."""
-    every = getattr(callback, "_every_n_train_steps", None)
+    every = lightning_names.steps_between_saves(callback)
     if isinstance(callback, Checkpoint) and every is not None:
         return bool(every) and step % every == 0
     # The hooks of `Callback` itself and those of Lightning's `EarlyStopping` read nothing in a step.
@@ -371,10 +372,6 @@ def _may_read_after(callback: Any, step: int) -> bool:
 
 def _is_lightnings(function: Any) -> bool:
     return function is None or str(getattr(function, "__module__", "")).startswith(tuple(f"{package}." for package in PACKAGES))
-
-
-def _saves_by_clock(callback: Any) -> bool:
-    return getattr(callback, "_train_time_interval", None) is not None and hasattr(callback, "_monitor_candidates")
 
 
 def _is_own(metric: Any) -> bool:

@@ -9,7 +9,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.packages import LearningRateFinder, package_of, submodule
+from lightning_dlrover.live import lightning_names
+from lightning_dlrover.packages import LearningRateFinder
 from lightning_dlrover.rdzv.job.records import SearchRecord
 from lightning_dlrover.rdzv.live.member import WorldError
 from lightning_dlrover.rdzv.live.rounds import View
@@ -61,25 +62,14 @@ class Searches:
             self.is_running = False
             found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
             if found is not None and self._live.formation is not None and self._live.formation.rank == 0:
-                results = json.dumps({**found.results, "total_batch_idx": found._total_batch_idx})
+                results = json.dumps(lightning_names.search_results(found))
                 self._live.world.membership.put_search(self.num_begun, SearchRecord(results))
 
     def _take(self, finder: Any, trainer: Any, module: Any) -> None:
         """Do the same as Lightning after a search, with the result of the training workers."""
-        package = package_of(trainer)
-        lr_finder = submodule(package, "tuner.lr_finder")
-        result = lr_finder._LRFinder(finder._mode, finder._min_lr, finder._max_lr, finder._num_training_steps)
-        result.results = json.loads(self._results())
-        result._total_batch_idx = result.results.pop("total_batch_idx")
-        finder.optimal_lr = result
-        if finder._update_attr and (lr := result.suggestion()) is not None:
-            name = lr_finder._determine_lr_attr_name(module, finder._attr_name)
-            submodule(package, "utilities.parsing").lightning_setattr(module, name, lr)
-            for optimizer in trainer.optimizers or []:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-        if finder._early_exit:
-            raise submodule(package, "utilities.exceptions")._TunerExitException
+        lightning_names.adopt_search(finder, trainer, module, json.loads(self._results()))
+        if lightning_names.ends_after_search(finder):
+            raise lightning_names.exit_after_search(trainer)
 
     def _results(self) -> str:
         membership = self._live.world.membership

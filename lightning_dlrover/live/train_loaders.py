@@ -10,9 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class TrainLoaders:
                 "the workers that the job starts with"
             )
         for loader in loaders:
-            loader.keep_step(num_batches, cycles=combined._mode == "max_size_cycle")
+            loader.keep_step(num_batches, cycles=lightning_names.mode_of(combined) == "max_size_cycle")
         self._known = loaders
         self.take_order_seeds(self._order_seeds)
 
@@ -84,4 +83,4 @@ def refetch(combined: CombinedLoader, loaders: Sequence[ElasticLoader]) -> Any:
             parts.append(loader.refetch())
         except StopIteration:
             parts.append(None)  # this loader is shorter than the others, in mode `max_size`
-    return torch.utils._pytree.tree_unflatten(parts, combined._spec)
+    return lightning_names.combine(combined, parts)

@@ -21,7 +21,7 @@ import math
 import os
 import socket
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from lightning_dlrover.checks.script import (
     rates,
     rates_digest,
 )
-from lightning_dlrover.live import loggers
+from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live import reserve as memory
 from lightning_dlrover.live.data_fingerprint import (
     DataFingerprint,
@@ -53,6 +53,7 @@ from lightning_dlrover.live.epoch_metrics import (
     reset_metrics,
     restore_partial,
 )
+from lightning_dlrover.live.lightning_names import EpochLoop
 from lightning_dlrover.live.loader import (
     ElasticLoader,
     share,
@@ -116,7 +117,6 @@ from lightning_dlrover.tables.snapshot import SnapshotError
 
 if TYPE_CHECKING:
     import lightning as L
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
@@ -231,12 +231,12 @@ class _Frozen:
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        self._toggled = dict(module._param_requires_grad_state)
+        self._toggled = lightning_names.toggled(module)
 
     def restore(self) -> None:
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
-        self._module._param_requires_grad_state = dict(self._toggled)
+        lightning_names.set_toggled(self._module, self._toggled)
 
 
 class LiveTraining:
@@ -365,7 +365,7 @@ class LiveTraining:
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
 
     def _keep_step(self) -> None:
-        combined = self._trainer.fit_loop._combined_loader
+        combined = lightning_names.combined_loader(self._trainer.fit_loop)
         assert combined is not None
         self._train_loaders.keep_step(combined, self._loaders, int(self._trainer.num_training_batches))
 
@@ -427,7 +427,7 @@ class LiveTraining:
             self._resume_newest_checkpoint()
 
     def _fingerprint_data(self) -> DataFingerprint:
-        val = self._epoch_loop.val_loop._combined_loader
+        val = lightning_names.combined_loader(self._epoch_loop.val_loop)
         val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
         compare = self._strategy.compares_data and self.world.config.max_workers > 1
         return fingerprint_data(self._loaders, val_loaders, compare)
@@ -590,23 +590,23 @@ class LiveTraining:
             text = f"went on from the state of step {newest} in a host's memory"
             self.world.event("resume", text, {"global_step": newest})
         # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
-        self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
+        lightning_names.set_first_loop_iter(self._trainer, False if self._loaders[0].cursor else None)
         return True
 
     def _partial_values(self, with_large: bool = True) -> Partial:
         """Return the values that this worker has logged so far in this epoch."""
-        return partial_values(self._epoch_loop._results, self._trainer.lightning_module, with_large)
+        return partial_values(lightning_names.results_of(self._epoch_loop), self._trainer.lightning_module, with_large)
 
     def _add_partials(self, parts: Sequence[Partial]) -> None:
         for part in parts:
-            add_partial(self._epoch_loop._results, self._trainer.lightning_module, part)
+            add_partial(lightning_names.results_of(self._epoch_loop), self._trainer.lightning_module, part)
 
     # --- training steps ------------------------------------------------------------------------------------------------
 
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
-        closes_window = not self._trainer.fit_loop._should_accumulate()
+        closes_window = not lightning_names.is_accumulating(self._trainer)
         again = False
 
         def compute() -> Any:
@@ -687,7 +687,7 @@ class LiveTraining:
 
     def _remember(self) -> None:
         """Record the logged values before an accumulation window, in case its batches are computed again."""
-        self._before = Before(self._metrics, self._epoch_loop._results) if self._size > 1 else None
+        self._before = Before(self._metrics, lightning_names.results_of(self._epoch_loop)) if self._size > 1 else None
 
     def _copy_if_weights_move_inside(self, optimizer: Any) -> _Update | None:
         """Copy the state that `optimizer.step` overwrites between evaluations of its closure; None if it has only one."""
@@ -791,7 +791,7 @@ class LiveTraining:
                 self._is_logged_for(kwargs)
                 batch_idx = handed_out - inside - earlier + i
                 with self._strategy.block_backward_sync():
-                    self._epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)()
+                    lightning_names.closure(self._trainer, kwargs, optimizer, batch_idx)()
         finally:
             self._weighed = None
         self._window_is_stale = False
@@ -801,13 +801,13 @@ class LiveTraining:
 
     def _is_logged_for(self, kwargs: Any) -> None:
         """Make Lightning weight the next logged values by the size of this batch."""
-        results = self._epoch_loop._results
+        results = lightning_names.results_of(self._epoch_loop)
         results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
     def _fetch_again(self, num_batches: int) -> list[Any]:
         """Return the last batches handed out, split for the current world, as arguments of the training step."""
         trainer = self._trainer
-        combined = trainer.fit_loop._combined_loader
+        combined = lightning_names.combined_loader(trainer.fit_loop)
         assert combined is not None
         loaders = self._loaders
         for loader in loaders:
@@ -816,10 +816,10 @@ class LiveTraining:
         for i in range(num_batches):
             batch = refetch(combined, loaders)
             batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = lightning_names.before_transfer(trainer, batch)
             batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
             batch_idx = self._epoch_loop.batch_progress.current.ready - num_batches + i
-            steps.append(self._epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
+            steps.append(lightning_names.arguments_of_step(trainer, batch, batch_idx))
         return steps
 
     # --- outside of steps ------------------------------------------------------------------------------------------------
@@ -882,7 +882,7 @@ class LiveTraining:
         ahead by the time this is noticed, so all stop after the next vote.
         """
         trainer = self._trainer
-        if not trainer.should_stop or not self._entered or self._size == 1 or not trainer.fit_loop._can_stop_early:
+        if not trainer.should_stop or not self._entered or self._size == 1 or not lightning_names.can_stop_early(trainer):
             return
         place = f"stop/{self._fit}/{phase}/{self._batch}"
         while (reached := self._attempt(self.world.all_reach, place)) is None:
@@ -1107,10 +1107,10 @@ class LiveTraining:
             optimizer.zero_grad()
         self._restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self.world.worker_id))
         own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
-        restore_partial(self._epoch_loop._results, self._trainer.lightning_module, own)
+        restore_partial(lightning_names.results_of(self._epoch_loop), self._trainer.lightning_module, own)
         self._add_partials([transfer.loads(other, STATE_CLASSES, self._names_in_state)["values"] for other in restored.of_lost])
         # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
-        self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
+        lightning_names.set_first_loop_iter(self._trainer, False if self._loaders[0].cursor else None)
         self._in_step = self._window_is_stale = False
         self._collective = self._validation = 0
         self._weighed = self._undo = None
@@ -1118,7 +1118,7 @@ class LiveTraining:
         self._was_rolled_back = True
         trainer = self._trainer
         if trainer.validating or trainer.sanity_checking:
-            self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+            lightning_names.restore_module_mode(trainer)
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:
@@ -1448,7 +1448,7 @@ class LiveTraining:
 
     def close_loaders(self) -> None:
         """End the training loaders' processes."""
-        if self._trainer.fit_loop._combined_loader is not None:
+        if lightning_names.combined_loader(self._trainer.fit_loop) is not None:
             for loader in self._loaders:
                 loader.close()
 
@@ -1528,7 +1528,7 @@ class LiveTraining:
     @property
     def sample_weight(self) -> float:
         """Weight of this worker's share of the last training batch, relative to an equal share."""
-        if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
+        if lightning_names.combined_loader(self._trainer.fit_loop) is None or not self._loaders or not self._loaders[0].cursor:
             return 1.0
         batch = self._loaders[0].cursor - 1
         return self._train_loaders.loss_weight(batch) if self._loaders[0].has_samples(batch) else 1.0
@@ -1613,15 +1613,15 @@ class LiveTraining:
         )
 
     @property
-    def _epoch_loop(self) -> _TrainingEpochLoop:
+    def _epoch_loop(self) -> EpochLoop:
         return self._trainer.fit_loop.epoch_loop
 
     def _epoch_loop_fetcher(self) -> Any:
-        return self._trainer.fit_loop._data_fetcher
+        return lightning_names.fetcher_of(self._trainer.fit_loop)
 
     @property
     def _loaders(self) -> list[ElasticLoader]:
-        combined = self._trainer.fit_loop._combined_loader
+        combined = lightning_names.combined_loader(self._trainer.fit_loop)
         assert combined is not None
         return [loader for loader in combined.flattened if isinstance(loader, ElasticLoader)]
 

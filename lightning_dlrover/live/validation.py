@@ -28,27 +28,24 @@ import torchmetrics
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import (
     adopt,
     entry_of,
     set_computed,
     value_of,
 )
+from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import (
     ElasticLoader,
     share,
 )
 from lightning_dlrover.live.redo import Before
-from lightning_dlrover.packages import package_of, submodule
+from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-    from lightning.pytorch.loops.fetchers import _DataFetcher
-
     from lightning_dlrover.live.training import LiveTraining
-else:
-    _DataFetcher = object  # `_fetcher_of` adds the Trainer's own base
 
 __all__ = ["Validation", "deal", "exchange_metrics_through"]
 
@@ -148,16 +145,19 @@ class Validation:
             self._fetcher = None
             self._plans = {place: plan for place, plan in self._plans.items() if place[0] > self._run}
 
-    def begin_batches(self, loop: _EvaluationLoop, reset: Callable[[], None]) -> None:
+    def begin_batches(self, loop: EvaluationLoop, reset: Callable[[], None]) -> None:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
         self._live.send_buffers()
-        combined = loop._combined_loader
-        if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        combined = lightning_names.combined_loader(loop)
+        if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return
-        if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
+        if not lightning_names.is_sequential(loop) or not all(
+            isinstance(loader, ElasticLoader) for loader in combined.flattened
+        ):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
-        self._fetcher = loop._data_fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
+        self._fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
+        lightning_names.replace_fetcher(loop, self._fetcher)
 
     def end_each_dataloader(self, loop: Any) -> None:
         """Make Lightning end each of several dataloaders once on every worker.
@@ -168,39 +168,39 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        for name in ("_store_dataloader_outputs", "on_run_end"):
-            loop.__dict__.pop(name, None)
-        store, end_run = loop._store_dataloader_outputs, loop.on_run_end
+        loop.__dict__.pop("on_run_end", None)
+        store, end_run = lightning_names.dataloader_end(loop), loop.on_run_end
 
         def end_up_to(number: int) -> None:
-            results = loop._results
+            results = lightning_names.results_of(loop)
             newest = results.dataloader_idx
-            for each in range(len(loop._logged_outputs), number + 1):
+            for each in range(lightning_names.num_ended_dataloaders(loop), number + 1):
                 results.dataloader_idx = each
                 self._is_between = each < loop.num_dataloaders - 1
                 store()
             results.dataloader_idx, self._is_between = newest, False
 
         def store_all() -> None:
-            if not loop._is_sequential or loop.num_dataloaders == 1:
+            if not lightning_names.is_sequential(loop) or loop.num_dataloaders == 1:
                 store()
             else:
-                end_up_to(loop._results.dataloader_idx or 0)
+                end_up_to(lightning_names.results_of(loop).dataloader_idx or 0)
 
         def end_all() -> Any:
-            if loop._is_sequential and loop.num_dataloaders > 1:
+            if lightning_names.is_sequential(loop) and loop.num_dataloaders > 1:
                 end_up_to(loop.num_dataloaders - 1)
             return end_run()
 
-        loop._store_dataloader_outputs, loop.on_run_end = store_all, end_all
+        lightning_names.replace_dataloader_end(loop, store_all)
+        loop.on_run_end = end_all
 
-    def step(self, loop: _EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
+    def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
         if fetcher is None or self._live.size == 1:
             evaluate(*args)
             return
-        before = Before(fetcher.metrics.values(), loop._results)
+        before = Before(fetcher.metrics.values(), lightning_names.results_of(loop))
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
             done = self._live.attempt(evaluate, *args)
@@ -258,20 +258,18 @@ class Validation:
 @functools.cache
 def _fetcher_of(package: str) -> type[_Fetcher]:
     """Return `_Fetcher` as a data fetcher of the Trainer's own package."""
-    base = submodule(package, "loops.fetchers")._DataFetcher
-    return type("_Fetcher", (_Fetcher, base), {})
+    return type("_Fetcher", (_Fetcher, lightning_names.fetcher_class(package)), {})
 
 
-class _Fetcher(_DataFetcher):
+class _Fetcher(DataFetcher):
     """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
 
-    def __init__(self, live: LiveTraining, loop: _EvaluationLoop, validation: Validation) -> None:
+    def __init__(self, live: LiveTraining, loop: EvaluationLoop, validation: Validation) -> None:
         super().__init__()
-        combined = loop._combined_loader
+        combined = lightning_names.combined_loader(loop)
         assert combined is not None
-        assert loop._data_fetcher is not None
         self.setup(combined)
-        self.fetched = loop._data_fetcher.fetched
+        self.fetched = lightning_names.fetcher_of(loop).fetched
         self.part = 0  # index of the dataloader
         self._live = live
         self._loop = loop
@@ -294,8 +292,7 @@ class _Fetcher(_DataFetcher):
         return self
 
     def __next__(self) -> Any:
-        self._start_profiler()
-        try:
+        with lightning_names.profiled(self):
             while self.part < len(self._loaders):
                 self._live.recover_if_broken()
                 loader = self._loaders[self.part]
@@ -303,9 +300,7 @@ class _Fetcher(_DataFetcher):
                     return self._fetch(loader)
                 self._commit()
             self.done = True
-            raise StopIteration
-        finally:
-            self._stop_profiler()
+        raise StopIteration
 
     def _begin_part(self) -> None:
         self._started, self._in_step, self._current, self._batches = 0, False, None, []
@@ -401,7 +396,7 @@ class _Fetcher(_DataFetcher):
         """Return this worker's logged values for the current dataloader."""
         logged = {
             key: entry_of(metric)
-            for key, metric in self._loop._results.items()
+            for key, metric in lightning_names.results_of(self._loop).items()
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
@@ -419,7 +414,7 @@ class _Fetcher(_DataFetcher):
 
     def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Compute the epoch's values from those of all workers. Lightning then has no reason to reduce them."""
-        results = self._loop._results
+        results = lightning_names.results_of(self._loop)
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
             if key not in results:  # this worker had no sample

@@ -6,15 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import pytorch_lightning
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_dlrover.live import loggers
-from lightning_dlrover.live.loggers import (
-    _NAMES,
-    _leave_comet,
-)
+from lightning_dlrover.live.loggers import _leave_comet
 
 
 class Own(Logger):
@@ -49,13 +45,6 @@ def test_logger_of_the_users_own_gets_its_state() -> None:
     first.run = "a"
     loggers.adopt([other], loggers.capture([first]))
     assert other.run == "a"
-
-
-@pytest.mark.parametrize("kind", [name for name in _NAMES if name not in ("CSVLogger", "TensorBoardLogger", "LitLogger")])
-def test_attributes_of_remote_loggers_exist(kind: str) -> None:
-    source = Path(pytorch_lightning.__file__).with_name("loggers") / f"{kind.removesuffix('Logger').lower()}.py"
-    for name in _NAMES[kind]:
-        assert f"self.{name}" in source.read_text(), f"{kind} has no {name} any more"
 
 
 def test_experiment_that_comet_starts_too_early_is_ended() -> None:
