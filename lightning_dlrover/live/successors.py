@@ -1,0 +1,99 @@
+"""Hand the job's state through a host's memory to the agent's next group of workers, see `rdzv/group/left_state.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.live.checkpoints import Checkpoints
+from lightning_dlrover.live.collectives import Collectives
+from lightning_dlrover.live.epoch_metrics import Partial
+from lightning_dlrover.live.job_state import JobState
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.left_state import LeftStateError
+from lightning_dlrover.rdzv.group.world import World
+
+if TYPE_CHECKING:
+    import lightning as L
+
+__all__ = ["Successors"]
+
+log = logging.getLogger(__name__)
+
+
+class Successors:
+    """Keeps the state for later workers of this host, and continues from what earlier ones have kept. Without tables."""
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        world: World,
+        position: FitPosition,
+        collectives: Collectives,
+        state: JobState,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._trainer = trainer
+        self._world = world
+        self._position = position
+        self._collectives = collectives
+        self._state = state
+        self._checkpoints = checkpoints
+
+    def keep(self) -> None:
+        """Keep the state in host memory if no worker stays, where the agent is about to start another group of workers."""
+        if self._position.fit > 1 or not any(self._collectives.gathered(self._world.left_state is not None)):
+            return
+        values: Sequence[Partial] = self._collectives.gathered(self._state.partial_values())
+        step = self._trainer.global_step
+        try:
+            packed = transfer.pack({"state": self._state.message(), "values": values})
+            self._world.keep_for_successors(step, packed)
+        except Exception as error:
+            if self._world.is_failure(error):
+                raise
+            log.error("run %s: the next group of workers cannot go on from step %d: %s", self._world.config.run_id, step, error)
+
+    def resume(self) -> bool:
+        """Continue from the state that a former group of workers left in its host's memory, unless a checkpoint is newer.
+
+        All members call it in a round in which no worker has the state. Returns whether they continued from it.
+        """
+        left, record = self._world.left_state, self._checkpoints.unread()
+        mine = left.step() if left is not None else None, record.global_step if record is not None else 0
+        said = self._collectives.gathered((mine, self._world.has_finished))
+        if any(has_finished for _, has_finished in said):  # workers learn of it at different times
+            return False
+        found = [each for each, _ in said]
+        newest = max([step for step, _ in found if step is not None], default=-1)
+        if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
+            return False
+        source, rank = [step for step, _ in found].index(newest), self._position.rank
+        message: Any = None
+        if left is not None and rank == source:
+            try:
+                message = left.read(STATE_CLASSES, self._state.names)
+            except LeftStateError as error:
+                log.warning("run %s: %s", self._world.config.run_id, error)
+        if not any(self._collectives.gathered(message is not None)):
+            return False
+        for receiver in (each for each in range(self._position.size) if each != source):
+            if rank == source:
+                transfer.send(message, receiver)
+            elif rank == receiver:
+                message = transfer.receive(source, STATE_CLASSES, self._state.names)
+        try:
+            self._state.restore(TrainerState(**message["state"]), enters_epoch=True)
+        except Exception as error:
+            if left is not None and not self._world.is_failure(error):
+                left.remove()  # else the next group would end like this one
+            raise
+        if rank == 0:
+            self._state.add_partials(message["values"])
+            text = f"went on from the state of step {newest} in a host's memory"
+            self._world.event("resume", text, {"global_step": newest})
+        self._state.mark_epoch_as_begun()
+        return True
