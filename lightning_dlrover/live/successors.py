@@ -12,8 +12,7 @@ from lightning_dlrover.live.epoch_metrics import Partial
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.left_state import LeftStateError
+from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.group.world import World
 
 if TYPE_CHECKING:
@@ -68,32 +67,20 @@ class Successors:
         if any(has_finished for _, has_finished in said):  # workers learn of it at different times
             return False
         found = [each for each, _ in said]
-        newest = max([step for step, _ in found if step is not None], default=-1)
-        if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
+        step, source = left_state.newest([step for step, _ in found])
+        if step < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
-        source, rank = [step for step, _ in found].index(newest), self._position.rank
-        message: Any = None
-        if left is not None and rank == source:
-            try:
-                message = left.read(STATE_CLASSES, self._state.names)
-            except LeftStateError as error:
-                log.warning("run %s: %s", self._world.config.run_id, error)
-        if not any(self._collectives.gathered(message is not None)):
+        rank, members, is_failure = self._position.rank, range(self._position.size), self._world.is_failure
+        gathered, names = self._collectives.gathered, self._state.names
+        if not left_state.resume(left, source, rank, members, self._load, gathered, is_failure, STATE_CLASSES, names):
             return False
-        for receiver in (each for each in range(self._position.size) if each != source):
-            if rank == source:
-                transfer.send(message, receiver)
-            elif rank == receiver:
-                message = transfer.receive(source, STATE_CLASSES, self._state.names)
-        try:
-            self._state.restore(TrainerState(**message["state"]), enters_epoch=True)
-        except Exception as error:
-            if left is not None and not self._world.is_failure(error):
-                left.remove()  # else the next group would end like this one
-            raise
         if rank == 0:
-            self._state.add_partials(message["values"])
-            text = f"went on from the state of step {newest} in a host's memory"
-            self._world.event("resume", text, {"global_step": newest})
+            text = f"went on from the state of step {step} in a host's memory"
+            self._world.event("resume", text, {"global_step": step})
         self._state.mark_epoch_as_begun()
         return True
+
+    def _load(self, message: Any) -> None:
+        self._state.restore(TrainerState(**message["state"]), enters_epoch=True)
+        if self._position.rank == 0:
+            self._state.add_partials(message["values"])
