@@ -118,7 +118,8 @@ def fitted(package: str) -> Any:
         **quiet,
     )
     module: Any = type("Module", (Parabola, submodule(package, "core").LightningModule), {})()
-    trainer.fit(module, DataLoader(torch.ones(2, 1)), DataLoader(torch.ones(1, 1)))
+    samples: Any = torch.ones(2, 1)
+    trainer.fit(module, DataLoader(samples), DataLoader(samples))
     return trainer
 
 
