@@ -333,7 +333,7 @@ def load_callback_states(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None
 
 
 def clear_restart_flags(*restarted: Any) -> None:
-    """Keep loops, and callbacks with the same flag, from doing what follows the load of a checkpoint."""
+    """Keep loops, and callbacks with the same flag, from starting again, as after the load of a checkpoint."""
     for each in restarted:
         for flag in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
             if hasattr(each, flag):

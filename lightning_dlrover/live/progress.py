@@ -1,4 +1,4 @@
-"""What the watchdog, the callback and people may read of a worker's fit. Nothing here changes it."""
+"""Measurements of a worker's fit for the watchdog and the callback. Nothing here changes the fit."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ __all__ = ["TrainingSteps"]
 
 
 class TrainingSteps:
-    """One worker's training steps, and what it needs to repeat the current one.
+    """One worker's training steps, and the records with which it repeats the current one.
 
     Args:
         may_grow: whether the job may have several workers.

@@ -1,4 +1,4 @@
-"""One optimizer update as data: what a worker copies before it, and what a survivor sends to one that missed it."""
+"""One optimizer update as data: a worker copies it to undo a step, and sends it to a survivor that missed it."""
 
 from __future__ import annotations
 

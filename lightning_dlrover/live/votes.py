@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Votes:
-    """One worker's numbers in the votes, and what it does about the results."""
+    """One worker's numbers in the votes, and the actions that follow from the results."""
 
     def __init__(
         self,
