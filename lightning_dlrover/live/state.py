@@ -15,7 +15,7 @@ state afterwards, so anything that a hook has changed and that is part of the st
 | samples | each loader's `LoaderState` |
 | random numbers | Python's and numpy's generators; torch's seed |
 
-Rounds and process groups are not handled here: `live/training.py` decides when a worker gets the state, and `live/job_state.py` from which one.
+Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TrainerState:
     python_random: object
     numpy_random: object
     loggers: list[dict[str, Any]]
-    counters: dict[str, int] = field(default_factory=dict)  # counters of updates, validations and requests, see `job_state.py`
+    counters: dict[str, int] = field(default_factory=dict)  # of updates, validations and requests: `job_state.py`
 
 
 STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)

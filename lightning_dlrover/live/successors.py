@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Successors:
-    """Keeps the state for later workers of this host, and continues from the state that earlier ones have kept. Without tables."""
+    """Keeps the state for later workers of this host, or continues from that of earlier ones. Not for models with tables."""
 
     def __init__(
         self,
