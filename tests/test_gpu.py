@@ -14,10 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_dlrover.live import collectives as collectives_module
-from lightning_dlrover.live.collectives import Collectives
+from lightning_dlrover.live import resilient
 from lightning_dlrover.live.epoch_metrics import restore_partial
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.update import Update, apply, capture
 from lightning_dlrover.rdzv.group import transfer
@@ -53,24 +53,24 @@ def world() -> Any:
 
 
 @pytest.fixture
-def collectives(world: Any, monkeypatch: pytest.MonkeyPatch) -> Collectives:
+def collectives(world: Any, monkeypatch: pytest.MonkeyPatch) -> ResilientCollectives:
     """Those of one of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(collectives_module, "wait_for_device", lambda device: None)
+        monkeypatch.setattr(resilient, "wait_for_device", lambda device: None)
     formation: Any = SimpleNamespace(size=2, rank=0)
 
     def recover() -> bool:
         world.broken = False
         return False
 
-    return Collectives(world, FitPosition(formation, has_entered=True), lambda: torch.device("cuda"), recover)
+    return ResilientCollectives(world, FitPosition(formation, has_entered=True), lambda: torch.device("cuda"), recover)
 
 
 # --- aborted collectives ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", DEVICES)
-def test_gradients_of_an_ended_round_are_refused(machine: str, collectives: Collectives, world: Any) -> None:
+def test_gradients_of_an_ended_round_are_refused(machine: str, collectives: ResilientCollectives, world: Any) -> None:
     collectives.check_gradients()
     world.broken = True
     with pytest.raises(WorldError, match="the round has ended"):
@@ -78,7 +78,7 @@ def test_gradients_of_an_ended_round_are_refused(machine: str, collectives: Coll
 
 
 @pytest.mark.parametrize("machine", DEVICES)
-def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives: Collectives, world: Any) -> None:
+def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives: ResilientCollectives, world: Any) -> None:
     values: list[float] = []
 
     def reduce() -> float:

@@ -20,12 +20,12 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.logged_values import (
     description,
     new_entry,
 )
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
@@ -200,7 +200,7 @@ class EpochMetrics:
         self,
         trainer: Any,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         loaders: TrainLoaders,
         is_between_dataloaders: Callable[[], bool],
     ) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
@@ -26,7 +26,12 @@ class Fits:
     """The `fit` calls of one worker's script. All workers run the same script, so their numbers are alike."""
 
     def __init__(
-        self, trainer: L.Trainer, strategy: DLRoverStrategy, world: World, position: FitPosition, collectives: Collectives
+        self,
+        trainer: L.Trainer,
+        strategy: DLRoverStrategy,
+        world: World,
+        position: FitPosition,
+        collectives: ResilientCollectives,
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy

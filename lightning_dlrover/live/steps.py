@@ -16,10 +16,10 @@ import torchmetrics
 
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before, Frozen, call_restart_hooks, metrics_of
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
 from lightning_dlrover.rdzv.live.member import WorldError
@@ -45,7 +45,7 @@ class TrainingSteps:
         trainer: L.Trainer,
         strategy: DLRoverStrategy,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         loaders: TrainLoaders,
         metrics: EpochMetrics,
         may_grow: bool,

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.live.checkpoints import Checkpoints
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import Partial
+from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
 from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.group.world import World
@@ -31,9 +31,9 @@ class Successors:
         trainer: L.Trainer,
         world: World,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         state: JobState,
-        checkpoints: Checkpoints,
+        checkpoints: JobCheckpoints,
     ) -> None:
         self._trainer = trainer
         self._world = world
@@ -42,11 +42,14 @@ class Successors:
         self._state = state
         self._checkpoints = checkpoints
 
-    def keep(self) -> None:
-        """Keep the state in host memory if no worker stays, where the agent is about to start another group of workers."""
+    def keep(self, values: Sequence[Partial]) -> None:
+        """Keep the state in host memory if no worker stays, where the agent is about to start another group of workers.
+
+        Args:
+            values: all workers' logged values.
+        """
         if self._position.fit > 1 or not any(self._collectives.gathered(self._world.left_state is not None)):
             return
-        values: Sequence[Partial] = self._collectives.gathered(self._state.partial_values())
         step = self._trainer.global_step
         try:
             packed = transfer.pack({"state": self._state.message(), "values": values})

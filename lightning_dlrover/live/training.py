@@ -8,7 +8,7 @@ Every worker's place in the program is a `Position`. Training steps and the stra
 optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
   - A worker that lacks the last update takes weights and optimizer state from one that has it; see `update.py`.
   - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see `steps.py`.
-  - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `collectives.py`.
+  - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `resilient.py`.
   - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
 """
 
@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live import reserve as memory
-from lightning_dlrover.live.checkpoints import Checkpoints
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.data_fingerprint import (
     DataFingerprint,
     fingerprint_data,
@@ -31,17 +29,19 @@ from lightning_dlrover.live.data_fingerprint import (
 )
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fits import Fits
+from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.progress import FitProgress
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.settings import SettingsInForce
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.successors import Successors
+from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
 from lightning_dlrover.live.train_loaders import TrainLoaders
-from lightning_dlrover.live.trainer_tables import RolledBack, TrainerTables
 from lightning_dlrover.live.update import Update
 from lightning_dlrover.live.validation import Validation
 from lightning_dlrover.live.votes import Votes
@@ -85,7 +85,7 @@ class LiveTraining:
         self._trainer = trainer
         self.position = position = FitPosition(formation, is_standby=formation is None)
         self.pulse = Pulse()
-        self.collectives = collectives = Collectives(world, position, lambda: strategy.root_device, self._recover)
+        self.collectives = collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
         self.loaders = loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
         self.searches = Searches(world, position)
         self.validation = Validation(strategy, position, collectives)
@@ -96,9 +96,9 @@ class LiveTraining:
         self.fits = Fits(trainer, strategy, world, position, collectives)
         self.leaving = Leaving(trainer, world.worker_id, position)
         self._state = JobState(trainer, strategy, world, position, loaders, self.validation, self.votes)
-        self.checkpoints = Checkpoints(trainer, strategy, world, position, collectives, loaders, self._state)
+        self.checkpoints = JobCheckpoints(trainer, strategy, world, position, collectives, loaders, self._state)
         self._successors = Successors(trainer, world, position, collectives, self._state, self.checkpoints)
-        self.tables = TrainerTables(
+        self.tables = TableRounds(
             trainer, strategy, world, position, collectives, loaders, self.steps, self._state, self.checkpoints
         )
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
@@ -200,13 +200,13 @@ class LiveTraining:
         assert round_ is not None  # the workers have voted for it
         is_leaving = self.world.worker_id not in round_.members
         # The set of leavers may change until the round has formed, so every worker's values are kept at hand.
-        values = self._state.partial_values(with_large=is_leaving) if former.size > 1 else {}
+        values = self._state.partial_values(with_large=is_leaving)
         said = self.collectives.gathered(((round_.number, round_.kind, round_.members), values))
         # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
-        seen = [each for each, _ in said]
+        seen, parts = [each for each, _ in said], [part for _, part in said]
         if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # the state in memory would be lost
             if self.tables.elastic is None:
-                self._successors.keep()
+                self._successors.keep(parts)
             if self._trainer.checkpoint_callbacks:
                 self.checkpoints.save()
         self._pace.held_up()
@@ -222,7 +222,7 @@ class LiveTraining:
             return
         position.collective += 1  # a worker that reaches this line has the results of all collectives above
         published = self._published
-        by_worker = dict(zip(former.round.members, [part for _, part in said], strict=True))
+        by_worker = dict(zip(former.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, published.encode())
         except LeftOutError as left_out:

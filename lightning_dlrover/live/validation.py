@@ -29,7 +29,6 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import (
     adopt,
     entry_of,
@@ -43,6 +42,7 @@ from lightning_dlrover.live.loader import (
 )
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 
@@ -113,7 +113,7 @@ class _Report:
 class Validation:
     """One worker's part in the validation runs of a live job."""
 
-    def __init__(self, strategy: DLRoverStrategy, position: FitPosition, collectives: Collectives) -> None:
+    def __init__(self, strategy: DLRoverStrategy, position: FitPosition, collectives: ResilientCollectives) -> None:
         self._strategy = strategy
         self._position = position
         self._collectives = collectives
@@ -265,7 +265,9 @@ def _fetcher_of(package: str) -> type[_Fetcher]:
 class _Fetcher(DataFetcher):
     """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
 
-    def __init__(self, position: FitPosition, collectives: Collectives, loop: EvaluationLoop, validation: Validation) -> None:
+    def __init__(
+        self, position: FitPosition, collectives: ResilientCollectives, loop: EvaluationLoop, validation: Validation
+    ) -> None:
         super().__init__()
         combined = lightning_names.combined_loader(loop)
         assert combined is not None
@@ -492,7 +494,7 @@ class _Exchange:
     """Replacement for torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
 
     def __init__(self) -> None:
-        self.collectives: Collectives | None = None
+        self.collectives: ResilientCollectives | None = None
 
     def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         collectives = self.collectives
@@ -504,7 +506,7 @@ class _Exchange:
 _EXCHANGE = _Exchange()
 
 
-def exchange_metrics_through(collectives: Collectives) -> None:
+def exchange_metrics_through(collectives: ResilientCollectives) -> None:
     """Make torchmetrics objects exchange their states as collectives of this job."""
     _EXCHANGE.collectives = collectives
     torchmetrics.metric.gather_all_tensors = _EXCHANGE  # type: ignore[attr-defined]

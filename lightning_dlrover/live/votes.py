@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from lightning_dlrover.checks.script import different_rates, rates, rates_digest
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.position import FitPosition, Position
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.observe.pulse import NUM_SAID, Pulse
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
@@ -35,7 +35,7 @@ class Votes:
         strategy: DLRoverStrategy,
         world: World,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         pulse: Pulse,
     ) -> None:
         self._trainer = trainer

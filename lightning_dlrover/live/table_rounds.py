@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.checkpoints import Checkpoints
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import restore_partial
+from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.position import FitPosition, Position
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.train_loaders import TrainLoaders
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
-__all__ = ["RolledBack", "TrainerTables"]
+__all__ = ["RolledBack", "TableRounds"]
 
 
 class RolledBack(Exception):
     """Abandons the work in progress: all workers are back at the newest snapshot, and the batch after it comes next."""
 
 
-class TrainerTables:
+class TableRounds:
     """The tables of a Trainer's model, if it has any, and the snapshots of everything else."""
 
     def __init__(
@@ -49,11 +49,11 @@ class TrainerTables:
         strategy: DLRoverStrategy,
         world: World,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         loaders: TrainLoaders,
         steps: TrainingSteps,
         state: JobState,
-        checkpoints: Checkpoints,
+        checkpoints: JobCheckpoints,
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy

@@ -22,14 +22,14 @@ from lightning_dlrover.rdzv.group.purpose import Purpose, place_of
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import Formation
 
-__all__ = ["Collectives"]
+__all__ = ["ResilientCollectives"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Collectives:
+class ResilientCollectives:
     """One worker's collectives, and the results that other workers may lack after a loss.
 
     Args:

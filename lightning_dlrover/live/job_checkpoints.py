@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import resume
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import ModelCheckpoint
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["Checkpoints"]
+__all__ = ["JobCheckpoints"]
 
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class JobCheckpoints:
     """The job's checkpoints from one worker's point of view."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Checkpoints:
         strategy: DLRoverStrategy,
         world: World,
         position: FitPosition,
-        collectives: Collectives,
+        collectives: ResilientCollectives,
         loaders: TrainLoaders,
         state: JobState,
     ) -> None:
