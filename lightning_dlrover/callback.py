@@ -21,8 +21,9 @@ from lightning_dlrover.learn.analyst import (
     Intentions,
 )
 from lightning_dlrover.learn.history import history_url
+from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.training import (
+from lightning_dlrover.live.progress import (
     batches_done,
     remaining_batches,
 )
@@ -131,7 +132,7 @@ class DLRoverCallback(Callback):
         self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
         if self._watch is not None:
             strategy.watch_next_forward(self._watch)
-        self._watchdog = Watchdog(live, self._patience) if live is not None else None
+        self._watchdog = Watchdog(live.progress, self._patience) if live is not None else None
         self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -201,7 +202,7 @@ class DLRoverCallback(Callback):
             profile,
             None if (batches := remaining_batches(trainer)) is None else batches * profile.global_batch,
             tunable=live is not None and isinstance(_loader(trainer), ElasticLoader),
-            untunable={*TUNABLE} - {*self._tune} | {*(live.untunable if live is not None else ())},
+            untunable={*TUNABLE} - {*self._tune} | {*(live.progress.untunable if live is not None else ())},
         )
         if trainer.is_global_zero:
             metrics = {
@@ -246,7 +247,7 @@ on_import(_derive)
 
 
 def _loader(trainer: L.Trainer) -> object:
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer.fit_loop)
     return combined.flattened[0] if combined is not None else None
 
 
@@ -267,7 +268,7 @@ def _new_place(
         "intra_op_threads": intra_op_threads,
     }
     if live is not None and live.formation is not None and isinstance(loader, ElasticLoader):
-        formation, by_host = live.formation, live.workers_by_host
+        formation, by_host = live.formation, live.progress.workers_by_host
         return Place(
             round_number=formation.round.number,
             global_rank=formation.rank,

@@ -50,12 +50,10 @@ from lightning_dlrover.checks.script import (
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
+from lightning_dlrover.live.leaving import leave_quietly
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.training import (
-    LiveTraining,
-    can_meet,
-    leave_quietly,
-)
+from lightning_dlrover.live.position import can_meet
+from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.live.unused_parameters import UnusedParameters
 from lightning_dlrover.live.validation import exchange_metrics_through
 from lightning_dlrover.observe.pulse import OwnClock
@@ -300,7 +298,7 @@ class DLRoverStrategy(EitherStrategy):
         former = DLRoverStrategy._in_job
         if former is not None and former._live is not None and former._world is not None and self._is_about_to_fit:
             try:
-                former._live.begin_later_fit()
+                former._live.fits.begin_later()
             except SystemExit:
                 if former is not self:  # else the former Trainer is quiet already
                     self._undo_quiet = leave_quietly(self._lightning_trainer)
@@ -363,7 +361,7 @@ class DLRoverStrategy(EitherStrategy):
         """
         assert self._live is not None
         mine = monitoring(self._lightning_trainer.callbacks)
-        by_rank = self._live.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
+        by_rank = self._live.collectives.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
         for rank, theirs in enumerate(by_rank):  # all workers compare with rank 0, so that all of them end
             if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
                 raise UnsupportedScriptError(problem)
@@ -846,7 +844,7 @@ class DLRoverStrategy(EitherStrategy):
             )
         if self._live is not None and "optimizer_states" in checkpoint:
             path = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
-            self._when_written(path, functools.partial(self._live.saved_checkpoint, path, self._lightning_trainer.global_step))
+            self._when_written(path, functools.partial(self._live.checkpoints.saved, path, self._lightning_trainer.global_step))
 
     def _when_written(self, path: str, record: Callable[[], None]) -> None:
         """Put a checkpoint on record once it exists, which may be later: a plugin may write it in its own thread."""
@@ -933,7 +931,7 @@ class DLRoverStrategy(EitherStrategy):
             return result
         except ValueError as error:
             if self._live is not None:
-                explain_single_sample(error, self._live.num_own_samples, self.world_size)
+                explain_single_sample(error, self._live.loaders.num_own_samples, self.world_size)
             raise
         finally:
             blocked_s = self.clock.blocked_s - blocked_s
@@ -945,12 +943,12 @@ class DLRoverStrategy(EitherStrategy):
         try:
             weight = 1.0
             if self._live is not None:
-                weight = self._live.loss_weight()
-                self._live.backward_begins()
+                weight = self._live.loaders.current_loss_weight
+                self._live.steps.backward_begins()
             if weight != 1.0:
                 closure_loss = closure_loss * weight
             if self._live is not None:
-                self._live.backwards.backward()
+                self._live.steps.backwards.backward()
             self.clock.backward_begins(closure_loss)
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
             if self._live is not None:
@@ -970,12 +968,12 @@ class DLRoverStrategy(EitherStrategy):
         if live is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._lightning_trainer.lightning_module.automatic_optimization:
-            live.check_gradients()  # manual optimization computed them before this call
-        live.before_optimizer_step(optimizer, closure)
+            live.collectives.check_gradients()  # manual optimization computed them before this call
+        live.steps.before_optimizer_step(optimizer, closure)
 
         def checked() -> Any:
             result = closure()
-            live.check_gradients()
+            live.collectives.check_gradients()
             return result
 
         return super().optimizer_step(optimizer, checked, model, **kwargs)
@@ -1000,10 +998,10 @@ class DLRoverStrategy(EitherStrategy):
 
         def compared() -> T:
             with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
-                live.check_group()
+                live.collectives.check_group()
                 return run()
 
-        return live.collective(compared, is_joint)
+        return live.collectives.run(compared, is_joint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._is_alone:
@@ -1107,24 +1105,24 @@ class DLRoverStrategy(EitherStrategy):
         if live is None:
             automatic.run, manual.run = timed(run_automatic), timed(run_manual)
             return
-        automatic.run = timed(lambda *args: live.run_automatic(run_automatic, *args))
-        manual.run = timed(lambda *args: live.run_manual(run_manual, *args))
+        automatic.run = timed(lambda *args: live.steps.run_automatic(run_automatic, *args))
+        manual.run = timed(lambda *args: live.steps.run_manual(run_manual, *args))
         val_loop = epoch_loop.val_loop
         for name in ("run", "reset", "_evaluation_step"):
             val_loop.__dict__.pop(name, None)
         run_validation, reset, evaluate = val_loop.run, val_loop.reset, val_loop._evaluation_step
-        val_loop.run = lambda: live.run_validation(run_validation)
+        val_loop.run = lambda: live.validation.run(run_validation)
         val_loop.reset = lambda: live.validation.begin_batches(val_loop, reset)
         val_loop._evaluation_step = lambda *args: live.validation.step(val_loop, evaluate, *args)
-        exchange_metrics_through(live)
+        exchange_metrics_through(live.collectives)
         for loop in (epoch_loop, trainer.fit_loop):
             for name in ("advance", "on_advance_end"):
                 loop.__dict__.pop(name, None)
         if self._tables is not None:
             advance, end_advance, end_epoch = epoch_loop.advance, epoch_loop.on_advance_end, trainer.fit_loop.on_advance_end
-            epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
-            epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
-            trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
+            epoch_loop.advance = lambda fetcher: live.tables.again_if_rolled_back(advance, fetcher)
+            epoch_loop.on_advance_end = lambda fetcher: live.tables.end_batch(end_advance, fetcher)
+            trainer.fit_loop.on_advance_end = lambda: live.tables.end_epoch(end_epoch)
         epoch_loop.__dict__.pop("_should_check_val_fx", None)
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
@@ -1134,7 +1132,7 @@ class DLRoverStrategy(EitherStrategy):
         def then_agree(run: Callable[..., None], phase: str) -> Callable[..., None]:
             def run_then_agree(*args: Any) -> None:
                 run(*args)
-                live.agree_on_stop(phase)
+                live.votes.agree_on_stop(phase)
 
             return run_then_agree
 
@@ -1147,7 +1145,7 @@ class DLRoverStrategy(EitherStrategy):
         # Lightning's own version broadcasts on every step whether rank 0 received SIGTERM. It hangs when another rank did.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         live.world.listen_for_sigterm()
-        live.is_in_loops = True
+        live.position.is_in_loops = True
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -1162,12 +1160,12 @@ class DLRoverStrategy(EitherStrategy):
             self._undo_quiet()
             self._undo_quiet = None
         if self._live is not None and trainer is not None:
-            self._live.left_quietly()
-            self._live.close_loaders()
-            self._live.is_in_loops = False
-            if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.is_standby:
-                self._live.finish()
-            if trainer.interrupted or self._live.left:
+            self._live.leaving.end()
+            self._live.loaders.close()
+            self._live.position.is_in_loops = False
+            if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not self._live.position.is_standby:
+                self._live.fits.finish()
+            if trainer.interrupted or self._live.leaving.has_left:
                 self._close_world()
         if self._tables is None and (self.lightning_module is None or not has_tables(self.lightning_module)):
             super().teardown()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover import callback as callback_module
-from lightning_dlrover.live.training import remaining_batches
+from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.profiler import StepProfiler
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.rdzv.job.records import RoundRecord

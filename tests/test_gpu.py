@@ -14,13 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_dlrover.live import training as live_module
+from lightning_dlrover.live import resilient
 from lightning_dlrover.live.epoch_metrics import restore_partial
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import seed_for
-from lightning_dlrover.live.training import (
-    LiveTraining,
-    _Update,
-)
+from lightning_dlrover.live.update import Update, apply, capture
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.purpose import (
@@ -49,49 +48,45 @@ class AbortedWorld:
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> LiveTraining:
-    """One of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
+def world() -> Any:
+    return AbortedWorld()
+
+
+@pytest.fixture
+def collectives(world: Any, monkeypatch: pytest.MonkeyPatch) -> ResilientCollectives:
+    """Those of one of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(live_module, "wait_for_device", lambda device: None)
-    found = LiveTraining.__new__(LiveTraining)
-    found.world = AbortedWorld()  # type: ignore[assignment]
-    found.formation = SimpleNamespace(size=2, rank=0)  # type: ignore[assignment]
-    found._strategy = SimpleNamespace(root_device=torch.device("cuda"))  # type: ignore[assignment]
-    found._entered, found._in_step, found._is_redoing, found.is_standby = True, False, False, False
-    found._batch = found._collective = 0
-    found._results, found._missed = {}, {}
-    return found
+        monkeypatch.setattr(resilient, "wait_for_device", lambda device: None)
+    formation: Any = SimpleNamespace(size=2, rank=0)
+
+    def recover() -> bool:
+        world.broken = False
+        return False
+
+    return ResilientCollectives(world, FitPosition(formation, has_entered=True), lambda: torch.device("cuda"), recover)
 
 
 # --- aborted collectives ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", DEVICES)
-def test_gradients_of_an_ended_round_are_refused(machine: str, live: LiveTraining) -> None:
-    live.check_gradients()
-    live.world.broken = True  # type: ignore[misc]
+def test_gradients_of_an_ended_round_are_refused(machine: str, collectives: ResilientCollectives, world: Any) -> None:
+    collectives.check_gradients()
+    world.broken = True
     with pytest.raises(WorldError, match="the round has ended"):
-        live.check_gradients()
+        collectives.check_gradients()
 
 
 @pytest.mark.parametrize("machine", DEVICES)
-def test_reduction_cut_short_by_an_abort_is_done_again(
-    machine: str, live: LiveTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives: ResilientCollectives, world: Any) -> None:
     values: list[float] = []
-    world: Any = live.world
 
     def reduce() -> float:
         values.append(len(values))
         world.broken = len(values) == 1  # no error: the stream continues after an abort
         return values[-1]
 
-    def recover() -> bool:
-        world.broken = False
-        return False
-
-    monkeypatch.setattr(live, "_recover", recover)
-    assert live.collective(reduce) == 1
+    assert collectives.run(reduce) == 1
     assert values == [0, 1]
 
 
@@ -124,20 +119,19 @@ def test_logged_value_that_was_kept_returns_to_its_device(device: str) -> None:
 # --- state --------------------------------------------------------------------------------------------------------------------
 
 
-def worker(device: str) -> tuple[LiveTraining, nn.Module, torch.optim.Optimizer, Any]:
+def worker(device: str) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
     """One worker's part of mixed precision with Adam."""
     module = nn.Linear(64, 64).to(device)
     optimizer = torch.optim.Adam(module.parameters(), 0.1)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
     progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    live = LiveTraining.__new__(LiveTraining)
-    live._trainer = SimpleNamespace(  # type: ignore[assignment]
+    trainer = SimpleNamespace(
         lightning_module=module,
         optimizers=[optimizer],
         precision_plugin=MixedPrecision("16-mixed", device, scaler),
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(manual_optimization=SimpleNamespace(optim_step_progress=progress))),
     )
-    return live, module, optimizer, scaler
+    return trainer, module, optimizer, scaler
 
 
 def make_update(module: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, device: str, factor: float = 1.0) -> None:
@@ -155,7 +149,7 @@ def test_missed_update_brings_state_and_scale_to_the_own_device(device: str) -> 
     for factor in (float("inf"), 1.0):  # overflowing gradients halve the scale
         make_update(ahead, its_optimizer, its_scaler, device, factor)
     assert its_scaler.state_dict() != scaler.state_dict()
-    target._apply(_Update(**transfer.loads(transfer.dumps(vars(source._capture())))))
+    apply(target, Update(**transfer.loads(transfer.dumps(vars(capture(source))))))
     assert its_scaler.state_dict() == scaler.state_dict()
     assert {value.device.type for value in optimizer.state[behind.get_parameter("weight")].values() if value.dim()} == {device}
     for module, its, own in ((ahead, its_optimizer, its_scaler), (behind, optimizer, scaler)):

@@ -175,7 +175,7 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    former = SimpleNamespace(_live=SimpleNamespace(begin_later_fit=leave), _world=object())
+    former = SimpleNamespace(_live=SimpleNamespace(fits=SimpleNamespace(begin_later=leave)), _world=object())
     monkeypatch.setattr(DLRoverStrategy, "_in_job", former)
     alarm = Alarm()
     trainer = L.Trainer(

@@ -12,22 +12,23 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.logged_values import (
     description,
     new_entry,
 )
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
-
-if TYPE_CHECKING:
-    from lightning_dlrover.live.training import LiveTraining
 
 __all__ = [
     "EpochMetrics",
@@ -139,7 +140,7 @@ def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
         if isinstance(part, MetricCollection):
             list(part.values())  # members of one compute group share the state of the first; each gets its own copy
     for path, part in parts.items():
-        if isinstance(part, Metric) and type(part).__name__ != "_ResultMetric":
+        if isinstance(part, Metric) and not lightning_names.is_result(part):
             yield path, part
 
 
@@ -189,15 +190,29 @@ def _combined(meta: Any, values: Sequence[Tensor]) -> Tensor:
 
 
 class EpochMetrics:
-    """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job."""
+    """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job.
 
-    def __init__(self, live: LiveTraining, trainer: Any) -> None:
-        self._live = live
+    Args:
+        is_between_dataloaders: returns whether a validation goes on to its next dataloader.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        position: FitPosition,
+        collectives: ResilientCollectives,
+        loaders: TrainLoaders,
+        is_between_dataloaders: Callable[[], bool],
+    ) -> None:
         self._trainer = trainer
+        self._position = position
+        self._collectives = collectives
+        self._loaders = loaders
+        self._is_between_dataloaders = is_between_dataloaders
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
-        connector = self._trainer._logger_connector
+        connector = lightning_names.logger_connector(self._trainer)
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
@@ -211,9 +226,9 @@ class EpochMetrics:
             first: Any = monitoring[0]
             first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
         for callback in monitoring:
-            for name in ("on_train_batch_end", "_monitor_candidates"):
+            for name in ("on_train_batch_end", lightning_names.CANDIDATES):
                 callback.__dict__.pop(name, None)
-            if _saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
+            if lightning_names.saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
                 self._agree_when_read(callback)
 
     def _agree_when_read(self, callback: Any) -> None:
@@ -221,7 +236,7 @@ class EpochMetrics:
 
         It reads the value once all workers have agreed on rank 0's clock.
         """
-        end_batch, candidates = callback.on_train_batch_end, callback._monitor_candidates
+        end_batch, candidates = callback.on_train_batch_end, getattr(callback, lightning_names.CANDIDATES)
         is_in_step = False
 
         @wraps(end_batch)
@@ -239,13 +254,14 @@ class EpochMetrics:
                 self._agree_on_values_of_step({callback.monitor})
             return candidates(*args, **kwargs)
 
-        callback.on_train_batch_end, callback._monitor_candidates = on_train_batch_end, monitor_candidates
+        callback.on_train_batch_end = on_train_batch_end
+        setattr(callback, lightning_names.CANDIDATES, monitor_candidates)
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()
         # Lightning ends one of several dataloaders when this worker sees a batch of the next one, so a worker without samples
         # does not end it. A validation's dataloader has exchanged its values once all workers had computed their batches.
-        if not self._live.validation.is_between_dataloaders:
+        if not self._is_between_dataloaders():
             self.agree()
 
     def _after_agreement(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,16 +274,18 @@ class EpochMetrics:
 
     def agree(self) -> None:
         """Compute the epoch's values from all workers' parts. All workers call this at the same point of their loops."""
-        results = self._trainer._results
-        if results is None or self._live.num_workers == 1:
+        results = lightning_names.results_of(self._trainer)
+        if results is None or self._position.size == 1:
             return
         names = self._monitored()
         mine = {
             "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
             "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
-            "weight": self._live.sample_weight,
+            "weight": self._loaders.sample_weight,
         }
-        parts: list[dict[str, Any]] = self._live.exchange("the exchange of logged values", lambda: transfer.all_gather(mine))
+        parts: list[dict[str, Any]] = self._collectives.exchange(
+            "the exchange of logged values", lambda: transfer.all_gather(mine)
+        )
         entries: dict[str, list[dict[str, Any]]] = {}
         for part in parts:
             for key, entry in part["logged"].items():
@@ -280,13 +298,13 @@ class EpochMetrics:
         self._compute_together(results, sorted(key for key, found in entries.items() if not found[0]["is_tensor"]))
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
-            self._values[name] = _weighted_mean(values).to(self._live.device)
+            self._values[name] = _weighted_mean(values).to(self._trainer.strategy.root_device)
 
     @contextmanager
     def without_empty_share(self) -> Iterator[None]:
         """Exclude a training step's logged values from the epoch's if it computes a stand-in for a share without samples."""
-        results, module = self._trainer.fit_loop.epoch_loop._results, self._trainer.lightning_module
-        own = transfer.dumps(partial_values(results, module)) if not self._live.loss_weight() else None
+        results, module = lightning_names.results_of(self._trainer.fit_loop.epoch_loop), self._trainer.lightning_module
+        own = transfer.dumps(partial_values(results, module)) if not self._loaders.current_loss_weight else None
         yield
         if own is not None:
             restore_partial(results, module, transfer.loads(own))
@@ -297,10 +315,10 @@ class EpochMetrics:
 
     def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
         names = sorted(monitored)
-        if not names or self._live.num_workers == 1:
+        if not names or self._position.size == 1:
             return
         fresh = {}
-        for metric in self._trainer.fit_loop.epoch_loop._results.values():
+        for metric in lightning_names.results_of(self._trainer.fit_loop.epoch_loop).values():
             name = metric.meta.name if metric.meta.name in names else metric.meta.forked_name(on_step=True)
             is_local = metric.is_tensor and _is_own(metric) and not metric.meta.sync.should
             if name in names and metric.meta.on_step and is_local:
@@ -310,8 +328,8 @@ class EpochMetrics:
         values = torch.zeros(len(names), 2, dtype=torch.float64)
         for row, name in zip(values, names, strict=True):
             if name in fresh:
-                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._live.sample_weight
-        parts = self._live.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
+                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._loaders.sample_weight
+        parts = self._collectives.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
         for i, name in enumerate(names):
             found = [(part[i, 0], float(part[i, 1])) for part in parts if part[i, 1] > 0]
             if name in fresh and found:
@@ -320,12 +338,11 @@ class EpochMetrics:
                 reduced = _weighted_mean(found) if is_mean else _combined(metric.meta, [value for value, _ in found])
                 metric._forward_cache = metric._dlrover_step = reduced.to(metric._forward_cache)
             elif found:
-                self._values[name] = _weighted_mean(found).float().to(self._live.device)
+                self._values[name] = _weighted_mean(found).float().to(self._trainer.strategy.root_device)
 
     @property
     def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = self._trainer._logger_connector._callback_metrics
-        return values
+        return lightning_names.callback_metrics(self._trainer)
 
     def _monitored(self) -> set[str]:
         """Names that callbacks and schedulers follow."""
@@ -355,14 +372,14 @@ class EpochMetrics:
                 metric.value._computed = None
             return [metric.value.compute() for metric in due]
 
-        values = self._live.exchange("the reduction of logged torchmetrics", compute)
+        values = self._collectives.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
-            set_computed(metric, value.to(self._live.device) if isinstance(value, Tensor) else value)
+            set_computed(metric, value.to(self._trainer.strategy.root_device) if isinstance(value, Tensor) else value)
 
 
 def _may_read_after(callback: Any, step: int) -> bool:
     """Return whether a callback may read its monitored value before the next step; see `_agree_when_read` for clocks."""
-    every = getattr(callback, "_every_n_train_steps", None)
+    every = lightning_names.steps_between_saves(callback)
     if isinstance(callback, Checkpoint) and every is not None:
         return bool(every) and step % every == 0
     # The hooks of `Callback` itself and those of Lightning's `EarlyStopping` read nothing in a step.
@@ -371,10 +388,6 @@ def _may_read_after(callback: Any, step: int) -> bool:
 
 def _is_lightnings(function: Any) -> bool:
     return function is None or str(getattr(function, "__module__", "")).startswith(tuple(f"{package}." for package in PACKAGES))
-
-
-def _saves_by_clock(callback: Any) -> bool:
-    return getattr(callback, "_train_time_interval", None) is not None and hasattr(callback, "_monitor_candidates")
 
 
 def _is_own(metric: Any) -> bool:

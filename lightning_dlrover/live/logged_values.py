@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_dlrover.packages import result_module
+from lightning_dlrover.live import lightning_names
 
 __all__ = ["description", "new_entry"]
 
@@ -39,12 +39,9 @@ def new_entry(
         AttributeError: the value is a torchmetrics object that this worker's module does not have.
     """
     trainer = getattr(trainer, "trainer", trainer)
-    result = result_module(trainer)
-    metadata = result._Metadata(**meta)
-    metadata.sync = result._Sync(fn=trainer.strategy.reduce, _should=is_synced, rank_zero_only=rank_zero_only)
-    metric = result._ResultMetric(metadata, is_tensor=is_tensor).to(device)
+    metric = lightning_names.new_result(trainer, meta, is_tensor, is_synced, rank_zero_only).to(device)
     if not is_tensor:
-        metric.value = _at(trainer.lightning_module, str(metadata.metric_attribute))
+        metric.value = _at(trainer.lightning_module, str(metric.meta.metric_attribute))
     return metric
 
 

@@ -13,22 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.lightning_names import LOGGER_NAMES
 from lightning_dlrover.packages import PACKAGES, CSVLogger
 from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["adopt", "begin", "capture", "take_over"]
 
 log = logging.getLogger(__name__)
-
-_NAMES = {
-    "CSVLogger": ("_version",),
-    "TensorBoardLogger": ("_version",),
-    "WandbLogger": ("_id",),
-    "MLFlowLogger": ("_run_id", "_experiment_id"),
-    "CometLogger": ("_experiment_key", "_project_name"),
-    "LitLogger": ("_name", "_version"),
-}
-"""Attributes with which each of Lightning's loggers names its run. Other loggers may have `_version`."""
 
 _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
@@ -58,21 +50,22 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
         for name, value in names.items():
             setattr(logger, name, value)
         if _kind(logger) == "WandbLogger" and names.get("_id"):
-            logger._wandb_init.update(id=names["_id"])
-            logger._wandb_init.setdefault("resume", "allow")
+            arguments = lightning_names.wandb_arguments(logger)
+            arguments.update(id=names["_id"])
+            arguments.setdefault("resume", "allow")
 
 
 def take_over(loggers: Sequence[Any]) -> None:
     """On the new rank 0: open loggers that would start anew if they were opened as usual."""
     for logger in loggers:
-        if isinstance(logger, CSVLogger) and logger._experiment is None:
+        if isinstance(logger, CSVLogger) and not lightning_names.has_open_experiment(logger):
             _adopt_csv_log(logger)
 
 
 def _kind(logger: object) -> str:
     """Return the name of Lightning's class that the logger belongs to, or ""."""
     for cls in type(logger).__mro__:
-        if cls.__name__ in _NAMES and cls.__module__.startswith(PACKAGES):
+        if cls.__name__ in LOGGER_NAMES and cls.__module__.startswith(PACKAGES):
             return cls.__name__
     return ""
 
@@ -87,7 +80,7 @@ def _captured(logger: Any) -> dict[str, Any]:
         except transfer.TransferError as error:
             log.warning("the state of %s stays on this worker: %s", type(logger).__name__, error)
     kind = _kind(logger)
-    names = _NAMES.get(kind, ("_version",))
+    names = LOGGER_NAMES.get(kind, ("_version",))
     values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
     for name in {"_version", "_id"} & values.keys():
         values[name] = logger.version  # some loggers choose it at the first access
@@ -98,7 +91,7 @@ def _captured(logger: Any) -> dict[str, Any]:
 
 def _leave_comet(logger: Any) -> None:
     """End the experiment that Comet's logger started in its constructor, where every worker is rank 0 of its own agent."""
-    experiment, logger._experiment = logger._experiment, None
+    experiment = lightning_names.leave_experiment(logger)
     if experiment is not None:
         with suppress(Exception):  # its remains at the server are empty
             experiment.end()

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torchmetrics
 
+from lightning_dlrover.live import lightning_names
+
 if TYPE_CHECKING:
     import lightning as L
 
-__all__ = ["Before", "call_restart_hooks", "metrics_of"]
+__all__ = ["Before", "Frozen", "call_restart_hooks", "metrics_of"]
 
 _FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
 
@@ -46,6 +48,20 @@ class Before:
                 del self._results[key]
         for state in self._metrics:
             state.restore()
+
+
+class Frozen:
+    """The trainable flags of all parameters. Lightning's `toggle_optimizer` changes them for a part of a step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self._module = module
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._toggled = lightning_names.toggled(module)
+
+    def restore(self) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        lightning_names.set_toggled(self._module, self._toggled)
 
 
 def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:

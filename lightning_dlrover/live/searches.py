@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_dlrover.packages import LearningRateFinder, package_of, submodule
+from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.packages import LearningRateFinder
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import SearchRecord
 from lightning_dlrover.rdzv.live.member import WorldError
 from lightning_dlrover.rdzv.live.rounds import View
-
-if TYPE_CHECKING:
-    from lightning_dlrover.live.training import LiveTraining
 
 __all__ = ["Searches"]
 
@@ -23,8 +23,9 @@ __all__ = ["Searches"]
 class Searches:
     """The searches of one worker's script, identified by count: every worker runs the same script."""
 
-    def __init__(self, live: LiveTraining) -> None:
-        self._live = live
+    def __init__(self, world: World, position: FitPosition) -> None:
+        self._world = world
+        self._position = position
         self.num_begun = 0
         self.is_running = False
         """True while the Trainer's loop makes steps that do not count."""
@@ -41,12 +42,12 @@ class Searches:
             self.num_begun += 1
             if trainer.fast_dev_run:
                 search(trainer, module)
-            elif self._live.is_in_loops:
+            elif self._position.is_in_loops:
                 raise RuntimeError(
                     f"{type(finder).__name__} searches for a learning rate while the job trains; its steps cannot be told from "
                     "the job's. Search before training: in on_fit_start, as LearningRateFinder does, or with Tuner.lr_find"
                 )
-            elif self._live.is_standby:
+            elif self._position.is_standby:
                 self._take(finder, trainer, module)
             else:
                 self._search(finder, lambda: search(trainer, module))
@@ -60,29 +61,18 @@ class Searches:
         finally:
             self.is_running = False
             found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
-            if found is not None and self._live.formation is not None and self._live.formation.rank == 0:
-                results = json.dumps({**found.results, "total_batch_idx": found._total_batch_idx})
-                self._live.world.membership.put_search(self.num_begun, SearchRecord(results))
+            if found is not None and self._position.formation is not None and self._position.rank == 0:
+                results = json.dumps(lightning_names.search_results(found))
+                self._world.membership.put_search(self.num_begun, SearchRecord(results))
 
     def _take(self, finder: Any, trainer: Any, module: Any) -> None:
         """Do the same as Lightning after a search, with the result of the training workers."""
-        package = package_of(trainer)
-        lr_finder = submodule(package, "tuner.lr_finder")
-        result = lr_finder._LRFinder(finder._mode, finder._min_lr, finder._max_lr, finder._num_training_steps)
-        result.results = json.loads(self._results())
-        result._total_batch_idx = result.results.pop("total_batch_idx")
-        finder.optimal_lr = result
-        if finder._update_attr and (lr := result.suggestion()) is not None:
-            name = lr_finder._determine_lr_attr_name(module, finder._attr_name)
-            submodule(package, "utilities.parsing").lightning_setattr(module, name, lr)
-            for optimizer in trainer.optimizers or []:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-        if finder._early_exit:
-            raise submodule(package, "utilities.exceptions")._TunerExitException
+        lightning_names.adopt_search(finder, trainer, module, json.loads(self._results()))
+        if lightning_names.ends_after_search(finder):
+            raise lightning_names.exit_after_search(trainer)
 
     def _results(self) -> str:
-        membership = self._live.world.membership
+        membership = self._world.membership
 
         def look(view: View) -> str | None:
             if (record := membership.search(self.num_begun)) is not None:
@@ -91,7 +81,7 @@ class Searches:
             return "" if view.round is not None and not view.survivors else None
 
         what = f"the first workers to find a learning rate (search {self.num_begun} of the script)"
-        results = membership.wait_for(look, self._live.world.config.wait_timeout_s, what)
+        results = membership.wait_for(look, self._world.config.wait_timeout_s, what)
         if not results:
             raise WorldError(
                 "the workers that searched for a learning rate were lost before they had found one: this worker has to start "

@@ -37,13 +37,13 @@ from lightning_dlrover.checks.script import (
     different_callbacks,
     monitoring,
 )
-from lightning_dlrover.live import loggers
+from lightning_dlrover.live import lightning_names, loggers
+from lightning_dlrover.live.lightning_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
 from lightning_dlrover.live.loader import LoaderState
 from lightning_dlrover.live.logged_values import (
     description,
     new_entry,
 )
-from lightning_dlrover.packages import package_of, submodule
 
 if TYPE_CHECKING:
     import lightning as L
@@ -65,16 +65,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
-    "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
-    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state only when averaging begins
-    "WeightAveraging": ("_latest_update_epoch",),
-}
-"""Fields of Lightning's callbacks that affect joint decisions of all workers, and that `state_dict` leaves out."""
-
-CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_checked",)}
-"""Readings of `time.monotonic`, sent as ages because the clocks of hosts differ."""
 
 
 class StateError(Exception):
@@ -131,7 +121,7 @@ class TrainerState:
     python_random: object
     numpy_random: object
     loggers: list[dict[str, Any]]
-    counters: dict[str, int] = field(default_factory=dict)  # the counters of `live/training.py`
+    counters: dict[str, int] = field(default_factory=dict)  # of updates, validations and requests: `job_state.py`
 
 
 STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)
@@ -145,7 +135,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
     Runs the hooks of saving: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
     """
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint = lightning_names.dump_checkpoint(trainer)
     for part in parts_with_hparams(trainer):
         for key in (part.CHECKPOINT_HYPER_PARAMS_KEY, part.CHECKPOINT_HYPER_PARAMS_NAME, part.CHECKPOINT_HYPER_PARAMS_TYPE):
             checkpoint.pop(key, None)
@@ -166,22 +156,19 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
 def running_state(trainer: L.Trainer) -> RunningState:
     """Return the state that `dump_checkpoint` leaves out."""
-    fit_loop, connector, module = trainer.fit_loop, trainer._logger_connector, trainer.lightning_module
+    fit_loop, module = trainer.fit_loop, trainer.lightning_module
     now = time.monotonic()
-    last_validation = getattr(trainer, "_last_val_time", None) if _validates_by_clock(trainer) else None
+    last_validation = lightning_names.validation_time(trainer)
+    train_reload_epoch, val_reload_epoch = lightning_names.reload_epochs(trainer)
     return RunningState(
         should_stop=trainer.should_stop,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         limits=(fit_loop.max_epochs, fit_loop.epoch_loop.max_steps),
-        train_reload_epoch=fit_loop._last_train_dl_reload_epoch,
-        val_reload_epoch=fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        train_reload_epoch=train_reload_epoch,
+        val_reload_epoch=val_reload_epoch,
         val_age_s=None if last_validation is None else now - last_validation,
-        first_loop_iter=connector._first_loop_iter,
-        metrics={
-            "callback": dict(connector._callback_metrics),
-            "logged": dict(connector._logged_metrics),
-            "progress_bar": dict(connector._progress_bar_metrics),
-        },
+        first_loop_iter=lightning_names.first_loop_iter(trainer),
+        metrics=lightning_names.metrics(trainer),
         logged=_logged_values(trainer),
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
         groups=_group_names(trainer),
@@ -204,7 +191,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
 def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
     return [
         LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
-        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        for key, metric in lightning_names.results_of(trainer.fit_loop.epoch_loop).items()
         if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
     ]
 
@@ -308,13 +295,7 @@ def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = 
 
 
 def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = checkpoint
-    connector.restore_datamodule()
-    connector.restore_model()
-    connector.restore_callbacks()
-    connector.restore_training_state()
-    connector._loaded_checkpoint = {}
+    lightning_names.restore_checkpoint(trainer, checkpoint)
     _go_on(trainer)
 
 
@@ -323,21 +304,16 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
 
     The other workers do not run it, so the strategy's collectives return here as on a single device.
     """
-    call = submodule(package_of(trainer), "trainer.call")
     strategy: Any = trainer.strategy
     with strategy.alone():
-        call._call_callback_hooks(trainer, "on_train_epoch_start")
-        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        lightning_names.call_hooks(trainer, "on_train_epoch_start")
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore epoch, step and callbacks alone, which hooks look at. Weights and optimizers follow."""
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
-    connector.restore_loops()
-    call = submodule(package_of(trainer), "trainer.call")
-    call._call_callbacks_load_state_dict(trainer, connector._loaded_checkpoint)
-    connector._loaded_checkpoint = {}
+    part = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
+    lightning_names.restore_loops(trainer, part)
+    lightning_names.load_callback_states(trainer, part)
     _go_on(trainer)
     _begin_next_epoch_if_ended(trainer)
 
@@ -370,26 +346,25 @@ def _go_on(trainer: L.Trainer) -> None:
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-    for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations):
-        # The loop continues where the others are. Lightning's own restart would repeat hooks and validation.
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-    for callback in _callbacks(trainer):
-        if is_lightnings(callback, "BaseFinetuning"):
-            callback._restarting = False  # its groups exist already
+    # The loops continue where the others are. Lightning's own restart would repeat hooks and validation.
+    lightning_names.clear_restart_flags(fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations)
+    # The parameter groups of these callbacks exist already.
+    lightning_names.clear_restart_flags(
+        *(callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
+    )
 
 
 def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: RunningState) -> None:
     """Set the values that another worker's `running_state` returned."""
-    fit_loop, now = trainer.fit_loop, time.monotonic()
+    now = time.monotonic()
     trainer.should_stop = running.should_stop
     trainer.accumulate_grad_batches = running.accumulate_grad_batches
-    fit_loop._last_train_dl_reload_epoch = running.train_reload_epoch
-    fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = running.val_reload_epoch
-    if running.val_age_s is not None and _validates_by_clock(trainer):
-        trainer._last_val_time = now - running.val_age_s  # type: ignore[attr-defined]
-    trainer._logger_connector._first_loop_iter = running.first_loop_iter
+    lightning_names.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
+    if running.val_age_s is not None and lightning_names.validates_by_clock(trainer):
+        lightning_names.set_validation_time(trainer, now - running.val_age_s)
+    lightning_names.set_first_loop_iter(trainer, running.first_loop_iter)
     _set_metrics(trainer, running)
-    results = fit_loop.epoch_loop._results
+    results = lightning_names.results_of(trainer.fit_loop.epoch_loop)
     results.clear()  # drops values from hooks that this worker ran while it was alone
     for logged in running.logged:
         _adopt_logged_value(trainer, strategy, logged)
@@ -407,11 +382,10 @@ def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: 
             setattr(callback, name, None if age_s is None else now - age_s)
     for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
         # Its state holds the time until now, so the time that this worker has waited alone does not count.
-        timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
+        lightning_names.restart_timer(timer, now)
 
 
 def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
-    connector = trainer._logger_connector
     device = trainer.strategy.root_device
 
     def here(name: str) -> dict[str, Any]:
@@ -419,9 +393,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
             key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in running.metrics[name].items()
         }
 
-    connector._callback_metrics = here("callback")
-    connector._logged_metrics = here("logged")
-    connector._progress_bar_metrics = here("progress_bar")
+    lightning_names.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
 
 
 def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
@@ -436,7 +408,7 @@ def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: L
             "which this worker's module does not have; create metrics in __init__ or setup"
         ) from error
     metric.has_reset = logged.has_reset
-    trainer.fit_loop.epoch_loop._results[logged.key] = metric
+    lightning_names.results_of(trainer.fit_loop.epoch_loop)[logged.key] = metric
 
 
 def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
@@ -520,7 +492,3 @@ def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]
         for kind, names in table.items()
         if is_lightnings(callback, kind)
     ]
-
-
-def _validates_by_clock(trainer: L.Trainer) -> bool:
-    return getattr(trainer, "_val_check_time_interval", None) is not None

@@ -10,38 +10,68 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.position import FitPosition
 
 if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+    import lightning as L
 
-__all__ = ["TrainLoaders", "refetch"]
+__all__ = ["TrainLoaders"]
 
 log = logging.getLogger(__name__)
 
 
 class TrainLoaders:
-    """State that outlives the loaders themselves, which a Trainer may make anew for each epoch.
+    """The training loaders of a Trainer, which it may make anew for each epoch, and state that outlives them.
 
     Args:
         has_global_batch_size: whether the strategy was given one, which holds for each loader.
     """
 
-    def __init__(self, has_global_batch_size: bool) -> None:
+    def __init__(self, trainer: L.Trainer, position: FitPosition, has_global_batch_size: bool) -> None:
+        self._trainer = trainer
+        self._position = position
         self._has_global_batch_size = has_global_batch_size
         self._order_seeds: Sequence[int] = ()
         self._known: Sequence[ElasticLoader] = ()
         self._has_warned = False
+        self.computed: int | None = None  # batch under computation, if not the last one handed out
 
-    def keep_step(self, combined: CombinedLoader, loaders: Sequence[ElasticLoader], num_batches: int) -> None:
+    @property
+    def all(self) -> list[ElasticLoader]:
+        combined = lightning_names.combined_loader(self._trainer.fit_loop)
+        assert combined is not None
+        return [loader for loader in combined.flattened if isinstance(loader, ElasticLoader)]
+
+    @property
+    def first(self) -> ElasticLoader:
+        return self.all[0]
+
+    @property
+    def are_made(self) -> bool:
+        return lightning_names.combined_loader(self._trainer.fit_loop) is not None and bool(self.all)
+
+    @property
+    def batch_number(self) -> int:
+        """Number of batches handed out over all epochs."""
+        # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    @property
+    def refusal(self) -> str:
+        """Reason why a loader cannot change its workers; empty if all can."""
+        return next((loader.refusal for loader in self.all if loader.refusal), "")
+
+    def keep_step(self) -> None:
         """Make new loaders count through the Trainer's epoch. Call it before each fetch.
 
         Raises:
             UnsupportedLoaderError: one global batch size was given for loaders of several batch sizes.
         """
+        combined, loaders = lightning_names.combined_loader(self._trainer.fit_loop), self.all
+        assert combined is not None
         if len(loaders) == len(self._known) and all(new is known for new, known in zip(loaders, self._known, strict=True)):
             return
         sizes = [loader.batch_sampler.batch_size for loader in loaders]
@@ -52,7 +82,9 @@ class TrainLoaders:
                 "the workers that the job starts with"
             )
         for loader in loaders:
-            loader.keep_step(num_batches, cycles=combined._mode == "max_size_cycle")
+            loader.keep_step(
+                int(self._trainer.num_training_batches), cycles=lightning_names.mode_of(combined) == "max_size_cycle"
+            )
         self._known = loaders
         self.take_order_seeds(self._order_seeds)
 
@@ -61,6 +93,8 @@ class TrainLoaders:
         self._order_seeds = seeds
         for loader, seed in zip(self._known, seeds, strict=False):
             loader.take_order_seed(seed)
+
+    # --- this worker's share ------------------------------------------------------------------------------------------------
 
     def loss_weight(self, batch: int) -> float:
         """Return the weight of a worker's mean loss in a batch, by its share of the first loader that takes part."""
@@ -75,13 +109,68 @@ class TrainLoaders:
             )
         return weights[0] if weights else 1.0
 
+    @property
+    def current_loss_weight(self) -> float:
+        """Weight of this worker's mean loss in the batch under computation; 1 when all shares are equal."""
+        if not self._trainer.training or self._position.size == 1:
+            return 1.0
+        return self.loss_weight(self.first.cursor - 1 if self.computed is None else self.computed)
 
-def refetch(combined: CombinedLoader, loaders: Sequence[ElasticLoader]) -> Any:
-    """Return the next batch of all loaders, as Lightning combines it, without its iterators."""
-    parts: list[Any] = []
-    for loader in loaders:
-        try:
-            parts.append(loader.refetch())
-        except StopIteration:
-            parts.append(None)  # this loader is shorter than the others, in mode `max_size`
-    return torch.utils._pytree.tree_unflatten(parts, combined._spec)
+    @property
+    def sample_weight(self) -> float:
+        """Weight of this worker's share of the last training batch, relative to an equal share."""
+        if not self.are_made or not self.first.cursor:
+            return 1.0
+        batch = self.first.cursor - 1
+        return self.loss_weight(batch) if self.first.has_samples(batch) else 1.0
+
+    @property
+    def num_own_samples(self) -> int:
+        """This worker's share of the last training batch."""
+        return self.first.num_own_samples(self.first.cursor - 1)
+
+    # --- position -------------------------------------------------------------------------------------------------------------
+
+    def begin_at(self, cursor: int) -> None:
+        """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed."""
+        for loader in self.all:
+            loader.cursor = cursor
+        lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
+
+    def lead_fetcher(self) -> None:
+        """Bring Lightning's fetcher to the loaders' position."""
+        fetcher, loader = lightning_names.fetcher_of(self._trainer.fit_loop), self.first
+        fetcher.fetched = loader.cursor
+        fetcher.done = loader.cursor >= loader.num_epoch_batches  # a received state may be from an epoch's end
+
+    def refetched(self, num_batches: int) -> list[Any]:
+        """Return the last batches handed out, split for the current world, as arguments of the training step."""
+        trainer, loaders = self._trainer, self.all
+        for loader in loaders:
+            loader.reshard(self._position.rank, self._position.size, rewind=num_batches)
+        steps = []
+        for i in range(num_batches):
+            batch = trainer.precision_plugin.convert_input(self._next_again(loaders))
+            batch = lightning_names.before_transfer(trainer, batch)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            batch_idx = trainer.fit_loop.epoch_loop.batch_progress.current.ready - num_batches + i
+            steps.append(lightning_names.arguments_of_step(trainer, batch, batch_idx))
+        return steps
+
+    def _next_again(self, loaders: Sequence[ElasticLoader]) -> Any:
+        """Return the next batch of all loaders, as Lightning combines it, without its iterators."""
+        combined = lightning_names.combined_loader(self._trainer.fit_loop)
+        assert combined is not None
+        parts: list[Any] = []
+        for loader in loaders:
+            try:
+                parts.append(loader.refetch())
+            except StopIteration:
+                parts.append(None)  # this loader is shorter than the others, in mode `max_size`
+        return lightning_names.combine(combined, parts)
+
+    def close(self) -> None:
+        """End the loaders' processes."""
+        if self.are_made:
+            for loader in self.all:
+                loader.close()

@@ -28,27 +28,26 @@ import torchmetrics
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import (
     adopt,
     entry_of,
     set_computed,
     value_of,
 )
+from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import (
     ElasticLoader,
     share,
 )
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before
-from lightning_dlrover.packages import package_of, submodule
+from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-    from lightning.pytorch.loops.fetchers import _DataFetcher
-
-    from lightning_dlrover.live.training import LiveTraining
-else:
-    _DataFetcher = object  # `_fetcher_of` adds the Trainer's own base
+    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["Validation", "deal", "exchange_metrics_through"]
 
@@ -114,50 +113,52 @@ class _Report:
 class Validation:
     """One worker's part in the validation runs of a live job."""
 
-    def __init__(self, live: LiveTraining) -> None:
-        self._live = live
-        self._run = 0  # number of the newest run
+    def __init__(self, strategy: DLRoverStrategy, position: FitPosition, collectives: ResilientCollectives) -> None:
+        self._strategy = strategy
+        self._position = position
+        self._collectives = collectives
+        self.number = 0  # number of the newest run
         self._is_under_way = False
         self._fetcher: _Fetcher | None = None
         self._is_between = False
         self._plans: dict[tuple[int, int], list[Positions]] = {}  # batches dealt out before this worker has reached them
 
-    @property
-    def number(self) -> int:
-        return self._run
-
-    @number.setter
-    def number(self, number: int) -> None:
-        self._run = number
-
-    @property
     def is_between_dataloaders(self) -> bool:
         """Whether the dataloader that is ending has exchanged its values already, and is not the last one."""
         return self._fetcher is not None and self._is_between
 
     def run(self, run: Callable[[], Any]) -> Any:
         """Run one of Lightning's validations."""
-        self._run += 1
+        if not self._position.has_entered:
+            return run()
+        self.number += 1
+        self._position.validation = self.number
         self._is_under_way = True
         try:
             return run()
         finally:
             self._is_under_way = False
+            self._position.validation = 0
             if self._fetcher is not None:
                 self._fetcher.release_metrics()
             self._fetcher = None
-            self._plans = {place: plan for place, plan in self._plans.items() if place[0] > self._run}
+            self._plans = {place: plan for place, plan in self._plans.items() if place[0] > self.number}
 
-    def begin_batches(self, loop: _EvaluationLoop, reset: Callable[[], None]) -> None:
+    def begin_batches(self, loop: EvaluationLoop, reset: Callable[[], None]) -> None:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
-        self._live.send_buffers()
-        combined = loop._combined_loader
-        if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        if self._position.size > 1:
+            sent = self._collectives.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
+            self._strategy.take_buffers(sent)  # they may come from another worker's result
+        combined = lightning_names.combined_loader(loop)
+        if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return
-        if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
+        if not lightning_names.is_sequential(loop) or not all(
+            isinstance(loader, ElasticLoader) for loader in combined.flattened
+        ):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
-        self._fetcher = loop._data_fetcher = _fetcher_of(package_of(loop))(self._live, loop, self)
+        self._fetcher = _fetcher_of(package_of(loop))(self._position, self._collectives, loop, self)
+        lightning_names.replace_fetcher(loop, self._fetcher)
 
     def end_each_dataloader(self, loop: Any) -> None:
         """Make Lightning end each of several dataloaders once on every worker.
@@ -168,66 +169,66 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        for name in ("_store_dataloader_outputs", "on_run_end"):
-            loop.__dict__.pop(name, None)
-        store, end_run = loop._store_dataloader_outputs, loop.on_run_end
+        loop.__dict__.pop("on_run_end", None)
+        store, end_run = lightning_names.dataloader_end(loop), loop.on_run_end
 
         def end_up_to(number: int) -> None:
-            results = loop._results
+            results = lightning_names.results_of(loop)
             newest = results.dataloader_idx
-            for each in range(len(loop._logged_outputs), number + 1):
+            for each in range(lightning_names.num_ended_dataloaders(loop), number + 1):
                 results.dataloader_idx = each
                 self._is_between = each < loop.num_dataloaders - 1
                 store()
             results.dataloader_idx, self._is_between = newest, False
 
         def store_all() -> None:
-            if not loop._is_sequential or loop.num_dataloaders == 1:
+            if not lightning_names.is_sequential(loop) or loop.num_dataloaders == 1:
                 store()
             else:
-                end_up_to(loop._results.dataloader_idx or 0)
+                end_up_to(lightning_names.results_of(loop).dataloader_idx or 0)
 
         def end_all() -> Any:
-            if loop._is_sequential and loop.num_dataloaders > 1:
+            if lightning_names.is_sequential(loop) and loop.num_dataloaders > 1:
                 end_up_to(loop.num_dataloaders - 1)
             return end_run()
 
-        loop._store_dataloader_outputs, loop.on_run_end = store_all, end_all
+        lightning_names.replace_dataloader_end(loop, store_all)
+        loop.on_run_end = end_all
 
-    def step(self, loop: _EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
+    def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
-        if fetcher is None or self._live.size == 1:
+        if fetcher is None or self._position.size == 1:
             evaluate(*args)
             return
-        before = Before(fetcher.metrics.values(), loop._results)
+        before = Before(fetcher.metrics.values(), lightning_names.results_of(loop))
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
-            done = self._live.attempt(evaluate, *args)
+            done = self._collectives.attempt(evaluate, *args)
         if done is None:
             fetcher.take_back()
             before.restore()
             loop.batch_progress.load_state_dict(progress)
-            self._live.recover()
+            self._collectives.recover()
 
     def take_plan(self, part: int) -> list[Positions] | None:
-        return self._plans.pop((self._run, part), None)
+        return self._plans.pop((self.number, part), None)
 
     # --- after a loss ------------------------------------------------------------------------------------------------
 
-    def report(self, has_missed: bool) -> dict[str, Any]:
-        """Return this worker's progress.
+    def settle(self) -> None:
+        """Compare the survivors' progress, and deal out the rest of their current dataloader."""
+        self._deal_out(self._collectives.gathered(self._report()), self._position.rank)
 
-        Args:
-            has_missed: whether another worker has the result of this worker's current collective.
-        """
+    def _report(self) -> dict[str, Any]:
+        """Return this worker's progress."""
         if not self._is_under_way:
-            return vars(_Report(self._run + 1, 0))
+            return vars(_Report(self.number + 1, 0))
         if self._fetcher is None:
-            return vars(_Report(self._run, 0))
-        return vars(self._fetcher.report(self._run, has_missed))
+            return vars(_Report(self.number, 0))
+        return vars(self._fetcher.report(self.number, self._collectives.has_missed_result))
 
-    def settle(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
+    def _deal_out(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
         """Deal out the rest of the survivors' current dataloader.
 
         Args:
@@ -249,7 +250,7 @@ class Validation:
         started = [report.started for report in there]
         batches = deal(np.flatnonzero(~done), started, rank, begun[0].samples_per_batch, in_step)
         fetcher = self._fetcher
-        if fetcher is not None and (self._run, fetcher.part) == place:
+        if fetcher is not None and (self.number, fetcher.part) == place:
             fetcher.go_on_with(batches)
         else:
             self._plans[place] = batches
@@ -258,22 +259,23 @@ class Validation:
 @functools.cache
 def _fetcher_of(package: str) -> type[_Fetcher]:
     """Return `_Fetcher` as a data fetcher of the Trainer's own package."""
-    base = submodule(package, "loops.fetchers")._DataFetcher
-    return type("_Fetcher", (_Fetcher, base), {})
+    return type("_Fetcher", (_Fetcher, lightning_names.fetcher_class(package)), {})
 
 
-class _Fetcher(_DataFetcher):
+class _Fetcher(DataFetcher):
     """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
 
-    def __init__(self, live: LiveTraining, loop: _EvaluationLoop, validation: Validation) -> None:
+    def __init__(
+        self, position: FitPosition, collectives: ResilientCollectives, loop: EvaluationLoop, validation: Validation
+    ) -> None:
         super().__init__()
-        combined = loop._combined_loader
+        combined = lightning_names.combined_loader(loop)
         assert combined is not None
-        assert loop._data_fetcher is not None
         self.setup(combined)
-        self.fetched = loop._data_fetcher.fetched
+        self.fetched = lightning_names.fetcher_of(loop).fetched
         self.part = 0  # index of the dataloader
-        self._live = live
+        self._position = position
+        self._collectives = collectives
         self._loop = loop
         self._validation = validation
         self._loaders: list[ElasticLoader] = combined.flattened
@@ -294,18 +296,15 @@ class _Fetcher(_DataFetcher):
         return self
 
     def __next__(self) -> Any:
-        self._start_profiler()
-        try:
+        with lightning_names.profiled(self):
             while self.part < len(self._loaders):
-                self._live.recover_if_broken()
+                self._collectives.recover_if_broken()
                 loader = self._loaders[self.part]
                 if loader.cursor < len(self._batches):
                     return self._fetch(loader)
                 self._commit()
             self.done = True
-            raise StopIteration
-        finally:
-            self._stop_profiler()
+        raise StopIteration
 
     def _begin_part(self) -> None:
         self._started, self._in_step, self._current, self._batches = 0, False, None, []
@@ -321,7 +320,7 @@ class _Fetcher(_DataFetcher):
         batches = self._validation.take_plan(self.part)
         if batches is None:
             positions = np.arange(len(self._done))
-            batches = deal(positions, [0] * self._live.size, self._live.rank, loader.global_batch_size, in_step=False)
+            batches = deal(positions, [0] * self._position.size, self._position.rank, loader.global_batch_size, in_step=False)
         self.go_on_with(batches)
 
     def _fetch(self, loader: ElasticLoader) -> Any:
@@ -338,7 +337,7 @@ class _Fetcher(_DataFetcher):
         return _Step(self)
 
     def step_begins(self) -> None:
-        self._step_began_at = self._live.num_collectives
+        self._step_began_at = self._position.collective
 
     def step_ended(self) -> None:
         self._in_step = self._has_collectives
@@ -347,7 +346,7 @@ class _Fetcher(_DataFetcher):
     @property
     def _has_collectives(self) -> bool:
         began_at = self._step_began_at
-        return self._in_step or (began_at is not None and self._live.num_collectives > began_at)
+        return self._in_step or (began_at is not None and self._position.collective > began_at)
 
     def take_back(self) -> None:
         """Count the batch handed out last as not computed."""
@@ -382,11 +381,13 @@ class _Fetcher(_DataFetcher):
 
     def _commit(self) -> None:
         """End a dataloader together with the others. If a worker is lost meanwhile, there may be more batches to compute."""
-        if self._live.size > 1:
+        if self._position.size > 1:
             self._is_committing = True
             try:
-                outcome = self._live.collective_once(
-                    lambda: self._live.named("the exchange of validated samples", lambda: transfer.all_gather(self._ballot()))
+                outcome = self._collectives.once(
+                    lambda: self._collectives.named(
+                        "the exchange of validated samples", lambda: transfer.all_gather(self._ballot())
+                    )
                 )
             finally:
                 self._is_committing = False
@@ -401,7 +402,7 @@ class _Fetcher(_DataFetcher):
         """Return this worker's logged values for the current dataloader."""
         logged = {
             key: entry_of(metric)
-            for key, metric in self._loop._results.items()
+            for key, metric in lightning_names.results_of(self._loop).items()
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
@@ -419,7 +420,7 @@ class _Fetcher(_DataFetcher):
 
     def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Compute the epoch's values from those of all workers. Lightning then has no reason to reduce them."""
-        results = self._loop._results
+        results = lightning_names.results_of(self._loop)
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
             if key not in results:  # this worker had no sample
@@ -493,19 +494,19 @@ class _Exchange:
     """Replacement for torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
 
     def __init__(self) -> None:
-        self.live: LiveTraining | None = None
+        self.collectives: ResilientCollectives | None = None
 
     def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        live = self.live
-        if live is None or group is not None:
+        collectives = self.collectives
+        if collectives is None or group is not None:
             return gather_all_tensors(result, group)
-        return live.collective(lambda: gather_all_tensors(result))
+        return collectives.run(lambda: gather_all_tensors(result))
 
 
 _EXCHANGE = _Exchange()
 
 
-def exchange_metrics_through(live: LiveTraining) -> None:
+def exchange_metrics_through(collectives: ResilientCollectives) -> None:
     """Make torchmetrics objects exchange their states as collectives of this job."""
-    _EXCHANGE.live = live
+    _EXCHANGE.collectives = collectives
     torchmetrics.metric.gather_all_tensors = _EXCHANGE  # type: ignore[attr-defined]

@@ -50,10 +50,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.training import (
-        LiveTraining,
-        Progress,
-    )
+    from lightning_dlrover.live.progress import FitProgress, Progress
     from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["HangPatience", "Watchdog", "hang_event"]
@@ -112,10 +109,10 @@ class HangPatience:
 class Watchdog:
     """One worker's watch, from the start of the training loop to its end."""
 
-    def __init__(self, live: LiveTraining, patience: HangPatience | None = None) -> None:
-        self._hangs = _Hangs(live, patience or HangPatience())
-        self._stragglers = _Stragglers(live)
-        self._memory = _Memory(live)
+    def __init__(self, fit: FitProgress, patience: HangPatience | None = None) -> None:
+        self._hangs = _Hangs(fit, patience or HangPatience())
+        self._stragglers = _Stragglers(fit)
+        self._memory = _Memory(fit)
         self._closing = threading.Event()
         # Runs in a thread of its own: the other thread waits for etcd now and then, and that is no time without the GIL.
         self._gil = _GilWatch(os.environ)
@@ -206,9 +203,9 @@ class _GilWatch:
 class _Hangs:
     """Answers requests for this worker's position, and requests the others' when it makes no progress itself."""
 
-    def __init__(self, live: LiveTraining, patience: HangPatience) -> None:
-        self._live = live
-        self._membership: Membership = live.world.membership
+    def __init__(self, fit: FitProgress, patience: HangPatience) -> None:
+        self._fit = fit
+        self._membership: Membership = fit.world.membership
         self._patience = patience
         request = self._membership.stacks_request()
         self._answered = request.number if request is not None else 0
@@ -218,7 +215,7 @@ class _Hangs:
         self._since = time.monotonic()
 
     def look(self, now: float, was_stopped: bool) -> None:
-        progress = self._live.progress
+        progress = self._fit.now
         if progress != self._progress or was_stopped:
             self._progress, self._since, self._told_at = progress, now, None
         request = self._membership.stacks_request()
@@ -229,17 +226,17 @@ class _Hangs:
             self._conclude(now)
         elif self._patience.floor_s > 0 and (self._told_at is None or now - self._told_at > self._patience.again_s):
             phase = "debugger" if is_in_debugger() else progress.phase
-            limit_s = self._patience.limit_s(phase, progress.steps_in_round, self._live.step_time_s)
+            limit_s = self._patience.limit_s(phase, progress.steps_in_round, self._fit.step_time_s)
             if now - self._since > limit_s:
                 self._ask(now)
 
     def _ask(self, now: float) -> None:
-        usual = f"{self._live.step_time_s:.3g} s are usual" if self._live.step_time_s else "none was made before"
+        usual = f"{self._fit.step_time_s:.3g} s are usual" if self._fit.step_time_s else "none was made before"
         asked = self._membership.ask_for_stacks(self._answered, f"no step for {now - self._since:.0f} s, {usual}")
         self._asked = (asked, now) if asked is not None else None
 
     def _answer(self, request: StacksRequest, now: float) -> None:
-        formation = self._live.formation
+        formation = self._fit.formation
         self._membership.put_stacks(
             StacksRecord(
                 worker_id=self._membership.worker_id,
@@ -247,9 +244,9 @@ class _Hangs:
                 global_rank=formation.rank if formation is not None else 0,
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                phase="debugger" if is_in_debugger() else self._live.progress.phase,
+                phase="debugger" if is_in_debugger() else self._fit.now.phase,
                 since_s=now - self._since,
-                in_collective=self._live.is_in_collective,
+                in_collective=self._fit.is_in_collective,
                 place=innermost_user_place(),
                 stacks=stacks(),
             )
@@ -318,16 +315,16 @@ def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: lis
 class _Stragglers:
     """On rank 0: judges every worker by the times in the votes, and requests a straggler's replacement where that pays."""
 
-    def __init__(self, live: LiveTraining) -> None:
-        self._live = live
-        self._membership: Membership = live.world.membership
+    def __init__(self, fit: FitProgress) -> None:
+        self._fit = fit
+        self._membership: Membership = fit.world.membership
         self._num_heard = 0
         self._named = ("", False)  # the worker, and whether its replacement was requested
         self._judged_at = self._next_look = 0.0
 
     def look(self, now: float) -> None:
-        live, pulse = self._live, self._live.pulse
-        formation = live.formation
+        fit, pulse = self._fit, self._fit.pulse
+        formation = fit.formation
         if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard or now < self._next_look:
             return
         self._num_heard = pulse.num_heard
@@ -335,7 +332,7 @@ class _Stragglers:
         observations = pulse.heard(formation.round.number)
         if not observations or any(w not in records for w in members):
             return  # the world is changing
-        found = find_straggler(observations, hosts=[records[w].host for w in members], loads=live.loads)
+        found = find_straggler(observations, hosts=[records[w].host for w in members], loads=fit.loads)
         self._next_look = now + 20 * (time.monotonic() - now)  # limits the load: with hundreds of workers the search takes long
         if found is None:
             return
@@ -353,7 +350,7 @@ class _Stragglers:
         stalls = [e.data.get("seconds") for e in past if e.kind == "stall"]
         known = [s for s in stalls if isinstance(s, float) and 0 <= s < 3600]
         replacement = judge_replacement(
-            found, self._live.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
+            found, self._fit.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
         )
         act, why = "none", replacement.reason
         if replacement.pays and not membership.has_controller():
@@ -372,8 +369,8 @@ class _Stragglers:
                 "worker_id": worker,
                 "act": act,
                 "why": why,
-                "round": self._live.formation.round.number if self._live.formation is not None else 0,
-                "step": self._live.progress.counts[0],
+                "round": self._fit.formation.round.number if self._fit.formation is not None else 0,
+                "step": self._fit.now.counts[0],
                 "saved_s": replacement.saved_s,
                 "cost_s": replacement.cost_s,
                 **asdict(found),
@@ -388,9 +385,9 @@ class _Stragglers:
 class _Memory:
     """Predicts when this worker's memory reaches its limit, and requests a remedy before that."""
 
-    def __init__(self, live: LiveTraining) -> None:
-        self._live = live
-        self._membership: Membership = live.world.membership
+    def __init__(self, fit: FitProgress) -> None:
+        self._fit = fit
+        self._membership: Membership = fit.world.membership
         self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
         self._first_round = 0  # first round with this worker; 0: not known yet
         self._looked_at = 0.0  # end of the newest window examined
@@ -428,7 +425,7 @@ class _Memory:
         remedy = choose_remedy(
             forecast,
             Situation(
-                remaining_steps=self._live.remaining_steps,
+                remaining_steps=self._fit.remaining_steps,
                 lead_s=lead_s,
                 num_workers=windows[-1].num_workers,
                 max_workers=view.job.max_workers if view.job is not None else windows[-1].num_workers,
@@ -450,7 +447,7 @@ class _Memory:
             {
                 "worker_id": membership.worker_id,
                 "round": number,
-                "step": self._live.progress.counts[0],
+                "step": self._fit.now.counts[0],
                 **asdict(remedy),
                 **asdict(forecast),
             },

@@ -251,7 +251,7 @@ class RarelyRead(ToyModel):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         assert self.live is not None
-        self.recorder.write("collectives", number=self.live.num_collectives)
+        self.recorder.write("collectives", number=self.live.position.collective)
 
 
 class SeveralSets(ToyModel):
@@ -537,7 +537,7 @@ class GatheringWindows(Accumulating):
     @property
     def _in_step(self) -> bool:
         assert self.live is not None
-        return self.live._in_step
+        return self.live.position.in_step
 
 
 class Walking(torch.optim.SGD):
@@ -770,7 +770,7 @@ class Reloading(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.live is not None
-        self.recorder.write("number", of=self.live.progress.batch)
+        self.recorder.write("number", of=self.live.progress.now.batch)
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> Any:
@@ -793,7 +793,7 @@ class Folded(ToyModel):
     def on_train_end(self) -> None:
         assert self.live is not None
         live: Any = self.live
-        end_together = live._end_together
+        end_together = live.fits._end_together
 
         def end() -> None:
             end_together()
@@ -803,7 +803,7 @@ class Folded(ToyModel):
                 self.recorder.place.armed.unlink()
                 raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
-        live._end_together = end
+        live.fits._end_together = end
 
 
 def run_folds(recorder: Recorder, feature: Feature) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import pytorch_lightning
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_dlrover.live import loggers
-from lightning_dlrover.live.loggers import (
-    _NAMES,
-    _leave_comet,
-)
+from lightning_dlrover.live.loggers import _adopt_csv_log, _leave_comet
 
 
 class Own(Logger):
@@ -51,16 +48,46 @@ def test_logger_of_the_users_own_gets_its_state() -> None:
     assert other.run == "a"
 
 
-@pytest.mark.parametrize("kind", [name for name in _NAMES if name not in ("CSVLogger", "TensorBoardLogger", "LitLogger")])
-def test_attributes_of_remote_loggers_exist(kind: str) -> None:
-    source = Path(pytorch_lightning.__file__).with_name("loggers") / f"{kind.removesuffix('Logger').lower()}.py"
-    for name in _NAMES[kind]:
-        assert f"self.{name}" in source.read_text(), f"{kind} has no {name} any more"
-
-
 def test_experiment_that_comet_starts_too_early_is_ended() -> None:
     ended: list[bool] = []
     logger = SimpleNamespace(_experiment=SimpleNamespace(end=lambda: ended.append(True)))
     _leave_comet(logger)
     assert ended == [True]
     assert logger._experiment is None
+
+
+def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(tmp_path: Path) -> None:
+    former = CSVLogger(tmp_path, name="log", version=0)
+    for step in range(3):
+        former.log_metrics({"loss": float(step)}, step)
+    former.save()
+    successor = CSVLogger(tmp_path, name="log", version=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # must not warn, for example that earlier rows will be deleted
+        _adopt_csv_log(successor)
+    successor.log_metrics({"loss": 3.0}, 3)
+    successor.save()
+    rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
+    assert rows[0].split(",") == ["loss", "step"]
+    assert len(rows) == 5
+
+
+def test_a_new_column_after_taking_over_a_csv_log_costs_no_rows(tmp_path: Path) -> None:
+    former = CSVLogger(tmp_path, name="log", version=0)
+    former.log_metrics({"loss": 1.0}, 0)
+    former.save()
+    successor = CSVLogger(tmp_path, name="log", version=0)
+    _adopt_csv_log(successor)
+    successor.log_metrics({"loss": 2.0, "val": 0.5}, 1)
+    successor.save()
+    rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert "val" in rows[0]
+
+
+def test_there_is_nothing_to_take_over_where_no_log_was_written(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="log", version=0)
+    _adopt_csv_log(logger)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.save()
+    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from lightning_dlrover.live.loader import (
     open_handle,
     share,
 )
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.train_loaders import TrainLoaders
 
 
@@ -658,12 +660,18 @@ def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
     assert len(rest_of(loader)) == 3
 
 
+def train_loaders(combined: CombinedLoader, has_global_batch_size: bool = False) -> TrainLoaders:
+    """The loaders of a Trainer with epochs of 5 batches."""
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=combined), num_training_batches=5)
+    return TrainLoaders(trainer, FitPosition(None), has_global_batch_size)
+
+
 def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptureFixture) -> None:
     long, short = elastic(20, 4, place=(0, 3)), elastic(5, 4, place=(0, 3))
     combined = CombinedLoader([short, long], "max_size")
     iter(combined)
-    loaders = TrainLoaders(has_global_batch_size=False)
-    loaders.keep_step(combined, [short, long], 5)
+    loaders = train_loaders(combined)
+    loaders.keep_step()
     assert loaders.loss_weight(0) == pytest.approx(2 * 3 / 4)
     assert loaders.loss_weight(2) == pytest.approx(2 * 3 / 4)
     assert not caplog.records
@@ -674,15 +682,16 @@ def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptu
 def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
     loaders = [elastic(20, 8, batch_size=size) for size in (4, 8)]
     with pytest.raises(UnsupportedLoaderError, match=r"batch sizes \[4, 8\], and global_batch_size would give each"):
-        TrainLoaders(has_global_batch_size=True).keep_step(CombinedLoader(loaders), loaders, 3)
+        train_loaders(CombinedLoader(loaders), has_global_batch_size=True).keep_step()
 
 
 def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
-    loaders = TrainLoaders(has_global_batch_size=False)
     first, later = elastic(20, 4, shuffle=True), elastic(20, 4, shuffle=True)
-    loaders.keep_step(CombinedLoader([first]), [first], 5)
+    loaders = train_loaders(CombinedLoader([first]))
+    loaders.keep_step()
     loaders.take_order_seeds([7])
-    loaders.keep_step(CombinedLoader([later]), [later], 5)
+    loaders._trainer.fit_loop._combined_loader = CombinedLoader([later])
+    loaders.keep_step()
     assert (first.order_seed, later.order_seed) == (7, 7)
     assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
 

@@ -13,8 +13,6 @@ from lightning.pytorch.callbacks import Callback
 from sklearn.preprocessing import StandardScaler
 
 from lightning_dlrover.live.state import (
-    CALLBACK_CLOCKS,
-    CALLBACK_FIELDS,
     LoggedValue,
     is_lightnings,
 )
@@ -89,14 +87,6 @@ def test_class_inside_a_class_is_refused_with_advice() -> None:
 def test_object_that_cannot_be_written_is_named() -> None:
     with pytest.raises(transfer.TransferError, match=r"lambda.*leave it out of state_dict and on_save_checkpoint"):
         transfer.pack({"kept": lambda: 1})
-
-
-@pytest.mark.parametrize("table", [CALLBACK_FIELDS, CALLBACK_CLOCKS])
-def test_private_fields_of_lightnings_callbacks_exist(table: dict[str, tuple[str, ...]]) -> None:
-    arguments: dict[str, dict[str, object]] = {"StochasticWeightAveraging": {"swa_lrs": 0.1}}
-    for name, fields in table.items():
-        callback = getattr(lightning_callbacks, name)(**arguments.get(name, {}))
-        assert [field for field in fields if not hasattr(callback, field)] == [], name
 
 
 def test_subclasses_of_lightnings_callbacks_are_recognised() -> None:

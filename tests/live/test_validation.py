@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from live_parts import BETWEEN, a_formation, a_worker, hellos
 
 from lightning_dlrover.live.validation import (
     Positions,
@@ -52,3 +56,13 @@ def test_few_samples_are_repeated_rather_than_hang_a_step() -> None:
 def test_few_samples_go_to_some_where_steps_have_no_collectives() -> None:
     by_rank = dealt([5], [3, 3], 8, in_step=False)
     assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], []]
+
+
+def test_buffers_sent_before_a_validation_reach_a_worker_that_a_loss_kept_from_receiving_them() -> None:
+    live = a_worker("w1", a_formation("w1", hellos(BETWEEN, BETWEEN)))
+    module = live._trainer.lightning_module
+    module.register_buffer("mean", torch.zeros(3))
+    live.collectives._missed = {(5, 1): {"mean": torch.arange(3.0)}}
+    loop: Any = SimpleNamespace(_combined_loader=None)
+    live.validation.begin_batches(loop, lambda: None)
+    assert torch.equal(module.mean, torch.arange(3.0))

@@ -121,7 +121,7 @@ MEMBER = """
 import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from lightning_dlrover.live.training import Position, can_meet
+from lightning_dlrover.live.position import Position, can_meet
 from lightning_dlrover.rdzv import World, WorldConfig
 
 connect = dist.ProcessGroupGloo

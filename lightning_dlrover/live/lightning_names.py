@@ -1,0 +1,417 @@
+"""The private names of Lightning that a live fit depends on, each used only in this file.
+
+tests/live/test_lightning_names.py lists them and checks that each exists, in `lightning` and in `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_dlrover.packages import package_of, result_module, submodule
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+    from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+else:
+    DataFetcher = EpochLoop = EvaluationLoop = object
+
+__all__ = [
+    "CALLBACK_CLOCKS",
+    "CALLBACK_FIELDS",
+    "CANDIDATES",
+    "LOGGER_NAMES",
+    "DataFetcher",
+    "EpochLoop",
+    "EvaluationLoop",
+    "adopt_search",
+    "arguments_of_step",
+    "before_transfer",
+    "call_hooks",
+    "callback_metrics",
+    "can_stop_early",
+    "clear_restart_flags",
+    "closure",
+    "combine",
+    "combined_loader",
+    "dataloader_end",
+    "dump_checkpoint",
+    "ends_after_search",
+    "exit_after_search",
+    "fetcher_class",
+    "fetcher_of",
+    "first_loop_iter",
+    "hands_out_iterator",
+    "has_open_experiment",
+    "is_accumulating",
+    "is_result",
+    "is_sequential",
+    "leave_experiment",
+    "load_callback_states",
+    "logger_connector",
+    "metrics",
+    "mode_of",
+    "new_result",
+    "num_ended_dataloaders",
+    "profiled",
+    "reload_epochs",
+    "replace_dataloader_end",
+    "replace_fetcher",
+    "restart_timer",
+    "restore_checkpoint",
+    "restore_loops",
+    "restore_module_mode",
+    "results_of",
+    "saves_by_clock",
+    "search_results",
+    "set_first_loop_iter",
+    "set_metrics",
+    "set_reload_epochs",
+    "set_toggled",
+    "set_validation_time",
+    "steps_between_saves",
+    "toggled",
+    "validates_by_clock",
+    "validation_time",
+    "wandb_arguments",
+]
+
+CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
+    "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state only when averaging begins
+    "WeightAveraging": ("_latest_update_epoch",),
+}
+"""Fields of Lightning's callbacks that affect joint decisions of all workers, and that `state_dict` leaves out."""
+
+CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_checked",)}
+"""Readings of `time.monotonic`, sent as ages because the clocks of hosts differ."""
+
+CANDIDATES = "_monitor_candidates"
+"""Method in which a `ModelCheckpoint` reads the logged values before it saves."""
+
+LOGGER_NAMES: dict[str, tuple[str, ...]] = {
+    "CSVLogger": ("_version",),
+    "TensorBoardLogger": ("_version",),
+    "WandbLogger": ("_id",),
+    "MLFlowLogger": ("_run_id", "_experiment_id"),
+    "CometLogger": ("_experiment_key", "_project_name"),
+    "LitLogger": ("_name", "_version"),
+}
+"""Attributes with which each of Lightning's loggers names its run. Other loggers may have `_version`."""
+
+
+# --- loops and loaders ------------------------------------------------------------------------------------------------------
+
+
+def combined_loader(loop: Any) -> CombinedLoader | None:
+    """Return the dataloaders of a fit or an evaluation; None before they are set up."""
+    combined: CombinedLoader | None = loop._combined_loader
+    return combined
+
+
+def mode_of(combined: CombinedLoader) -> str:
+    """Return how a `CombinedLoader` treats loaders of different lengths."""
+    return combined._mode
+
+
+def combine(combined: CombinedLoader, parts: list[Any]) -> Any:
+    """Return one batch of each loader in the form in which the user combined the loaders."""
+    return torch.utils._pytree.tree_unflatten(parts, combined._spec)
+
+
+def fetcher_of(loop: Any) -> Any:
+    """Return the data fetcher of a fit or an evaluation."""
+    return loop._data_fetcher
+
+
+def replace_fetcher(loop: Any, fetcher: Any) -> None:
+    loop._data_fetcher = fetcher
+
+
+def fetcher_class(package: str) -> type:
+    """Return the base class of the package's data fetchers."""
+    base: type = submodule(package, "loops.fetchers")._DataFetcher
+    return base
+
+
+def hands_out_iterator(loop: Any) -> bool:
+    """Whether the user's step takes the dataloader's iterator instead of a batch."""
+    return type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
+
+
+@contextmanager
+def profiled(fetcher: DataFetcher) -> Iterator[None]:
+    """Run a fetch inside the Trainer's profiler."""
+    fetcher._start_profiler()
+    try:
+        yield
+    finally:
+        fetcher._stop_profiler()
+
+
+def is_accumulating(trainer: L.Trainer) -> bool:
+    """Whether the current batch is not the last one of its accumulation window."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def can_stop_early(trainer: L.Trainer) -> bool:
+    """Whether `min_epochs` and `min_steps` allow the fit to stop."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
+def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> Callable[[], Any]:
+    """Return the forward and backward pass of automatic optimization for one batch."""
+    made: Callable[[], Any] = trainer.fit_loop.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)
+    return made
+
+
+def before_transfer(trainer: L.Trainer, batch: Any) -> Any:
+    """Run the module's hook before a batch goes to the device."""
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def arguments_of_step(trainer: L.Trainer, batch: Any, batch_idx: int) -> Any:
+    """Return the arguments of the user's training step."""
+    return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+
+
+def toggled(module: L.LightningModule) -> dict[Any, bool]:
+    """Return the trainable flags that `toggle_optimizer` has stored to restore them later."""
+    return dict(module._param_requires_grad_state)
+
+
+def set_toggled(module: L.LightningModule, flags: Mapping[Any, bool]) -> None:
+    module._param_requires_grad_state = dict(flags)
+
+
+# --- validation -------------------------------------------------------------------------------------------------------------
+
+
+def is_sequential(loop: Any) -> bool:
+    """Whether an evaluation's dataloaders are run one after the other."""
+    return bool(loop._is_sequential)
+
+
+def num_ended_dataloaders(loop: Any) -> int:
+    return len(loop._logged_outputs)
+
+
+def dataloader_end(loop: Any) -> Callable[[], None]:
+    """Return Lightning's own work at the end of each of an evaluation's dataloaders."""
+    loop.__dict__.pop("_store_dataloader_outputs", None)
+    end: Callable[[], None] = loop._store_dataloader_outputs
+    return end
+
+
+def replace_dataloader_end(loop: Any, end: Callable[[], None]) -> None:
+    loop._store_dataloader_outputs = end
+
+
+def restore_module_mode(trainer: L.Trainer) -> None:
+    """Put the module's parts back into the modes that they had before the current validation."""
+    trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+
+
+def validates_by_clock(trainer: L.Trainer) -> bool:
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def validation_time(trainer: L.Trainer) -> float | None:
+    """Return the clock's reading at the last validation; None if validation does not follow the clock."""
+    return getattr(trainer, "_last_val_time", None) if validates_by_clock(trainer) else None
+
+
+def set_validation_time(trainer: L.Trainer, at: float) -> None:
+    trainer._last_val_time = at  # type: ignore[attr-defined]
+
+
+def reload_epochs(trainer: L.Trainer) -> tuple[float, float]:
+    """Return the epochs in which the training and validation loaders were last made anew; -inf: never."""
+    fit_loop = trainer.fit_loop
+    return fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+
+
+def set_reload_epochs(trainer: L.Trainer, train: float, val: float) -> None:
+    trainer.fit_loop._last_train_dl_reload_epoch = train
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = val
+
+
+# --- logged values ----------------------------------------------------------------------------------------------------------
+
+
+def results_of(holder: Any) -> Any:
+    """Return the logged values of one loop, or of a Trainer's active loop; None if no loop is active."""
+    return holder._results
+
+
+def new_result(trainer: Any, meta: Mapping[str, Any], is_tensor: bool, is_synced: bool, rank_zero_only: bool) -> Any:
+    """Return an entry without a value, as `self.log` makes it."""
+    result = result_module(trainer)
+    metadata = result._Metadata(**meta)
+    metadata.sync = result._Sync(fn=trainer.strategy.reduce, _should=is_synced, rank_zero_only=rank_zero_only)
+    return result._ResultMetric(metadata, is_tensor=is_tensor)
+
+
+def is_result(part: object) -> bool:
+    """Whether a torchmetrics object is an entry of `self.log`."""
+    return type(part).__name__ == "_ResultMetric"
+
+
+def callback_metrics(trainer: Any) -> dict[str, Any]:
+    """Return the values that callbacks and schedulers read. They may be set."""
+    values: dict[str, Any] = trainer._logger_connector._callback_metrics
+    return values
+
+
+def metrics(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
+    """Return callback, logged and progress-bar metrics by name."""
+    connector = trainer._logger_connector
+    return {
+        "callback": dict(connector._callback_metrics),
+        "logged": dict(connector._logged_metrics),
+        "progress_bar": dict(connector._progress_bar_metrics),
+    }
+
+
+def set_metrics(trainer: L.Trainer, by_kind: Mapping[str, dict[str, Any]]) -> None:
+    connector = trainer._logger_connector
+    connector._callback_metrics = by_kind["callback"]
+    connector._logged_metrics = by_kind["logged"]
+    connector._progress_bar_metrics = by_kind["progress_bar"]
+
+
+def logger_connector(trainer: Any) -> Any:
+    """Return the object whose public methods compute an epoch's values."""
+    return trainer._logger_connector
+
+
+def first_loop_iter(trainer: L.Trainer) -> bool | None:
+    """Return whether the epoch's first batch is being trained on; None: no batch was."""
+    return trainer._logger_connector._first_loop_iter
+
+
+def set_first_loop_iter(trainer: L.Trainer, value: bool | None) -> None:
+    trainer._logger_connector._first_loop_iter = value
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------------
+
+
+def dump_checkpoint(trainer: L.Trainer) -> dict[str, Any]:
+    """Return a whole checkpoint, after the hooks of saving have run."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Restore datamodule, model, callbacks and training state from a checkpoint in memory."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+
+
+def restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Restore epoch and step from a checkpoint in memory."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_loops()
+    connector._loaded_checkpoint = {}
+
+
+def load_callback_states(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    submodule(package_of(trainer), "trainer.call")._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def clear_restart_flags(*restarted: Any) -> None:
+    """Keep loops, and callbacks with the same flag, from starting again, as after the load of a checkpoint."""
+    for each in restarted:
+        for flag in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+            if hasattr(each, flag):
+                setattr(each, flag, False)
+
+
+# --- hooks, callbacks and loggers ---------------------------------------------------------------------------------------------
+
+
+def call_hooks(trainer: L.Trainer, name: str) -> None:
+    """Run one hook of all callbacks and of the module, as the Trainer does."""
+    call = submodule(package_of(trainer), "trainer.call")
+    call._call_callback_hooks(trainer, name)
+    call._call_lightning_module_hook(trainer, name)
+
+
+def steps_between_saves(callback: Any) -> int | None:
+    """Return how many steps a `ModelCheckpoint` makes between two saves; None for other callbacks."""
+    every: int | None = getattr(callback, "_every_n_train_steps", None)
+    return every
+
+
+def saves_by_clock(callback: Any) -> bool:
+    """Whether a callback is a `ModelCheckpoint` with `train_time_interval`."""
+    return getattr(callback, "_train_time_interval", None) is not None and hasattr(callback, CANDIDATES)
+
+
+def restart_timer(timer: Any, now: float) -> None:
+    """Let a `Timer` count its training time from now on."""
+    timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
+
+
+def has_open_experiment(logger: Any) -> bool:
+    return logger._experiment is not None
+
+
+def leave_experiment(logger: Any) -> Any:
+    """Detach a logger from its experiment, and return that."""
+    experiment, logger._experiment = logger._experiment, None
+    return experiment
+
+
+def wandb_arguments(logger: Any) -> dict[str, Any]:
+    """Return the arguments with which a `WandbLogger` will start its run. They may be set."""
+    arguments: dict[str, Any] = logger._wandb_init
+    return arguments
+
+
+# --- searches for a learning rate ---------------------------------------------------------------------------------------------
+
+
+def search_results(found: Any) -> dict[str, Any]:
+    """Return the results of `lr_find` as plain data."""
+    return {**found.results, "total_batch_idx": found._total_batch_idx}
+
+
+def adopt_search(finder: Any, trainer: Any, module: torch.nn.Module, results: dict[str, Any]) -> None:
+    """Do the same as a `LearningRateFinder` after its search, with another worker's `search_results`."""
+    package = package_of(trainer)
+    lr_finder = submodule(package, "tuner.lr_finder")
+    found = lr_finder._LRFinder(finder._mode, finder._min_lr, finder._max_lr, finder._num_training_steps)
+    found.results = dict(results)
+    found._total_batch_idx = found.results.pop("total_batch_idx")
+    finder.optimal_lr = found
+    if finder._update_attr and (lr := found.suggestion()) is not None:
+        name = lr_finder._determine_lr_attr_name(module, finder._attr_name)
+        submodule(package, "utilities.parsing").lightning_setattr(module, name, lr)
+        for optimizer in trainer.optimizers or []:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+
+def ends_after_search(callback: Any) -> bool:
+    """Whether a callback ends the fit once it has searched, as that of `Tuner.lr_find` does."""
+    return bool(getattr(callback, "_early_exit", False))
+
+
+def exit_after_search(trainer: Any) -> Exception:
+    """Return the exception that ends such a fit."""
+    exit_: Exception = submodule(package_of(trainer), "utilities.exceptions")._TunerExitException()
+    return exit_

@@ -1,0 +1,137 @@
+"""Measurements of a worker's fit for the watchdog and the callback. Nothing here changes the fit."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lightning_dlrover.live.loader import share
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.observe.pulse import OwnClock, Pulse
+from lightning_dlrover.rdzv.group.loop import Pace
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.member import Formation
+
+if TYPE_CHECKING:
+    import lightning as L
+
+__all__ = ["FitProgress", "Progress", "batches_done", "remaining_batches"]
+
+Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's activity and counters, which soon change while it makes progress."""
+
+    phase: Phase
+    round_number: int
+    steps_in_round: int
+    batch: int  # global batches handed out over all epochs
+    counts: tuple[int, ...]  # updates, collectives, validation batches
+
+
+class FitProgress:
+    """Measurements of this worker's fit; may be read from another thread."""
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        world: World,
+        position: FitPosition,
+        loaders: TrainLoaders,
+        pace: Pace,
+        pulse: Pulse,
+        clock: OwnClock,
+    ) -> None:
+        self.world = world
+        self.pulse = pulse
+        self._trainer = trainer
+        self._position = position
+        self._loaders = loaders
+        self._pace = pace
+        self._clock = clock
+
+    @property
+    def formation(self) -> Formation | None:
+        return self._position.formation
+
+    @property
+    def now(self) -> Progress:
+        position = self._position
+        if position.formation is None or not position.has_entered:
+            phase: Phase = "setup"
+        elif self._pace.is_held_up:
+            phase = "resize"
+        elif position.is_saving:
+            phase = "checkpoint"
+        elif position.validation:
+            phase = "validation"
+        else:
+            phase = "step" if position.in_step else "between"
+        val_batches = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+        number = position.formation.round.number if position.formation is not None else 0
+        counts = (position.updates, position.collective, val_batches)
+        return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether this worker waits for others."""
+        return self._clock.is_stopped
+
+    @property
+    def step_time_s(self) -> float:
+        """Recent seconds per step; 0 while unknown."""
+        return self._pace.step_time_s
+
+    @property
+    def loads(self) -> list[float]:
+        """Samples per thread in one batch, for each worker by rank."""
+        total, size = self._loaders.first.global_batch_size, self._position.size
+        threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
+        shares = [share(total, rank, size) for rank in range(size)]
+        return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
+
+    @property
+    def remaining_steps(self) -> float | None:
+        """Batches that the job still has to train on; None if unknown."""
+        return remaining_batches(self._trainer)
+
+    @property
+    def workers_by_host(self) -> dict[str, int]:
+        """Number of the current round's workers on each host, as far as they are on record."""
+        records = self.world.membership.view.workers
+        members = self.formation.round.members if self.formation is not None else []
+        return Counter([*(records[w].host for w in members if w in records)] or [socket.gethostname()])
+
+    @property
+    def untunable(self) -> dict[str, str]:
+        """Settings of a plan that this worker cannot carry out, each with the reason."""
+        return {"loader_workers": refusal} if (refusal := self._loaders.refusal) else {}
+
+
+def remaining_batches(trainer: L.Trainer) -> float | None:
+    """Return the number of batches still to train on; None if it is unknown.
+
+    A batch may take several optimizer steps, as in manual optimization of two models, or be one of several in a step.
+    """
+    done = batches_done(trainer)
+    left = []
+    if trainer.max_epochs not in (None, -1):
+        assert trainer.max_epochs is not None
+        left.append(trainer.num_training_batches * max(trainer.max_epochs, 1) - done)
+    if trainer.max_steps != -1:
+        steps_per_batch = 1 / trainer.accumulate_grad_batches
+        if not trainer.lightning_module.automatic_optimization and done and trainer.global_step:
+            steps_per_batch = trainer.global_step / done
+        left.append((trainer.max_steps - trainer.global_step) / steps_per_batch)
+    return max(0.0, float(min(left))) if left and math.isfinite(min(left)) else None
+
+
+def batches_done(trainer: L.Trainer) -> int:
+    """Return the number of batches that the job has trained on, over all epochs, the current one included."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1

@@ -1,0 +1,271 @@
+"""Run Lightning's training steps, and repeat one when a worker is lost in it.
+
+A step is repeated with this worker's new share of the same batch, after all that its first attempt has changed was taken back:
+logged values, gradients, and weights where an optimizer moves them more than once in a step. With gradient accumulation, the
+earlier batches of the window are computed again first, because the lost worker's share of their gradients is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchmetrics
+
+from lightning_dlrover.checks.script import BackwardCheck
+from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.epoch_metrics import EpochMetrics
+from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.redo import Before, Frozen, call_restart_hooks, metrics_of
+from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
+from lightning_dlrover.rdzv.live.member import WorldError
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dlrover.live.lightning_names import EpochLoop
+    from lightning_dlrover.strategy import DLRoverStrategy
+
+__all__ = ["TrainingSteps"]
+
+
+class TrainingSteps:
+    """One worker's training steps, and the records with which it repeats the current one.
+
+    Args:
+        may_grow: whether the job may have several workers.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        strategy: DLRoverStrategy,
+        position: FitPosition,
+        collectives: ResilientCollectives,
+        loaders: TrainLoaders,
+        metrics: EpochMetrics,
+        may_grow: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._position = position
+        self._collectives = collectives
+        self._loaders = loaders
+        self._metrics = metrics
+        self._may_grow = may_grow
+        self.backwards = BackwardCheck()
+        self.window = ManualWindow(trainer)
+        self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
+        self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
+        self._before: Before | None = None  # record from before the open accumulation window
+        self._undo: Update | None = None
+        self._frozen: Frozen | None = None  # set while a manual step may freeze parameters, as `toggle_optimizer` does
+        self._manual_steps = 0
+        self._max_manual_steps = 0  # most optimizer steps in one batch; 0: not known, so there may be several
+        self._num_backwards = 0  # backward passes in the current step
+        self._max_backwards = 0  # most backward passes in one step; 0: not known
+
+    def begin_fit(self) -> None:
+        self.window.is_open = self.window_is_stale = False
+
+    def enter_loops(self) -> None:
+        """Look at the user's module, which is complete now."""
+        self._users_metrics = metrics_of(self._trainer.lightning_module)
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether gradients of earlier batches wait for an optimizer step."""
+        if not self._trainer.lightning_module.automatic_optimization:
+            return self.window.is_open
+        return self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches != 0
+
+    # --- steps ------------------------------------------------------------------------------------------------------------
+
+    def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
+        progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
+        closes_window = not lightning_names.is_accumulating(self._trainer)
+        again = False
+
+        def compute() -> Any:
+            # A worker may also be lost while earlier batches are computed again.
+            own = self._redo_window(inside=True) if again else kwargs
+            self._num_backwards = 0  # those of earlier batches do not belong to this step
+            return run(optimizer, batch_idx, own)
+
+        if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
+            self._remember()
+        undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
+        while True:
+            self._position.in_step = True
+            before = copy.deepcopy(progress.state_dict())
+            if (done := self._collectives.attempt(compute)) is not None:
+                result = done[0]
+                break
+            skip = self._collectives.recover()
+            progress.load_state_dict(before)
+            if skip:
+                progress.step.increment_ready()
+                progress.step.increment_completed()
+                result = {}
+                break
+            if undo is not None:
+                apply(self._trainer, copy.deepcopy(undo))
+            call_restart_hooks(self._trainer, batch_idx)
+            again = True
+        self._position.in_step = False
+        if closes_window:
+            self._max_backwards = max(self._max_backwards, self._num_backwards)
+            self._position.updates += 1
+            self._before = None
+        self._metrics.agree_on_step()
+        return result
+
+    def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
+        """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
+        progress = self._epoch_loop.manual_optimization.optim_step_progress
+        self._remember()
+        if self._position.size > 1:
+            self._frozen = Frozen(self._trainer.lightning_module)
+            self.window.remember()
+        while True:
+            self._begin_manual_batch()
+            before = copy.deepcopy(progress.state_dict())
+            skip = False
+            if (done := self._collectives.attempt(run, kwargs)) is not None:
+                result = done[0]
+                break
+            skip = self._collectives.recover()
+            if skip:
+                result = {}
+                break
+            if self._manual_steps:
+                if self._undo is None:
+                    raise WorldError(
+                        "a worker was lost after this batch's only optimizer step but before the end of training_step; "
+                        "the step cannot be taken back: this worker has to start again"
+                    )
+                apply(self._trainer, self._undo)
+            progress.load_state_dict(before)
+            self.window.restore()
+            call_restart_hooks(self._trainer, self._epoch_loop.batch_progress.current.ready - 1)
+            if self._before is not None:
+                self._before.restore()
+            kwargs = self._loaders.refetched(1)[0]
+            self._is_logged_for(kwargs)
+        self._position.in_step = False
+        self._position.updates += 1
+        self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
+        if not skip:  # else the window is the other worker's, as this worker took over its update
+            # If no step was ever seen, the user steps optimizers that Lightning has not wrapped.
+            self.window.is_open = self._manual_steps == 0 and progress.total.completed > 0
+        self._undo = self._before = self._frozen = None
+        self.window.forget()
+        self._metrics.agree_on_step()
+        return result
+
+    def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
+        """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
+        if not self._position.in_step or self._trainer.lightning_module.automatic_optimization:
+            return
+        if self._may_grow:
+            self.backwards.optimizer_step(optimizer, closure)
+        if self._manual_steps == 0 and self._max_manual_steps != 1 and self._can_undo:
+            self._undo = copy.deepcopy(capture(self._trainer))
+        self._manual_steps += 1
+
+    def backward_begins(self) -> None:
+        self._num_backwards += 1
+
+    # --- after a loss -------------------------------------------------------------------------------------------------------
+
+    def broken(self) -> None:
+        """Note that a worker was lost, before the survivors meet."""
+        self.window_is_stale = True
+        if self._position.in_step and self._frozen is not None:
+            self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
+
+    def redo_window(self) -> None:
+        """Between two batches: compute the open window's gradients again if a lost worker took its share of them."""
+        if not self.window_is_stale:
+            return
+        self._position.is_redoing = True
+        try:
+            self._redo_window()
+        finally:
+            self._position.is_redoing = False
+
+    def forget(self) -> None:
+        """Drop the step in progress, because all workers go back to a snapshot."""
+        self._position.in_step = self.window_is_stale = False
+        self._loaders.computed = self._undo = None
+
+    def _redo_window(self, inside: bool = False) -> Any:
+        """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
+
+        Args:
+                inside: whether the last batch handed out is still to be computed.
+
+        Returns:
+            The arguments of the training step for that batch; None if not `inside`.
+        """
+        handed_out = self._epoch_loop.batch_progress.current.ready
+        earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        # In manual optimization, gradients of earlier batches are already means over all workers of that time.
+        if not inside and (earlier == 0 or not is_automatic):
+            self.window_is_stale = False
+            return None
+        if self._before is not None:
+            self._before.restore()
+        optimizer = self._trainer.optimizers[0]
+        optimizer.zero_grad()
+        steps = self._loaders.refetched(earlier + inside)
+        try:
+            for i, kwargs in enumerate(steps[:earlier]):
+                self._loaders.computed = self._loaders.first.cursor - inside - earlier + i
+                self._is_logged_for(kwargs)
+                batch_idx = handed_out - inside - earlier + i
+                with self._strategy.block_backward_sync():
+                    lightning_names.closure(self._trainer, kwargs, optimizer, batch_idx)()
+        finally:
+            self._loaders.computed = None
+        self.window_is_stale = False
+        if inside:
+            self._is_logged_for(steps[-1])
+        return steps[-1] if inside else None
+
+    def _remember(self) -> None:
+        """Record the logged values before an accumulation window, in case its batches are computed again."""
+        results = lightning_names.results_of(self._epoch_loop)
+        self._before = Before(self._users_metrics, results) if self._position.size > 1 else None
+
+    def _begin_manual_batch(self) -> None:
+        self._position.in_step = True
+        self._manual_steps, self._undo = 0, None
+        self.backwards.batch_begins()
+
+    def _copy_if_weights_move_inside(self, optimizer: Any) -> Update | None:
+        """Copy the state that `optimizer.step` overwrites between evaluations of its closure; None if it has only one."""
+        raw = getattr(optimizer, "optimizer", optimizer)  # unwraps Lightning's optimizer
+        of_torch = type(raw).__module__.startswith("torch.optim")
+        moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
+        return copy.deepcopy(capture(self._trainer)) if moves and self._can_undo else None
+
+    @property
+    def _can_undo(self) -> bool:
+        # With sharded tables, recovery from a loss goes back to a snapshot.
+        return self._position.size > 1 and self._strategy.elastic_tables is None
+
+    def _is_logged_for(self, kwargs: Any) -> None:
+        """Make Lightning weight the next logged values by the size of this batch."""
+        results = lightning_names.results_of(self._epoch_loop)
+        results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
+
+    @property
+    def _epoch_loop(self) -> EpochLoop:
+        return self._trainer.fit_loop.epoch_loop

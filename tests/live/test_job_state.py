@@ -1,0 +1,29 @@
+"""The job's state on its way to joiners."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from live_parts import JOINER, a_formation, a_worker, hellos
+
+from lightning_dlrover.rdzv.group import transfer
+
+
+@pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])
+def test_only_the_source_of_a_state_that_cannot_be_sent_closes_the_job_to_joiners(
+    name: str, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_save_checkpoint() -> dict[str, Any]:
+        raise AttributeError("what on_load_checkpoint brings")
+
+    live = a_worker(name)
+    reasons: list[str] = []
+    live.world.close_to_joiners, live.world.alone = reasons.append, nullcontext
+    state = live._state
+    state.message = on_save_checkpoint
+    state._received = state.restore = lambda *args, **options: None
+    monkeypatch.setattr(transfer, "send", lambda state, rank: None)
+    state.give(a_formation(name, hellos(JOINER, JOINER)), [("w0", "w1")])
+    assert len(reasons) == is_closed
