@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ from lightning_dlrover.live.training import (
     leave_quietly,
 )
 from lightning_dlrover.live.unused_parameters import UnusedParameters
-from lightning_dlrover.live.validation import exchange_metrics_through
+from lightning_dlrover.live.wrapped_loops import wrap_loops
 from lightning_dlrover.observe.pulse import OwnClock
 from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.output import drop_what_cannot_be_written
@@ -919,51 +918,42 @@ class DLRoverStrategy(EitherStrategy):
         self._watch = watch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        started, blocked_s = time.perf_counter(), self.clock.blocked_s
-        if (self._table_groups or self._frozen_tables) and self._tables is not None and self._tables.is_built:
-            # Schedulers set the rates in the parameter groups, which the tables have left.
-            groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
-            rates = {name: float(group["lr"]) for name, group in groups.items()}
-            self._tables.set_rates(rates | dict.fromkeys(self._frozen_tables, 0.0))
-        try:
-            counting = self._live.metrics.without_empty_share() if self._live is not None else nullcontext()
-            with self._watch or nullcontext(), counting:
-                result = super().training_step(*args, **kwargs)
-            self._watch = None
-            return result
-        except ValueError as error:
-            if self._live is not None:
-                explain_single_sample(error, self._live.num_own_samples, self.world_size)
-            raise
-        finally:
-            blocked_s = self.clock.blocked_s - blocked_s
-            self.times.communication_s += blocked_s
-            self.times.forward_s += time.perf_counter() - started - blocked_s
+        live = self._live
+        with self.times.measure("forward_s", self.clock):
+            if (self._table_groups or self._frozen_tables) and self._tables is not None and self._tables.is_built:
+                # Schedulers set the rates in the parameter groups, which the tables have left.
+                groups = {name: self.optimizers[i].param_groups[j] for name, (i, j) in self._table_groups.items()}
+                rates = {name: float(group["lr"]) for name, group in groups.items()}
+                self._tables.set_rates(rates | dict.fromkeys(self._frozen_tables, 0.0))
+            try:
+                with self._watch or nullcontext(), live.metrics.without_empty_share() if live is not None else nullcontext():
+                    result = super().training_step(*args, **kwargs)
+            except ValueError as error:
+                if live is not None:
+                    explain_single_sample(error, live.num_own_samples, self.world_size)
+                raise
+        self._watch = None
+        return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
-        started, blocked_s = time.perf_counter(), self.clock.blocked_s
-        try:
-            weight = 1.0
-            if self._live is not None:
-                weight = self._live.loss_weight()
-                self._live.backward_begins()
-            if weight != 1.0:
-                closure_loss = closure_loss * weight
-            if self._live is not None:
-                self._live.backwards.backward()
+        live = self._live
+        with self.times.measure("backward_s", self.clock):
+            if live is not None:
+                if (weight := live.loss_weight()) != 1.0:
+                    closure_loss = closure_loss * weight
+                live.backward_begins()
+                live.backwards.backward()
             self.clock.backward_begins(closure_loss)
-            result = super().backward(closure_loss, optimizer, *args, **kwargs)
-            if self._live is not None:
-                assert self.lightning_module is not None
-                self.unused.check(
-                    self.lightning_module, self.model, lambda: self.table_names, self.world_size, self.is_global_zero
-                )
-            return result
-        finally:
-            self.clock.backward_ended()
-            blocked_s = self.clock.blocked_s - blocked_s
-            self.times.communication_s += blocked_s
-            self.times.backward_s += time.perf_counter() - started - blocked_s
+            try:
+                result = super().backward(closure_loss, optimizer, *args, **kwargs)
+                if live is not None:
+                    assert self.lightning_module is not None
+                    self.unused.check(
+                        self.lightning_module, self.model, lambda: self.table_names, self.world_size, self.is_global_zero
+                    )
+            finally:
+                self.clock.backward_ended()
+        return result
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         live = self._live
@@ -1018,7 +1008,7 @@ class DLRoverStrategy(EitherStrategy):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
                 self._live.validation.end_each_dataloader(loop)
         if self._lightning_trainer.state.fn == TrainerFn.FITTING:
-            self._attach()
+            wrap_loops(self._lightning_trainer, self._live, self.times, self.clock, self._tables is not None, self.broadcast)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -1077,77 +1067,6 @@ class DLRoverStrategy(EitherStrategy):
             "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
         )
         return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
-
-    # --- the Trainer's loops ---------------------------------------------------------------------------------------------
-
-    def _attach(self) -> None:
-        """Wrap the parts of Lightning's loops that a change of the world must not break."""
-        trainer = self._lightning_trainer
-        epoch_loop = trainer.fit_loop.epoch_loop
-        times, clock, live = self.times, self.clock, self._live
-        if live is not None:
-            live.fit_begins()
-
-        def timed(run: Callable[..., Any]) -> Callable[..., Any]:
-            def run_timed(*args: Any) -> Any:
-                started, own = time.perf_counter(), clock.read()
-                try:
-                    return run(*args)
-                finally:
-                    times.run_s += time.perf_counter() - started
-                    if live is not None:
-                        live.batch_done(own)
-
-            return run_timed
-
-        automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-        automatic.__dict__.pop("run", None)
-        manual.__dict__.pop("run", None)
-        run_automatic, run_manual = automatic.run, manual.run
-        if live is None:
-            automatic.run, manual.run = timed(run_automatic), timed(run_manual)
-            return
-        automatic.run = timed(lambda *args: live.run_automatic(run_automatic, *args))
-        manual.run = timed(lambda *args: live.run_manual(run_manual, *args))
-        val_loop = epoch_loop.val_loop
-        for name in ("run", "reset", "_evaluation_step"):
-            val_loop.__dict__.pop(name, None)
-        run_validation, reset, evaluate = val_loop.run, val_loop.reset, val_loop._evaluation_step
-        val_loop.run = lambda: live.run_validation(run_validation)
-        val_loop.reset = lambda: live.validation.begin_batches(val_loop, reset)
-        val_loop._evaluation_step = lambda *args: live.validation.step(val_loop, evaluate, *args)
-        exchange_metrics_through(live)
-        for loop in (epoch_loop, trainer.fit_loop):
-            for name in ("advance", "on_advance_end"):
-                loop.__dict__.pop(name, None)
-        if self._tables is not None:
-            advance, end_advance, end_epoch = epoch_loop.advance, epoch_loop.on_advance_end, trainer.fit_loop.on_advance_end
-            epoch_loop.advance = lambda fetcher: live.again_if_rolled_back(advance, fetcher)
-            epoch_loop.on_advance_end = lambda fetcher: live.end_batch(end_advance, fetcher)
-            trainer.fit_loop.on_advance_end = lambda: live.end_epoch(end_epoch)
-        epoch_loop.__dict__.pop("_should_check_val_fx", None)
-        if getattr(trainer, "_val_check_time_interval", None) is not None:
-            # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
-            is_due = epoch_loop._should_check_val_fx
-            epoch_loop._should_check_val_fx = lambda fetcher: self.broadcast(is_due(fetcher), 0)
-
-        def then_agree(run: Callable[..., None], phase: str) -> Callable[..., None]:
-            def run_then_agree(*args: Any) -> None:
-                run(*args)
-                live.agree_on_stop(phase)
-
-            return run_then_agree
-
-        epoch_loop.advance = then_agree(epoch_loop.advance, "batch")
-        epoch_loop.on_advance_end = then_agree(epoch_loop.on_advance_end, "validation")
-        trainer.fit_loop.on_advance_end = then_agree(trainer.fit_loop.on_advance_end, "epoch")
-        trainer.__dict__.pop("save_checkpoint", None)
-        save_checkpoint = trainer.save_checkpoint
-        trainer.save_checkpoint = lambda *args, **kwargs: live.run_saving(save_checkpoint, *args, **kwargs)
-        # Lightning's own version broadcasts on every step whether rank 0 received SIGTERM. It hangs when another rank did.
-        epoch_loop._broadcast_sigterm_tensor = lambda: None
-        live.world.listen_for_sigterm()
-        live.is_in_loops = True
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
