@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover import strategy as module
+from lightning_dlrover.live.checkpoints import replace_folder
+from lightning_dlrover.live.place_in_job import PlaceInJob
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 
@@ -159,8 +160,8 @@ def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
     strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
-    assert strategy._world_config is not None
-    assert strategy._world_config.collective_timeout_s == 77
+    assert strategy._job is not None
+    assert strategy._job.config.collective_timeout_s == 77
 
 
 def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,8 +176,8 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    former = SimpleNamespace(_live=SimpleNamespace(begin_later_fit=leave), _world=object())
-    monkeypatch.setattr(DLRoverStrategy, "_in_job", former)
+    former = SimpleNamespace(live=SimpleNamespace(begin_later_fit=leave), world=object())
+    monkeypatch.setattr(PlaceInJob, "newest", former)
     alarm = Alarm()
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),
@@ -241,13 +242,13 @@ def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         try:
-            module._replace_folder(place, new)
+            replace_folder(place, new)
         except KilledError:
             assert former == "folder"
     assert (place / "trainer.ckpt").read_text() == "new"
     again = tmp_path / "again"
     again.mkdir()
-    module._replace_folder(place, again)
+    replace_folder(place, again)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
 
 

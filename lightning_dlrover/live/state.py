@@ -325,7 +325,7 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     """
     call = submodule(package_of(trainer), "trainer.call")
     strategy: Any = trainer.strategy
-    with strategy.alone():
+    with strategy.collectives.alone():
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 

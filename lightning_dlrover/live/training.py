@@ -39,6 +39,8 @@ from lightning_dlrover.checks.script import (
 )
 from lightning_dlrover.live import loggers
 from lightning_dlrover.live import reserve as memory
+from lightning_dlrover.live.buffers import send_buffers, take_buffers
+from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
 from lightning_dlrover.live.data_fingerprint import (
     DataFingerprint,
     fingerprint_data,
@@ -356,7 +358,7 @@ class LiveTraining:
             while self._attempt(self._bring_up_to_date) is None:
                 with suppress(_RolledBack):  # then this is another boundary; the loops see no difference
                     self._recover()
-        self._strategy.wrap_what_was_unfrozen()
+        self._strategy.replica.wrap_what_was_unfrozen()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < loader.num_epoch_batches:
@@ -939,8 +941,8 @@ class LiveTraining:
     def send_buffers(self) -> None:
         """Send rank 0's buffers. All workers call it before a validation."""
         if self._size > 1:
-            sent = self.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
-            self._strategy.take_buffers(sent)  # they may come from another worker's result
+            sent = self.exchange("the broadcast of buffers before a validation", lambda: send_buffers(self._strategy.model))
+            take_buffers(self._trainer.lightning_module, sent)  # they may come from another worker's result
 
     def recover_if_broken(self) -> None:
         """Form the next round if this one has ended. Call it where no unfinished work would have to be repeated."""
@@ -1007,7 +1009,7 @@ class LiveTraining:
         strategy = self._strategy
         strategy.enter_round(formation.rank, formation.size)
         if standing:
-            strategy.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
+            strategy.replica.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
         if not self._is_between_fits:
             for loader in self._loaders:
                 loader.reshard(formation.rank, formation.size)
@@ -1034,7 +1036,7 @@ class LiveTraining:
         if not has_resumed:  # else all have it
             self._give_state(formation, plan.joining)
         if not self._is_between_fits:  # else the Trainer is about to do both
-            strategy.wrap_model(in_validation=any(p.validation for p in standing.values()))
+            strategy.replica.wrap_anew(in_validation=any(p.validation for p in standing.values()))
             if formation.rank == 0:
                 self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
@@ -1336,7 +1338,7 @@ class LiveTraining:
         if newest is None:
             return
         record = CheckpointRecord(path=newest[1], global_step=newest[0])
-        problems = self._gathered(self._strategy.unreadable(record.path))
+        problems = self._gathered(unreadable(record.path))
         if all(problems):
             raise WorldError(self._cannot_read(record.path, problems[0]))
         source = problems.index("")
@@ -1390,13 +1392,13 @@ class LiveTraining:
         """
         record = self._unread_checkpoint()
         if record is not None:
-            if problem := self._strategy.unreadable(record.path):
+            if problem := unreadable(record.path):
                 raise WorldError(self._cannot_read(record.path, problem))
             self._load_checkpoint(record)
 
     def _load_checkpoint(self, record: CheckpointRecord) -> None:
         try:
-            checkpoint = self._strategy.load_own_checkpoint(record.path, self._names_in_state)
+            checkpoint = load_own_checkpoint(self._strategy.load_checkpoint, record.path, self._names_in_state)
         except Exception as error:  # a foreign or broken file may raise anything
             if self.world.is_failure(error):
                 raise
@@ -1608,7 +1610,7 @@ class LiveTraining:
             self._validation,
             self._at_boundary and not self._in_window,
             self._tables.whole_in if self._tables is not None else 0,
-            self._strategy.unused.found,
+            self._strategy.replica.unused.found,
             self._stopped_at,
         )
 

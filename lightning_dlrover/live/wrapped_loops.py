@@ -39,7 +39,16 @@ from lightning_dlrover.observe.step_times import StepTimes
 if TYPE_CHECKING:
     from lightning_dlrover.live.training import LiveTraining
 
-__all__ = ["wrap_loops"]
+__all__ = ["wrap_evaluations", "wrap_loops"]
+
+
+def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
+    """Replace what every use of a Trainer runs: the exchange of logged values, and the end of each validation dataloader."""
+    if live is None:
+        return
+    live.metrics.attach()
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+        live.validation.end_each_dataloader(loop)
 
 
 def wrap_loops(

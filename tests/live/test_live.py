@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live import training as module
+from lightning_dlrover.live.buffers import send_buffers
 from lightning_dlrover.live.loggers import _adopt_csv_log
+from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.training import (
     LiveTraining,
     Position,
@@ -141,11 +143,12 @@ class Wrapping(DLRoverStrategy):
 
     world_size = 2
     elastic_tables = lightning_module = model = None
-    _tables = None
+    tables = None
 
     def __init__(self, lightning_module: Any) -> None:
         self.lightning_module = lightning_module
-        self.unused = SimpleNamespace(agree=lambda found, is_first: None)  # type: ignore[assignment]
+        unused: Any = SimpleNamespace(agree=lambda found, is_first: None)
+        self.replica = Replica(self, unused)
         self._ddp_kwargs: dict[str, Any] = {}
 
     def enter_round(self, rank: int, size: int) -> None:
@@ -220,7 +223,7 @@ def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
     replica.module.register_buffer("mean", mean)
     replica.broadcast_buffers, replica.named_module_buffers = True, {"mean": mean}
     replica._sync_buffers = lambda: None
-    sent = strategy.send_buffers()
+    sent = send_buffers(replica)
     mean += 1.0  # the next training step
     assert torch.equal(sent["mean"], torch.arange(3.0))
     assert not replica.require_forward_param_sync
