@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live.checkpoints import replace_folder
 from lightning_dlrover.live.place_in_job import PlaceInJob
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
@@ -217,39 +215,6 @@ def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module
 )
 def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, expected: torch.dtype) -> None:
     assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
-
-
-@pytest.mark.parametrize("former", ["folder", "file", "nothing"])
-def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_is_complete(
-    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class KilledError(Exception):
-        pass
-
-    place, new = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.unfinished"
-    new.mkdir()
-    (new / "trainer.ckpt").write_text("new")
-    if former == "folder":
-        place.mkdir()
-        (place / "trainer.ckpt").write_text("old")
-    elif former == "file":
-        place.write_text("old")
-
-    def killed(path: Path, **_: object) -> None:
-        if path.is_dir():
-            raise KilledError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", killed)
-        try:
-            replace_folder(place, new)
-        except KilledError:
-            assert former == "folder"
-    assert (place / "trainer.ckpt").read_text() == "new"
-    again = tmp_path / "again"
-    again.mkdir()
-    replace_folder(place, again)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
 
 
 def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forgets_it(tmp_path: Path) -> None:
