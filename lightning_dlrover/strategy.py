@@ -256,8 +256,8 @@ class DLRoverStrategy(EitherStrategy):
             self._job.build(tables, trainer)
         elif is_new:
             tables.build(self.root_device)
-        if had_none and tables.model is not None:
-            self.model = tables.model
+        if (had_none or is_fitting) and tables.model is not None:
+            self.model = tables.model  # Lightning has set it to the bare module
         if is_fitting:
             tables.optimizers.hold_whole_tables(self.optimizers)
         self.setup_precision_plugin()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
@@ -39,12 +40,8 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
-    L.seed_everything(0, verbose=False)
-    generator = torch.Generator().manual_seed(0)
-    rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
-    model = model or Model()
-    trainer = L.Trainer(
+def trainer_of(folder: Path, strategy: Any) -> L.Trainer:
+    return L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=1,
@@ -55,6 +52,14 @@ def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
+    L.seed_everything(0, verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
+    model = model or Model()
+    trainer = trainer_of(folder, strategy)
     trainer.fit(model, DataLoader(rows, batch_size=6))  # any other distributed strategy of Lightning's would shuffle it
     assert trainer.world_size == 1
     return model
@@ -217,25 +222,39 @@ def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, ex
     assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
 
 
+class TableModel(Model):
+    """A model with one table, which its first batch trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torchrec = pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+        config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
+        self.tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
+        self.jagged = torchrec.KeyedJaggedTensor
+        self.called: list[type] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.called.append(type(self.trainer.strategy.model))
+        ids = torch.arange(len(batch[0]))
+        found = self.tables(self.jagged(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
+        return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
+
+
 def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forgets_it(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec", reason="sharded tables need torchrec")
-
-    class Tables(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
-            self.tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            ids = torch.arange(len(batch[0]))
-            found = self.tables(torchrec.KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
-            return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    model = train(tmp_path, DLRoverStrategy(), Tables())
+    model = train(tmp_path, DLRoverStrategy(), TableModel())
     trained = weakref.ref(model)
     del model
     gc.collect()
     assert trained() is None
+
+
+def test_dense_part_beside_tables_stays_in_ddp_in_a_second_fit(tmp_path: Path) -> None:
+    class OneOfTwo(DLRoverStrategy):
+        world_size = 2
+
+    trainer = trainer_of(tmp_path, OneOfTwo())
+    model, rows = TableModel(), DataLoader(TensorDataset(torch.zeros(6, 4), torch.zeros(6, 1)), 6)
+    for last_epoch in (1, 2):
+        trainer.fit_loop.max_epochs = last_epoch
+        trainer.fit(model, rows)
+    assert model.called == [DistributedDataParallel] * 2
