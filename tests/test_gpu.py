@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_dlrover.live import resilient
+from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import restore_partial
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.resilient import ResilientCollectives
@@ -27,7 +28,6 @@ from lightning_dlrover.rdzv.group.purpose import (
     shown,
 )
 from lightning_dlrover.rdzv.live.member import WorldError
-from lightning_dlrover.strategy import DLRoverStrategy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -92,14 +92,13 @@ def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives
 
 @each_device
 def test_result_of_another_worker_comes_to_the_own_device(device: str) -> None:
-    strategy = DLRoverStrategy.__new__(DLRoverStrategy)
-    strategy._is_alone = False
+    collectives = Collectives(None)
     received = transfer.loads(transfer.dumps(torch.ones(2, device=device)))
     assert received.device.type == "cpu"
-    strategy._collective = lambda *args, **kwargs: received  # type: ignore[method-assign]
+    collectives.confirmed = lambda *args, **kwargs: received  # type: ignore[method-assign]
     own = torch.zeros(2, device=device)
-    assert strategy.reduce(own).device == own.device
-    assert strategy.all_gather(own).device == own.device
+    assert collectives.reduce(lambda *args: None, own, None, "mean").device == own.device
+    assert collectives.all_gather(lambda *args: own, own, None, False).device == own.device
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])

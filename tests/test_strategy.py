@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover import strategy as module
+from lightning_dlrover.live.place_in_job import PlaceInJob
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 
@@ -40,12 +40,8 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
-    L.seed_everything(0, verbose=False)
-    generator = torch.Generator().manual_seed(0)
-    rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
-    model = model or Model()
-    trainer = L.Trainer(
+def trainer_of(folder: Path, strategy: Any) -> L.Trainer:
+    return L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=1,
@@ -56,6 +52,14 @@ def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
+    L.seed_everything(0, verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
+    model = model or Model()
+    trainer = trainer_of(folder, strategy)
     trainer.fit(model, DataLoader(rows, batch_size=6))  # any other distributed strategy of Lightning's would shuffle it
     assert trainer.world_size == 1
     return model
@@ -159,8 +163,8 @@ def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
     strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
-    assert strategy._world_config is not None
-    assert strategy._world_config.collective_timeout_s == 77
+    assert strategy._job is not None
+    assert strategy._job.config.collective_timeout_s == 77
 
 
 def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,8 +179,8 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    former = SimpleNamespace(_live=SimpleNamespace(fits=SimpleNamespace(begin_later=leave)), _world=object())
-    monkeypatch.setattr(DLRoverStrategy, "_in_job", former)
+    former = SimpleNamespace(live=SimpleNamespace(fits=SimpleNamespace(begin_later=leave)), world=object())
+    monkeypatch.setattr(PlaceInJob, "newest", former)
     alarm = Alarm()
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),
@@ -218,58 +222,39 @@ def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, ex
     assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
 
 
-@pytest.mark.parametrize("former", ["folder", "file", "nothing"])
-def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_is_complete(
-    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class KilledError(Exception):
-        pass
+class TableModel(Model):
+    """A model with one table, which its first batch trains."""
 
-    place, new = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.unfinished"
-    new.mkdir()
-    (new / "trainer.ckpt").write_text("new")
-    if former == "folder":
-        place.mkdir()
-        (place / "trainer.ckpt").write_text("old")
-    elif former == "file":
-        place.write_text("old")
+    def __init__(self) -> None:
+        super().__init__()
+        torchrec = pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+        config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
+        self.tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
+        self.jagged = torchrec.KeyedJaggedTensor
+        self.called: list[type] = []
 
-    def killed(path: Path, **_: object) -> None:
-        if path.is_dir():
-            raise KilledError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", killed)
-        try:
-            module._replace_folder(place, new)
-        except KilledError:
-            assert former == "folder"
-    assert (place / "trainer.ckpt").read_text() == "new"
-    again = tmp_path / "again"
-    again.mkdir()
-    module._replace_folder(place, again)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.called.append(type(self.trainer.strategy.model))
+        ids = torch.arange(len(batch[0]))
+        found = self.tables(self.jagged(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
+        return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
 
 
 def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forgets_it(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec", reason="sharded tables need torchrec")
-
-    class Tables(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
-            self.tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            ids = torch.arange(len(batch[0]))
-            found = self.tables(torchrec.KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
-            return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    model = train(tmp_path, DLRoverStrategy(), Tables())
+    model = train(tmp_path, DLRoverStrategy(), TableModel())
     trained = weakref.ref(model)
     del model
     gc.collect()
     assert trained() is None
+
+
+def test_dense_part_beside_tables_stays_in_ddp_in_a_second_fit(tmp_path: Path) -> None:
+    class OneOfTwo(DLRoverStrategy):
+        world_size = 2
+
+    trainer = trainer_of(tmp_path, OneOfTwo())
+    model, rows = TableModel(), DataLoader(TensorDataset(torch.zeros(6, 4), torch.zeros(6, 1)), 6)
+    for last_epoch in (1, 2):
+        trainer.fit_loop.max_epochs = last_epoch
+        trainer.fit(model, rows)
+    assert model.called == [DistributedDataParallel] * 2

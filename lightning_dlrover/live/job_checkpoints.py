@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.resilient import ResilientCollectives
@@ -123,7 +124,7 @@ class JobCheckpoints:
         if newest is None:
             return
         record = CheckpointRecord(path=newest[1], global_step=newest[0])
-        problems = self._collectives.gathered(self._strategy.unreadable(record.path))
+        problems = self._collectives.gathered(unreadable(record.path))
         if all(problems):
             raise WorldError(self._cannot_read(record.path, problems[0]))
         source = problems.index("")
@@ -139,7 +140,7 @@ class JobCheckpoints:
         """
         record = self.unread()
         if record is not None:
-            if problem := self._strategy.unreadable(record.path):
+            if problem := unreadable(record.path):
                 raise WorldError(self._cannot_read(record.path, problem))
             self._load(record)
 
@@ -154,7 +155,7 @@ class JobCheckpoints:
 
     def _load(self, record: CheckpointRecord) -> None:
         try:
-            checkpoint = self._strategy.load_own_checkpoint(record.path, self._state.names)
+            checkpoint = load_own_checkpoint(self._strategy.load_checkpoint, record.path, self._state.names)
         except Exception as error:  # a foreign or broken file may raise anything
             if self._world.is_failure(error):
                 raise

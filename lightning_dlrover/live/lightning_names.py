@@ -1,4 +1,7 @@
-"""The private names of Lightning that a live fit depends on, each used only in this file.
+"""The private names of Lightning that the strategy and a live fit depend on, each used only in this file.
+
+Beside these, `DLRoverStrategy` overrides `_configure_launcher` and `_setup_model`, wraps `_forward_redirection`, and reads
+`_ddp_kwargs` and `_process_group_backend`.
 
 tests/live/test_lightning_names.py lists them and checks that each exists, in `lightning` and in `pytorch_lightning`.
 """
@@ -8,9 +11,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lightning_dlrover.packages import package_of, result_module, submodule
 
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+    from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
     DataFetcher = EpochLoop = EvaluationLoop = object
@@ -31,7 +37,10 @@ __all__ = [
     "DataFetcher",
     "EpochLoop",
     "EvaluationLoop",
+    "ForwardRedirection",
+    "Method",
     "adopt_search",
+    "apply_layer_sync",
     "arguments_of_step",
     "before_transfer",
     "call_hooks",
@@ -42,28 +51,40 @@ __all__ = [
     "combine",
     "combined_loader",
     "dataloader_end",
+    "ddp_arguments",
+    "devices_argument",
     "dump_checkpoint",
     "ends_after_search",
     "exit_after_search",
+    "expect_static_graph_call",
     "fetcher_class",
     "fetcher_of",
     "first_loop_iter",
     "hands_out_iterator",
+    "has_comm_hook",
     "has_open_experiment",
+    "in_ddp",
     "is_accumulating",
     "is_result",
+    "is_search",
     "is_sequential",
     "leave_experiment",
     "load_callback_states",
+    "logged_name",
     "logger_connector",
     "metrics",
     "mode_of",
     "new_result",
     "num_ended_dataloaders",
     "profiled",
+    "register_comm_hook",
     "reload_epochs",
+    "replace",
     "replace_dataloader_end",
+    "replace_evaluation_step",
     "replace_fetcher",
+    "replace_validation_check",
+    "replaces_samplers",
     "restart_timer",
     "restore_checkpoint",
     "restore_loops",
@@ -74,14 +95,21 @@ __all__ = [
     "set_first_loop_iter",
     "set_metrics",
     "set_reload_epochs",
+    "set_replaces_samplers",
     "set_toggled",
     "set_validation_time",
     "steps_between_saves",
+    "stop_sending_sigterm",
+    "takes_iterator",
     "toggled",
     "validates_by_clock",
     "validation_time",
     "wandb_arguments",
+    "without_model",
+    "writing_thread",
 ]
+
+Method = Callable[..., Any]
 
 CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
@@ -415,3 +443,146 @@ def exit_after_search(trainer: Any) -> Exception:
     """Return the exception that ends such a fit."""
     exit_: Exception = submodule(package_of(trainer), "utilities.exceptions")._TunerExitException()
     return exit_
+
+
+# --- replaced methods of loops -----------------------------------------------------------------------------------------------
+
+
+def replace(owner: Any, name: str, make: Callable[[Method], Method]) -> None:
+    """Replace a method of this object by `make(Lightning's own)`. An earlier replacement is dropped."""
+    vars(owner).pop(name, None)
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def replace_evaluation_step(val_loop: Any, make: Callable[[Method], Method]) -> None:
+    """Replace the validation of one batch."""
+    replace(val_loop, "_evaluation_step", make)
+
+
+def replace_validation_check(epoch_loop: Any, make: Callable[[Method], Method]) -> None:
+    """Replace the check after each batch whether a validation is due."""
+    replace(epoch_loop, "_should_check_val_fx", make)
+
+
+def stop_sending_sigterm(epoch_loop: Any) -> None:
+    """Remove the broadcast after each batch of whether rank 0 has received SIGTERM. It hangs when another rank has."""
+    epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+# --- the Trainer -------------------------------------------------------------------------------------------------------------
+
+
+def devices_argument(trainer: Any) -> object:
+    """Return `devices` as the Trainer was given it; a number where "auto" stood for one."""
+    return trainer._accelerator_connector._devices_flag
+
+
+def replaces_samplers(trainer: Any) -> bool:
+    """Return whether Lightning replaces samplers by distributed ones, as with `use_distributed_sampler=True`."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def set_replaces_samplers(trainer: Any, value: bool) -> None:
+    trainer._accelerator_connector.use_distributed_sampler = value
+
+
+def is_search(trainer: Any) -> bool:
+    """Return whether this `fit` is that of `Tuner.lr_find`."""
+    return any(map(ends_after_search, trainer.callbacks))
+
+
+def takes_iterator(module: L.LightningModule) -> bool:
+    """Return whether `training_step` fetches its batches itself."""
+    takes = submodule(package_of(module), "utilities.signature_utils").is_param_in_hook_signature
+    return bool(takes(module.training_step, "dataloader_iter", explicit=True))
+
+
+def logged_name(frame: FrameType | None) -> str:
+    """Return the name of the logged value if Lightning reduces one on behalf of `self.log`.
+
+    Args:
+        frame: the caller of `strategy.reduce`.
+    """
+    for _ in range(3):
+        if frame is None:
+            return ""
+        if frame.f_globals.get("__name__", "").endswith(".logger_connector.result"):
+            return str(getattr(getattr(frame.f_locals.get("self"), "meta", None), "name", ""))
+        frame = frame.f_back
+    return ""
+
+
+# --- the strategy ------------------------------------------------------------------------------------------------------------
+
+
+class ForwardRedirection:
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
+
+    def __init__(self, detour: Any) -> None:
+        self._detour = detour
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        forward = original_module.forward
+        try:
+            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
+        except BaseException:
+            original_module.forward = forward  # type: ignore[method-assign]
+            raise
+
+
+@contextmanager
+def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
+    """Change arguments with which the strategy makes a `DistributedDataParallel`."""
+    kwargs = strategy._ddp_kwargs
+    strategy._ddp_kwargs = {**kwargs, **changed}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = kwargs
+
+
+def in_ddp(strategy: DDPStrategy, module: nn.Module) -> nn.Module:
+    """Return the module in a `DistributedDataParallel` with the strategy's arguments."""
+    return strategy._setup_model(module)
+
+
+def has_comm_hook(strategy: DDPStrategy) -> bool:
+    """Return whether the user has given DDP a communication hook."""
+    return strategy._ddp_comm_hook is not None
+
+
+def register_comm_hook(strategy: DDPStrategy, model: nn.Module) -> None:
+    """Register the user's communication hook with DDP, as Lightning does for models without tables."""
+    register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
+    register(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
+
+
+def expect_static_graph_call(strategy: DDPStrategy) -> None:
+    """Repeat the call that a static graph needs once for each replica, in manual optimization."""
+    strategy._pl_static_graph_delay_done = False
+
+
+def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:
+    """Synchronize normalization layers in place, as with `sync_batchnorm=True`."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)  # the module itself is no normalization layer, so it stays
+
+
+@contextmanager
+def without_model(strategy: DDPStrategy) -> Iterator[None]:
+    """Hide the model, so that `teardown` does not move it to the CPU."""
+    module, model, strategy._lightning_module = strategy._lightning_module, strategy.model, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module, strategy.model = module, model
+
+
+# --- plugins of checkpoints --------------------------------------------------------------------------------------------------
+
+
+def writing_thread(checkpoint_io: Any) -> Any | None:
+    """Return the executor of one thread with which a plugin writes checkpoints; None if it writes them at once."""
+    return getattr(checkpoint_io, "_executor", None)

@@ -305,7 +305,7 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     The other workers do not run it, so the strategy's collectives return here as on a single device.
     """
     strategy: Any = trainer.strategy
-    with strategy.alone():
+    with strategy.collectives.alone():
         lightning_names.call_hooks(trainer, "on_train_epoch_start")
 
 

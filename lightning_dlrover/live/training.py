@@ -151,7 +151,7 @@ class LiveTraining:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
             self._follow_rounds()
-        self._strategy.wrap_what_was_unfrozen()
+        self._strategy.replica.wrap_what_was_unfrozen()
         self.position.at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < loader.num_epoch_batches:
@@ -343,7 +343,7 @@ class LiveTraining:
 
     @property
     def _published(self) -> Position:
-        return self.position.published(self.steps.is_in_window, self.tables.whole_in, self._strategy.unused.found)
+        return self.position.published(self.steps.is_in_window, self.tables.whole_in, self._strategy.replica.unused.found)
 
     def _settle(self, formation: Formation, own: Position | None) -> bool:
         """Bring all workers of a new round to a common state. Return whether this worker took over a missed update."""
@@ -354,7 +354,7 @@ class LiveTraining:
         strategy, is_between_fits = self._strategy, self.position.is_between_fits
         strategy.enter_round(formation.rank, formation.size)
         if standing:
-            strategy.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
+            strategy.replica.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
         if not is_between_fits:
             for loader in self.loaders.all:
                 loader.reshard(formation.rank, formation.size)
@@ -378,7 +378,7 @@ class LiveTraining:
         if not has_resumed:  # else all have it
             self._state.give(formation, plan.joining)
         if not is_between_fits:  # else the Trainer is about to do both
-            strategy.wrap_model(in_validation=is_validating)
+            strategy.replica.wrap_anew(in_validation=is_validating)
             if formation.rank == 0:
                 self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)

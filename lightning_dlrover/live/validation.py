@@ -29,6 +29,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.buffers import send_buffers, take_buffers
 from lightning_dlrover.live.epoch_metrics import (
     adopt,
     entry_of,
@@ -148,8 +149,11 @@ class Validation:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
         if self._position.size > 1:
-            sent = self._collectives.exchange("the broadcast of buffers before a validation", self._strategy.send_buffers)
-            self._strategy.take_buffers(sent)  # they may come from another worker's result
+            sent = self._collectives.exchange(
+                "the broadcast of buffers before a validation", lambda: send_buffers(self._strategy.model)
+            )
+            assert self._strategy.lightning_module is not None
+            take_buffers(self._strategy.lightning_module, sent)  # they may come from another worker's result
         combined = lightning_names.combined_loader(loop)
         if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return

@@ -20,7 +20,8 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
-from lightning_dlrover import DLRoverStrategy, strategy
+from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.live import checkpoints
 from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
 from lightning_dlrover.tables.snapshot_store import ROOT
 from lightning_dlrover.tables.snapshots import SnapshotConfig
@@ -151,8 +152,8 @@ class TableModel(ToyModel):
     def record_tables(self, when: str) -> None:
         """Record this worker's parts of the tables."""
         assert isinstance(self.trainer.strategy, DLRoverStrategy)
-        tables = self.trainer.strategy._tables
-        assert tables is not None
+        assert self.trainer.strategy.tables is not None
+        tables = self.trainer.strategy.tables.sharded
         blocks = [
             {"name": f"{b.table}.{b.what}", "region": list(vars(b.region).values()), "values": b.values.tolist()}
             for b in tables.blocks()
@@ -273,14 +274,14 @@ def add_moments(recorder: Recorder) -> None:
             recorder.write("counted", round=self._keep[0], batch=self._keep[1])
         return result
 
-    save_tables = strategy.save_tables  # type: ignore[attr-defined]
+    save_tables = checkpoints.save_tables  # type: ignore[attr-defined]
 
     def watched_save(*args: Any) -> None:
         recorder.moment("save")
         save_tables(*args)
         recorder.moment("save_done")
 
-    strategy.save_tables = watched_save  # type: ignore[assignment, attr-defined]
+    checkpoints.save_tables = watched_save  # type: ignore[assignment, attr-defined]
     snapshots.Snapshots.voted = watched_voted  # type: ignore[assignment, method-assign]
     elastic.exchange = watched_exchange  # type: ignore[attr-defined]
     neighbours.swap = watched_swap  # type: ignore[assignment, attr-defined]

@@ -18,7 +18,11 @@ from lightning_dlrover.live import lightning_names
 from lightning_dlrover.packages import PACKAGES, submodule
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "trainer": ("_checkpoint_connector", "_logger_connector", "_results", "_val_check_time_interval", "_last_val_time"),
+    "trainer": (
+        *("_accelerator_connector", "_checkpoint_connector", "_last_val_time", "_logger_connector", "_results"),
+        "_val_check_time_interval",
+    ),
+    "trainer._accelerator_connector": ("_devices_flag", "use_distributed_sampler"),
     "trainer._checkpoint_connector": ("_loaded_checkpoint",),
     "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"),
     "trainer.fit_loop": (
@@ -29,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "loops.fetchers._PrefetchDataFetcher()": ("_start_profiler", "_stop_profiler"),
     "trainer.fit_loop.epoch_loop": (
         *("_build_kwargs", "_results", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
+        *("_should_check_val_fx", "_broadcast_sigterm_tensor"),
     ),
     "trainer.fit_loop.epoch_loop.automatic_optimization": (
         *("_make_closure", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
@@ -38,7 +43,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "trainer.fit_loop.epoch_loop.val_loop": (
         *("_combined_loader", "_data_fetcher", "_is_sequential", "_last_val_dl_reload_epoch", "_logged_outputs"),
-        *("_module_mode", "_results", "_store_dataloader_outputs"),
+        *("_evaluation_step", "_module_mode", "_results", "_store_dataloader_outputs"),
         *("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
     ),
     "trainer.lightning_module": ("_on_before_batch_transfer", "_param_requires_grad_state"),
@@ -58,6 +63,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "utilities.exceptions": ("_TunerExitException",),
     "trainer.call": ("_call_callback_hooks", "_call_callbacks_load_state_dict", "_call_lightning_module_hook"),
     "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
+    "strategies.DDPStrategy()": (
+        *("_configure_launcher", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_ddp_kwargs"),
+        *("_forward_redirection", "_layer_sync", "_lightning_module", "_process_group_backend", "_setup_model"),
+    ),
+    "overrides.distributed": ("_register_ddp_comm_hook",),
+    "utilities.signature_utils": ("is_param_in_hook_signature",),
+    "plugins.io.AsyncCheckpointIO()": ("_executor",),
     "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "loops.evaluation_loop": ("_EvaluationLoop",),
     "loops.training_epoch_loop": ("_TrainingEpochLoop",),
@@ -66,13 +78,14 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """The names by their holder: a part of a Trainer after a fit, an object made anew, or a module of the package."""
 
-LOGGERS: dict[str, tuple[str, ...]] = {
-    "WandbLogger": ("_id", "_wandb_init"),
-    "MLFlowLogger": ("_experiment_id", "_run_id"),
-    "CometLogger": ("_experiment", "_experiment_key", "_project_name"),
-    "LitLogger": ("_name", "_version"),
+IN_SOURCE: dict[str, tuple[str, ...]] = {
+    "loggers.WandbLogger": ("_id", "_wandb_init"),
+    "loggers.MLFlowLogger": ("_experiment_id", "_run_id"),
+    "loggers.CometLogger": ("_experiment", "_experiment_key", "_project_name"),
+    "loggers.LitLogger": ("_name", "_version"),
+    "strategies.DDPStrategy": ("_pl_static_graph_delay_done",),
 }
-"""Names in the source of loggers that need a library of their own."""
+"""Names in the source of classes: of loggers that need a library of their own, and an attribute that a step sets."""
 
 OF_OTHERS = {
     *("_C", "_apply", "_check_reducer_finalized", "_execution_engine", "_get_iterator", "_iterator", "_parameters"),
@@ -142,10 +155,11 @@ def test_private_names_exist(package: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_private_names_of_loggers_exist(package: str, kind: str) -> None:
-    source = inspect.getsource(getattr(submodule(package, "loggers"), kind))
-    assert [name for name in LOGGERS[kind] if f"self.{name}" not in source] == []
+@pytest.mark.parametrize("path", IN_SOURCE)
+def test_private_names_in_source_exist(package: str, path: str) -> None:
+    module, _, kind = path.rpartition(".")
+    source = inspect.getsource(getattr(submodule(package, module), kind))
+    assert [name for name in IN_SOURCE[path] if f"self.{name}" not in source] == []
 
 
 # --- one file -----------------------------------------------------------------------------------------------------------------
@@ -171,29 +185,31 @@ def private_texts(tree: ast.AST) -> set[str]:
 
 def test_every_private_name_is_in_the_lists_above() -> None:
     tree = ast.parse(inspect.getsource(lightning_names))
-    listed = {name for found in (*NAMES.values(), *LOGGERS.values()) for name in found}
+    listed = {name for found in (*NAMES.values(), *IN_SOURCE.values()) for name in found}
     assert {*private_names(tree)} | private_texts(tree) <= listed | OF_OTHERS
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Private functions, classes, and attributes of `self` that a file of ours defines or sets."""
+    """Private functions, classes, and attributes that a file of ours defines or sets."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
             found.add(node.attr)
     return found
 
 
 def test_other_files_use_no_private_name_of_lightning() -> None:
-    listed = {name for found in (*NAMES.values(), *LOGGERS.values()) for name in found if name.startswith("_")}
+    listed = {name for found in (*NAMES.values(), *IN_SOURCE.values()) for name in found if name.startswith("_")}
     package = Path(lightning_dlrover.__path__[0])
     own = {name for file in package.rglob("*.py") for name in own_names(ast.parse(file.read_text()))}
     for file in sorted(package.rglob("*.py")):
         room = file.relative_to(package).parts[0]
         # The rendezvous and the nodes cannot import Lightning. The tables have torchrec's private names, in two files.
-        if room in ("components", "rdzv", "tables") or file.name in ("lightning_names.py", "strategy.py"):
+        if room in ("components", "rdzv", "tables") or file.name == "lightning_names.py":
             continue
         tree = ast.parse(file.read_text())
         used = {*private_names(tree)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from live_parts import BETWEEN, INSIDE, JOINER, a_formation, a_worker, hellos
 
+from lightning_dlrover.live.buffers import send_buffers
 from lightning_dlrover.live.position import Position
 from lightning_dlrover.rdzv.group import transfer
 
@@ -53,7 +54,7 @@ def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
     replica.module.register_buffer("mean", mean)
     replica.broadcast_buffers, replica.named_module_buffers = True, {"mean": mean}
     replica._sync_buffers = lambda: None
-    sent = strategy.send_buffers()
+    sent = send_buffers(replica)
     mean += 1.0  # the next training step
     assert torch.equal(sent["mean"], torch.arange(3.0))
     assert not replica.require_forward_param_sync

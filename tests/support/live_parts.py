@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.observe.pulse import OwnClock
 from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -61,11 +62,13 @@ class Wrapping(DLRoverStrategy):
     world_size = 2
     elastic_tables = lightning_module = model = None
     root_device = torch.device("cpu")
-    _tables = _global_batch_size = None
+    tables = None
+    has_global_batch_size = False
 
     def __init__(self, lightning_module: Any) -> None:
         self.lightning_module = lightning_module
-        self.unused = SimpleNamespace(agree=lambda found, is_first: None)  # type: ignore[assignment]
+        unused: Any = SimpleNamespace(agree=lambda found, is_first: None)
+        self.replica = Replica(self, unused)
         self.clock = OwnClock()
         self._ddp_kwargs: dict[str, Any] = {}
 

@@ -88,10 +88,10 @@ def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options:
         **options,
     )
     trainer.fit(model, DataLoader(rows, batch_size=6))
-    tables = getattr(strategy, "_tables", None)
+    tables = getattr(strategy, "tables", None)
     if tables is None:
         return {f"tables.{name}": model.table(name).detach() for name in ROWS}
-    return {block.table: block.values.clone() for block in tables.blocks() if block.what == "weight"}
+    return {block.table: block.values.clone() for block in tables.sharded.blocks() if block.what == "weight"}
 
 
 def one_group(kind: Any, **arguments: Any) -> Configure:

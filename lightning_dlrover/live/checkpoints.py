@@ -1,0 +1,160 @@
+"""Checkpoints of a live job: files of Lightning's, folders where tables are sharded, and which of them can be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+
+from lightning_dlrover.live.lightning_names import writing_thread
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.tables.checkpoint import save_tables
+from lightning_dlrover.tables.sharded import ShardedTables
+
+__all__ = [
+    "TABLES_FOLDER",
+    "load_own_checkpoint",
+    "replace_folder",
+    "saving_file",
+    "saving_folder",
+    "trainer_file",
+    "unreadable",
+    "when_written",
+]
+
+Save = Callable[[], None]
+
+TRAINER_FILE = "trainer.ckpt"
+TABLES_FOLDER = "tables"
+"""Contents of a checkpoint folder with sharded tables: Lightning's own file, and a `torch.distributed.checkpoint` folder."""
+
+
+def trainer_file(folder: Path) -> Path:
+    """Return Lightning's file in a checkpoint with sharded tables.
+
+    Raises:
+        FileNotFoundError: it is no such checkpoint.
+    """
+    if not (folder / TRAINER_FILE).is_file():
+        raise FileNotFoundError(
+            f"checkpoint {folder}: there is no {TRAINER_FILE} in it; a model with sharded tables is saved as a folder "
+            f"with {TRAINER_FILE} and {TABLES_FOLDER}"
+        )
+    return folder / TRAINER_FILE
+
+
+def saving_file(save: Callable[[], None], is_global_zero: Callable[[], bool], barrier: Callable[[], None]) -> Save:
+    """Return a function that writes one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
+    was_written = False
+
+    def save_on_rank_zero() -> None:
+        nonlocal was_written
+        if is_global_zero() and not was_written:
+            save()
+            was_written = True
+        barrier()
+
+    return save_on_rank_zero
+
+
+def saving_folder(
+    tables: ShardedTables, path: Any, save_rest: Callable[[Path], None], is_global_zero: Callable[[], bool]
+) -> Save:
+    """Return a function that writes a folder with tables, which appears only when it is complete.
+
+    Args:
+        save_rest: writes Lightning's file on rank 0.
+
+    Raises:
+        ValueError: the path is a URL.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoint {path}: all workers save a model with sharded tables into one folder, which cannot be a URL: "
+            "set ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...) to a folder that all hosts share"
+        )
+    folder = Path(path)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+
+    def save_together() -> None:
+        if not tables.is_built:
+            return
+        if is_global_zero():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        dist.barrier()
+        save_tables(tables, unfinished / TABLES_FOLDER)
+        save_rest(unfinished / TRAINER_FILE)
+        dist.barrier()
+        if is_global_zero():
+            replace_folder(folder, unfinished)
+        dist.barrier()
+
+    return save_together
+
+
+def replace_folder(folder: Path, new: Path) -> None:
+    """Replace a folder or a file by a new folder. Except for a moment, one of the two always exists."""
+    former = folder.with_name(f".{folder.name}.former")
+    _remove(former)
+    with suppress(FileNotFoundError):
+        folder.rename(former)
+    new.rename(folder)
+    _remove(former)  # last, because it may take long and this process may be killed meanwhile
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def when_written(checkpoint_io: Any, path: Any, record: Callable[[str], None]) -> None:
+    """Put a checkpoint on record once it exists, which may be later: a plugin may write it in its own thread.
+
+    Args:
+        record: takes the path as other workers find it, a URL or an absolute path.
+    """
+    found_at = str(path) if "://" in str(path) else os.path.abspath(path)
+    executor = writing_thread(checkpoint_io)
+    if executor is None:
+        record(found_at)
+    else:
+        # The executor has one thread, which runs tasks in order. It may have failed to write the file.
+        executor.submit(lambda: None if unreadable(found_at) else record(found_at))
+
+
+def load_own_checkpoint(load: Callable[..., dict[str, Any]], path: str, names: Collection[str]) -> dict[str, Any]:
+    """Load a checkpoint that this job has written, by a path from the job's records.
+
+    Args:
+        load: the strategy's `load_checkpoint`.
+        names: classes and functions that this script's own checkpoints refer to. Only these are loaded.
+
+    Raises:
+        UnpicklingError: the checkpoint holds others.
+    """
+    with torch.serialization.safe_globals(transfer.resolved(names)):
+        return load(path, weights_only=True)
+
+
+def unreadable(path: str) -> str:
+    """Return why this worker cannot read a checkpoint of the job; empty if it can."""
+    try:
+        filesystem, local_path = url_to_fs(path)
+        if not filesystem.exists(local_path):
+            return "it does not exist on this host"
+        if not filesystem.isdir(local_path):
+            with filesystem.open(local_path, "rb") as file:
+                file.read(1)
+    except Exception as error:  # file systems of other libraries raise any exception
+        return f"{type(error).__name__}: {error}"
+    return ""

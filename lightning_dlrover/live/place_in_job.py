@@ -1,0 +1,238 @@
+"""Enter the job of this process, hand it from one Trainer of the script to the next, and leave it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_dlrover.checks.script import UnsupportedScriptError, different_callbacks, monitoring
+from lightning_dlrover.live.leaving import leave_quietly
+from lightning_dlrover.live.lightning_names import devices_argument, is_search
+from lightning_dlrover.live.position import can_meet
+from lightning_dlrover.live.training import LiveTraining
+from lightning_dlrover.output import drop_what_cannot_be_written
+from lightning_dlrover.packages import TrainerFn, fabric_submodule, package_of
+from lightning_dlrover.rdzv.group import transfer, waits
+from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.admission import JobClosedError
+from lightning_dlrover.rdzv.live.member import Formation, LeftOutError
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+
+if TYPE_CHECKING:
+    from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer
+    from lightning_dlrover.strategy import DLRoverStrategy
+
+__all__ = ["PlaceInJob"]
+
+log = logging.getLogger(__name__)
+
+
+class PlaceInJob:
+    """A strategy's place in the job. The newest one of the process holds the world.
+
+    Args:
+        check_interval_s: approximate seconds between two votes on whether the world should change.
+
+    Attributes:
+        live: the job's rounds from this worker's point of view; None until a Trainer has entered the job.
+        start_workers: number of workers that the job started with; 0 if not known yet.
+        tables: sharded tables of the Trainer's model.
+    """
+
+    newest: ClassVar[PlaceInJob | None] = None
+    _closes_at_exit: ClassVar[bool] = False
+
+    def __init__(self, config: WorldConfig, strategy: DLRoverStrategy, check_interval_s: float) -> None:
+        self.config = config
+        self.world: World | None = None
+        self.live: LiveTraining | None = None
+        self.start_workers = 0
+        self.tables: TablesOfTrainer | None = None
+        self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
+        self._strategy = strategy
+        self._check_interval_s = check_interval_s
+        self._undo_quiet: Callable[[], None] | None = None  # set while Lightning handles a leave before this Trainer's loops
+
+    # --- entering ----------------------------------------------------------------------------------------------------------
+
+    def enter(self, trainer: Any, backend: str) -> None:
+        """Take a place for a Trainer that begins to work: in the job, or in the next `fit` of the script.
+
+        Args:
+            backend: torch's name for the backend of the job's process groups.
+        """
+        former = PlaceInJob.newest
+        is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
+        if former is not None and former.live is not None and former.world is not None and is_about_to_fit:
+            try:
+                former.live.fits.begin_later()
+            except SystemExit:
+                if former is not self:  # else the former Trainer is quiet already
+                    self._undo_quiet = leave_quietly(trainer)
+                raise
+        if self.live is None or former not in (self, None):
+            if "DLROVER_NODE" in os.environ:  # `dlrover run` has chosen where the output goes
+                drop_what_cannot_be_written()
+            fabric_submodule(package_of(trainer), "utilities.seed").reset_seed()
+            if former is not None and former.world is not None:
+                self._go_on_from(former, trainer)
+            else:
+                self._start(trainer, backend)
+        if self.live is not None:
+            self.live.searches.attend(trainer.callbacks)
+
+    def _start(self, trainer: Any, backend: str) -> None:
+        """Start the world for the script's first Trainer."""
+        try:
+            self.world = World(self.config, backend, can_meet)
+            formation = self.world.start()
+        except JobClosedError as error:
+            # A worker started again, or late, for a job that has ended meanwhile. Nothing is wrong with it.
+            log.warning("%s", error)
+            self.close()
+            raise SystemExit(0) from error
+        except LeftOutError as left_out:
+            log.info("this worker leaves: %s", left_out)
+            self.close()
+            self._undo_quiet = leave_quietly(trainer)
+            raise SystemExit(left_out.exit_code) from left_out
+        except BaseException:
+            self.close()
+            raise
+        self.live = self._take_over_world(self.world, trainer, formation)
+        if formation is not None and formation.rank == 0:
+            self._compare_with_arguments(trainer, formation.size)
+        if formation is not None and formation.size > 1:
+            _compare_callbacks(self.live, trainer)
+
+    def _go_on_from(self, former: PlaceInJob, trainer: Any) -> None:
+        """Take over the world from an earlier Trainer in the same script."""
+        assert former.live is not None
+        self.world, former.world = former.world, None
+        assert self.world is not None
+        self.start_workers = former.start_workers
+        self._stores = former._stores
+        self.live = self._take_over_world(self.world, trainer, former.live.formation)
+        self.live.searches.num_begun = former.live.searches.num_begun
+
+    def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
+        PlaceInJob.newest = self
+        # Registered once: a handler for each strategy would keep every Trainer and model of the script alive.
+        if not PlaceInJob._closes_at_exit:
+            PlaceInJob._closes_at_exit = True
+            atexit.register(_close_newest)
+        live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
+        waits.time_with(self._strategy.clock.stopped)
+        if formation is not None:
+            self._strategy.enter_round(formation.rank, formation.size)
+        else:
+            # Alone until admitted, and never the worker that logs.
+            self._strategy.enter_round(self.config.max_workers, 1)
+        return live
+
+    def _compare_with_arguments(self, trainer: Any, num_workers: int) -> None:
+        """Warn if the script was written for another number of workers than the job's: a step then has another batch size."""
+        strategy = self._strategy
+        devices = devices_argument(trainer)
+        by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if by_default else strategy.num_processes
+        if (wanted := per_node * strategy.num_nodes) in (1, num_workers):
+            return
+        log.warning(
+            "Trainer(devices=%r, num_nodes=%d) is meant for %d workers, but has no effect in a live job: it starts with %d "
+            "and may have %d to %d, as set by `dlrover run --workers MIN:MAX`, or torchrun's --nnodes and --nproc-per-node. "
+            "A step takes the DataLoader's batch size times %d; DLRoverStrategy(global_batch_size=...) sets it for any number",
+            *(devices, strategy.num_nodes, wanted, num_workers),
+            *(self.config.min_workers, self.config.max_workers, num_workers),
+        )
+
+    def agree_on_start_workers(self) -> int:
+        """Return the factor of a DataLoader's batch size: the number of workers of the job's first start."""
+        assert self.live is not None
+        membership = self.live.world.membership
+        formation = self.live.formation
+        if formation is not None and formation.rank == 0:
+            # A resumed checkpoint has its own number.
+            number = self.start_workers or formation.size
+            membership.update_job(lambda job: job if job.start_workers else replace(job, start_workers=number))
+        if self.start_workers == 0:
+            self.start_workers = membership.wait_for(
+                lambda view: view.job.start_workers if view.job and view.job.start_workers else None,
+                self.live.world.config.wait_timeout_s,
+                "rank 0 to say how many workers the job started with",
+            )
+        return self.start_workers
+
+    def build(self, tables: TablesOfTrainer, trainer: Any) -> None:
+        """Build a Trainer's new tables in the job, and keep track of their snapshots."""
+        assert self.world is not None
+        assert self.live is not None
+        elastic = tables.build_in_job(self.world, self.live.formation)
+        if elastic.store is not None:
+            self._stores.append(elastic.store)
+        if self.live.formation is None:
+            # A joiner gets its shards when it is admitted. Until then it cannot compute with them.
+            trainer.num_sanity_val_steps = 0
+
+    # --- leaving -----------------------------------------------------------------------------------------------------------
+
+    def trainer_ends(self, trainer: Any | None) -> None:
+        """End a Trainer's work. The job goes on in the script's next Trainer, unless this worker leaves.
+
+        Args:
+            trainer: None if the Trainer has ended before it had a model.
+        """
+        if self._undo_quiet is not None:
+            self._undo_quiet()
+            self._undo_quiet = None
+        live = self.live
+        if live is None or trainer is None:
+            return
+        live.leaving.end()
+        live.loaders.close()
+        live.position.is_in_loops = False
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not live.position.is_standby:
+            live.fits.finish()
+        if trainer.interrupted or live.leaving.has_left:
+            self.close()
+
+    def close(self) -> None:
+        if self.tables is not None:
+            self.tables.close(self._has_finished)
+        for store in self._stores:  # includes models that an earlier Trainer has trained
+            store.close()
+            if self._has_finished():
+                store.clear()
+        if self.world is not None:
+            with suppress(Exception):
+                self.world.leave()
+        self.world = None
+
+    def _has_finished(self) -> bool:
+        return self.world is not None and self.world.ask_whether_finished()
+
+
+def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
+    """Compare callbacks before Lightning's first collectives.
+
+    Collectives of a callback that some workers lack would meet other collectives.
+
+    Raises:
+        UnsupportedScriptError: the workers have different callbacks.
+    """
+    mine = monitoring(trainer.callbacks)
+    by_rank = live.collectives.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
+    for rank, theirs in enumerate(by_rank):  # all workers compare with rank 0, so that all of them end
+        if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
+            raise UnsupportedScriptError(problem)
+
+
+def _close_newest() -> None:
+    if PlaceInJob.newest is not None:
+        PlaceInJob.newest.close()

@@ -1,0 +1,196 @@
+"""The sharded tables of a Trainer's model: built, handed from one round and from one Trainer to the next, saved and loaded."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from lightning_dlrover.rdzv.group.loop import model_fingerprint
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.tables.elastic import ElasticTables, Restored
+from lightning_dlrover.tables.sharded import ShardedTables
+from lightning_dlrover.tables.snapshots import SnapshotConfig
+from lightning_dlrover.tables.users_optimizers import UsersOptimizers
+
+if TYPE_CHECKING:
+    import lightning as L
+
+__all__ = ["TablesOfTrainer", "TablesSettings"]
+
+SHARDED = "_dlrover_sharded"
+"""Attribute of a module that this process has trained before. Its tables are sharded already."""
+
+WrapDense = Callable[[nn.Module, list[str], bool], nn.Module]
+
+
+@dataclass
+class _Sharded:
+    """A module's tables as they were last trained. A copy of the module gets none."""
+
+    tables: ShardedTables | None = None
+    model: Any = None
+    elastic: ElasticTables | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class TablesSettings:
+    """The strategy's arguments for tables."""
+
+    constraints: Mapping[str, Any] | None
+    sharders: Sequence[Any] | None
+    snapshots: SnapshotConfig
+
+
+class TablesOfTrainer:
+    """The tables of one module.
+
+    Args:
+        wrap_dense: makes the module data-parallel, except for the named parameters. Its last argument is true unless all
+            workers have equal parameters already, or are about to receive them.
+
+    Attributes:
+        model: the module to call, with its tables sharded and the rest wrapped; None before the first build.
+        elastic: the tables in a live job; None outside, and once the job has ended.
+        fingerprint: identity of the model before its tables were sharded; empty if an earlier Trainer has sharded them.
+        folder_to_load: the tables that belong to the next loaded state dict.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, device: torch.device, settings: TablesSettings, wrap_dense: WrapDense
+    ) -> None:
+        self._module = module
+        self._settings = settings
+        self._wrap_dense = wrap_dense
+        self._has_dense_state = False  # True once all workers' dense parameters are alike
+        self.folder_to_load: Path | None = None
+        self.model: Any = None
+        self.elastic: ElasticTables | None = None
+        self.fingerprint = ""
+        former: _Sharded | None = module.__dict__.get(SHARDED)
+        self.is_new = former is None or former.tables is None
+        if former is not None and former.tables is not None:
+            # Another Trainer of this script has trained the module.
+            self.sharded, self.model, self.elastic = former.tables, former.model, former.elastic
+        else:
+            self.fingerprint = model_fingerprint(module)
+            self.sharded = ShardedTables(module, device, settings.constraints, settings.sharders)
+            self._dense_to_device(device)
+        self.optimizers = UsersOptimizers(self.sharded)
+
+    def _dense_to_device(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            return
+        tables = self.parameter_names()
+        for path, part in self._module.named_modules():
+            if not any(name.startswith(f"{path}.") and path for name in tables):
+                part._apply(lambda t: t.to(device), recurse=False)
+
+    # --- names -----------------------------------------------------------------------------------------------------------
+
+    def parameter_names(self) -> set[str]:
+        """Return names of the parameters that are torchrec's tables."""
+        return self.sharded.parameter_names()
+
+    def sharded_names(self) -> set[str]:
+        """Return names of the parameters that differ between workers."""
+        return self.parameter_names() - self._whole().keys()
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """Return the tables that every worker holds whole, by their names in the state dict."""
+        names = self.sharded.data_parallel_names() if self.sharded.is_built else set()
+        return {name: p for name, p in self._module.named_parameters() if name in names}
+
+    # --- building --------------------------------------------------------------------------------------------------------
+
+    def build_in_job(self, world: World, formation: Formation | None) -> ElasticTables:
+        """Build the tables with all members of the job's first round. A joiner gets its shards when it is admitted."""
+        self.elastic = ElasticTables(self.sharded, world, self._settings.snapshots, self._wrap)
+        if formation is not None:
+            self.model = self.elastic.start(formation, torch.initial_seed())
+        return self.elastic
+
+    def build(self, device: torch.device) -> None:
+        """Build the tables outside of a live job."""
+        if not dist.is_initialized():
+            # torchrec's collectives need a group, even with one worker. The tables need it for as long as they are used.
+            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            atexit.register(_leave_group)
+        members = [str(rank) for rank in range(dist.get_world_size())]
+        self.model = self.sharded.build(self.sharded.first_plan(members), members, self._wrap)
+        seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
+        dist.broadcast(seed, 0)  # tables that every worker holds whole must be alike
+        self.sharded.initialise(int(seed))
+
+    def _wrap(self, module: nn.Module, sharded: list[str]) -> nn.Module:
+        return self._wrap_dense(module, sharded, not self._has_dense_state)
+
+    def start(self, formation: Formation, optimizers: Sequence[Any]) -> None:
+        """Build new tables with all members of a round in which no worker has any."""
+        assert self.elastic is not None
+        self._has_dense_state = False
+        self.model = self.elastic.start(formation, torch.initial_seed())
+        self.optimizers.hold_whole_tables(optimizers)
+
+    def reshard(self, formation: Formation, standing: Sequence[str], optimizers: Sequence[Any]) -> None:
+        """Bring the tables over from the former round's workers, which are all present."""
+        assert self.elastic is not None
+        self._has_dense_state = True
+        self.model = self.elastic.reshard(formation, standing)
+        self.optimizers.hold_whole_tables(optimizers)
+
+    def roll_back(self, formation: Formation, batch: int, optimizers: Sequence[Any]) -> Restored | None:
+        """Take the tables from the newest complete snapshot at or after a batch; None if there is none."""
+        assert self.elastic is not None
+        self._has_dense_state = True
+        rolled_back = self.elastic.roll_back(formation, batch)
+        if rolled_back is None:
+            return None
+        self.model, restored = rolled_back
+        self.optimizers.hold_whole_tables(optimizers)
+        return restored
+
+    # --- saving and loading ----------------------------------------------------------------------------------------------
+
+    def state_dict(self, of_module: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state without sharded tables, which checkpoints hold in another form."""
+        with self.sharded.aside():
+            state = of_module()
+        return {**state, **{name: parameter.detach() for name, parameter in self._whole().items()}}
+
+    def load_state_dict(self, saved: Mapping[str, Any], strict: bool) -> None:
+        """Load what `state_dict` has returned."""
+        state = dict(saved)
+        with torch.no_grad():
+            for name, parameter in self._whole().items():
+                if name in state:
+                    parameter.copy_(state.pop(name))
+        with self.sharded.aside():
+            self._module.load_state_dict(state, strict=strict)
+
+    def close(self, has_finished: Callable[[], bool]) -> None:
+        """End this worker's part in a live job; `has_finished`, whether the job has ended, is called as late as possible."""
+        if self.elastic is not None:
+            self.elastic.close(has_finished)
+            self.elastic = None
+
+    def keep_on_module(self, model: Any) -> None:
+        """Let a later Trainer of the script take over the tables. They hold the module themselves: both live equally long."""
+        self._module.__dict__[SHARDED] = _Sharded(self.sharded, model, self.elastic)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""Replace the data loaders that Lightning hands to the strategy by loaders that split their batches over the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightning_dlrover.checks.loaders import batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.live.lightning_names import (
+    replaces_samplers,
+    set_replaces_samplers,
+    takes_iterator,
+)
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.packages import TrainerFn
+
+if TYPE_CHECKING:
+    from lightning_dlrover.live.place_in_job import PlaceInJob
+
+__all__ = ["UsersLoaders"]
+
+
+class UsersLoaders:
+    """The loaders of a strategy's Trainers.
+
+    Args:
+        global_batch_size: samples per training step over all workers; None: derived from the loader's batch size.
+    """
+
+    def __init__(self, global_batch_size: int | None) -> None:
+        self._global_batch_size = global_batch_size
+        self._are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
+
+    def keep_samplers(self, trainer: Any) -> None:
+        """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
+        if self._are_split_by_user is None:
+            self._are_split_by_user = not replaces_samplers(trainer)
+        # Lightning splits predictions itself, because it needs their indices.
+        set_replaces_samplers(trainer, trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user)
+
+    def replaced(
+        self,
+        dataloader: object,
+        trainer: Any,
+        job: PlaceInJob | None,
+        place: Callable[[], tuple[int, int]],
+        of_rank_zero: Callable[[list[int]], list[int]],
+    ) -> object:
+        """Return the loader to use for one of the user's: one of ours in a live job, except for predictions.
+
+        Args:
+            place: returns this worker's rank and the number of workers.
+            of_rank_zero: returns rank 0's order of an epoch on all workers.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        live = job.live if job is not None else None
+        if isinstance(dataloader, ElasticLoader):
+            dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
+        if job is None or live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
+            return dataloader
+        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
+        if fitting:
+            check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
+            check_step_signature(training and takes_iterator(trainer.lightning_module))
+        assert isinstance(dataloader, DataLoader)
+        workers = job.agree_on_start_workers()
+        global_batch = batching_of(dataloader).batch_size * workers
+        if training and self._global_batch_size is not None:
+            global_batch = self._global_batch_size
+        return ElasticLoader(
+            dataloader,
+            global_batch,
+            training=training,
+            before_next=live.boundary if training else None,
+            place=place,
+            sockets=lambda: live.world.owned_sockets,
+            materialise=of_rank_zero,
+        )
