@@ -83,6 +83,8 @@ class TablesOfTrainer:
         if former is not None and former.tables is not None:
             # Another Trainer of this script has trained the module.
             self.sharded, self.model, self.elastic = former.tables, former.model, former.elastic
+            if self.elastic is not None:
+                self.elastic.wrap_with(self._wrap)  # the former Trainer's strategy follows the rounds no more
         else:
             self.fingerprint = model_fingerprint(module)
             self.sharded = ShardedTables(module, device, settings.constraints, settings.sharders)

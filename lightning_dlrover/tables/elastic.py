@@ -125,6 +125,10 @@ class ElasticTables:
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
 
+    def wrap_with(self, wrap_dense: WrapDense) -> None:
+        """Make the module data-parallel in another way from the next build on."""
+        self._wrap_dense = wrap_dense
+
     @property
     def _me(self) -> str:
         return self._world.worker_id
