@@ -103,6 +103,7 @@ from lightning_dlrover.rdzv.group.purpose import (
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
+    RecordError,
     from_fields,
 )
 from lightning_dlrover.rdzv.live.member import (
@@ -289,6 +290,7 @@ class LiveTraining:
         self._weighed: int | None = None  # batch under computation, if not the last one handed out
         self._window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._at_boundary = False
+        self._is_switching = False  # set at a boundary while the world may change
         self._undo: _Update | None = None
         self._outgoing: transfer.Packed | None = None  # state for the joiners of the round that is being formed
         self._names_in_state: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
@@ -353,9 +355,7 @@ class LiveTraining:
         if not self._entered:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
-            while self._attempt(self._bring_up_to_date) is None:
-                with suppress(_RolledBack):  # then this is another boundary; the loops see no difference
-                    self._recover()
+            self._follow_rounds()
         self._strategy.wrap_what_was_unfrozen()
         self._at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
@@ -363,6 +363,42 @@ class LiveTraining:
             self._batch = self._batch_number + 1
             self._collective = 0
             self._results = {key: value for key, value in self._results.items() if key[0] >= self._batch - 1}
+
+    def _follow_rounds(self) -> None:
+        self._is_switching = True
+        try:
+            while self._attempt(self._bring_up_to_date) is None:
+                with suppress(_RolledBack):  # then this is another boundary; the loops see no difference
+                    self._recover()
+        except LeftOutError as left_out:
+            if left_out.round.kind == "stop" and left_out.round.number > 0 and not self._in_window:
+                self._save_what_was_lost()
+            self._leave(left_out)
+        finally:
+            self._is_switching = False
+
+    def _save_what_was_lost(self) -> None:
+        """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
+
+        No further round is formed, so the workers take turns in rank order: each waits until those before it have ended.
+        """
+        former, membership = self.formation, self.world.membership
+        if former is None or self._tables is not None or not self._trainer.checkpoint_callbacks:
+            return
+        before = former.round.members[: former.rank]
+
+        def look(view: View) -> bool | None:
+            return None if any(worker in view.workers for worker in before) else True
+
+        with suppress(TimeoutError):  # then both may write the file, which appears only when it is complete
+            membership.wait_for(look, self.world.config.wait_timeout_s, "earlier workers to save the job's last checkpoint")
+        with suppress(EtcdError, RecordError):
+            record = membership.newest_checkpoint()
+            if record is not None and record.global_step >= self._trainer.global_step:
+                return
+        self.formation = Formation(replace(former.round, members=[self.world.worker_id]), {}, rank=0)
+        self._strategy.enter_round(0, 1)
+        self._save_checkpoint()
 
     def _keep_step(self) -> None:
         combined = self._trainer.fit_loop._combined_loader
@@ -996,6 +1032,8 @@ class LiveTraining:
         try:
             return self.world.recover(hello)
         except LeftOutError as left_out:
+            if self._is_switching:
+                raise  # the job's last checkpoint may still be missing
             self._leave(left_out)
 
     def _settle(self, formation: Formation, own: Position | None) -> bool:

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 from toy_job import Recorder, Rows, ToyModel, make_trainer
@@ -69,6 +70,19 @@ class SavesTogether(ToyModel):
             checkpoint["num_workers"] = int(total)
 
 
+class DeadlyIO(TorchCheckpointIO):
+    """Lets a test kill the worker that writes the checkpoint of a job that stops."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if Path(path).name.startswith("dlrover-"):
+            self.recorder.moment("last_checkpoint")
+            self.recorder.write("last_checkpoint", step=checkpoint["global_step"])
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 MODELS: dict[str, type[ToyModel]] = {
     "unsendable": Unsendable,
     "unsendable_later": UnsendableLater,
@@ -94,6 +108,7 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
         limit_val_batches=0,
         callbacks=[checkpoints] if saves else [],
         enable_checkpointing=saves,
+        plugins=[DeadlyIO(recorder)],
     )
     trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True))
     recorder.write("after_fit", step=trainer.global_step, epoch=trainer.current_epoch)

@@ -51,6 +51,24 @@ def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
     assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in workers)
 
 
+def test_last_checkpoint_of_a_stop_is_written_by_the_next_worker_when_its_writer_dies(make_job: MakeJob) -> None:
+    settings = Resumable(step_s=0.05)
+    job = make_job(settings, script=run_resumable)
+    workers = [job.start() for _ in range(3)]
+    job.wait_for_world(3)
+    writer = next(worker for worker in workers if worker.records("done")[-1]["rank"] == 0)
+    writer.arm("last_checkpoint")
+    job.drain()
+    job.finish()
+    assert writer.records("killed")
+    steps = {record["step"] for worker in workers for record in worker.records("done")[-1:]}
+    saved = [record["step"] for record in job.records("last_checkpoint")]
+    assert saved == [*steps], job.report()
+    again = job.start()
+    assert again.wait() == 0, job.report()
+    assert again.records("done")[0]["step"] == saved[0] + 1
+
+
 def test_job_does_not_begin_anew_when_its_checkpoint_is_gone(make_job: MakeJob) -> None:
     job = killed_at(make_job, Resumable(), STEPS_PER_EPOCH)
     shutil.rmtree(job.folder / "checkpoints")
