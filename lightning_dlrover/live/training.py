@@ -23,7 +23,7 @@ import socket
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -95,6 +95,7 @@ from lightning_dlrover.rdzv.group.loop import (
     handover,
     model_fingerprint,
 )
+from lightning_dlrover.rdzv.group.meeting import LoneCollectiveError
 from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     place_of,
@@ -127,6 +128,16 @@ __all__ = ["LiveTraining", "Position", "Progress", "batches_done", "can_meet", "
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+WAS_LOST = (
+    "only this worker captures the state for a joiner now, because a worker was lost while the joiner was admitted. "
+    "The next joiner is admitted, unless that happens again"
+)
+HAS_TABLES = (
+    "with sharded tables only one worker captures the state for a joiner, so its hooks can run no collective. Run it in "
+    "another hook, such as on_train_batch_end, and keep the result"
+)
+"""Reasons why a collective in `on_save_checkpoint`, or in a `state_dict`, is refused."""
 
 NUM_COPIES = 5
 """Copies of the model's memory to reserve: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
@@ -376,6 +387,7 @@ class LiveTraining:
             self._leave(left_out)
         finally:
             self._is_switching = False
+            self._outgoing = None
 
     def _save_what_was_lost(self) -> None:
         """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
@@ -1012,7 +1024,6 @@ class LiveTraining:
                 _RolledBack: the model has sharded tables, which are incomplete after any unfinished step.
         """
         self._window_is_stale = True
-        self._outgoing = None
         if self._in_step and self._frozen is not None:
             self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
         if self._tables is not None and not self._at_boundary:
@@ -1223,12 +1234,12 @@ class LiveTraining:
     def _give_state(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
         """Send the state to joiners, each from the worker it is paired with."""
         me = self.world.worker_id
-        state, self._outgoing = self._outgoing, None
+        state = self._outgoing
         # If all are new, all pack it, though one would do: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
         is_sender = any(me == sender for sender, _ in joining)
         if state is None and joining and (are_all_new or is_sender):
-            state = self._packed_message(is_sent=is_sender)
+            state = self._packed_message(is_sent=is_sender, is_alone=not are_all_new)
         for sender, worker in joining:
             if me == sender:
                 transfer.send(state, formation.rank_of(worker))
@@ -1293,10 +1304,13 @@ class LiveTraining:
         if self.world.config.max_workers == 1:
             return frozenset()
         try:
-            message = self._message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer)]
+            with self.world.alone(HAS_TABLES) if self._tables is not None else nullcontext():
+                message = self._message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer)]
         except Exception as error:  # a user's hook may need values that only training provides
             if self.world.is_failure(error):
                 raise
+            if isinstance(error, LoneCollectiveError):
+                self.world.close_to_joiners(str(error))
             log.debug("no state to look at before training: %s", error)
             return frozenset()
         found: set[str] = set()
@@ -1315,18 +1329,25 @@ class LiveTraining:
             self.world.close_to_joiners("")
         return frozenset(found)
 
-    def _packed_message(self, is_sent: bool = True) -> transfer.Packed:
+    def _packed_message(self, is_sent: bool = True, is_alone: bool = False) -> transfer.Packed:
         """Return the state for a joiner, or the reason why there is none: a state that cannot be sent ends no training worker.
 
         Args:
             is_sent: whether a worker needs it. Otherwise this worker's state may still lack values that a user's hook needs.
+            is_alone: whether other members of the round do not run the hooks now.
         """
+        reason = HAS_TABLES if self._tables is not None else WAS_LOST
+        num_before = self._collective
         try:
-            return transfer.pack(self._message())
+            with self.world.alone(reason) if is_alone else nullcontext():
+                return transfer.pack(self._message())
         except Exception as error:
             if self.world.is_failure(error):
                 raise
-            if is_sent:
+            self._collective = num_before if is_alone else self._collective
+            if isinstance(error, LoneCollectiveError) and self._tables is None:
+                log.warning("run %s: a joiner is turned away: %s", self.world.config.run_id, error)
+            elif is_sent:
                 log.warning("run %s: nobody can join: %s", self.world.config.run_id, error, exc_info=error)
                 self.world.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})

@@ -70,6 +70,26 @@ class SavesTogether(ToyModel):
             checkpoint["num_workers"] = int(total)
 
 
+class JoinedInARoundAfterALoss(SavesTogether):
+    """Lets a test kill a worker after the round that admits another one has formed, or inside the hook."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.recorder.moment("hook")
+        super().on_save_checkpoint(checkpoint)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        strategy: Any = self.trainer.strategy
+        enter_round = strategy.enter_round
+
+        def enter(rank: int, size: int) -> None:
+            if size == 3:
+                self.recorder.moment("round_of_three")
+            enter_round(rank, size)
+
+        strategy.enter_round = enter
+
+
 class DeadlyIO(TorchCheckpointIO):
     """Lets a test kill the worker that writes the checkpoint of a job that stops."""
 
@@ -87,6 +107,7 @@ MODELS: dict[str, type[ToyModel]] = {
     "unsendable": Unsendable,
     "unsendable_later": UnsendableLater,
     "saves_together": SavesTogether,
+    "joined_after_a_loss": JoinedInARoundAfterALoss,
 }
 
 

@@ -53,6 +53,7 @@ class TableSettings:
     save_at: int | None = None  # step after which the script saves `checkpoint` in the job's folder
     ckpt_path: str | None = None
     on_disk: bool = False  # copy snapshots to `disk` in the job's folder
+    saves_together: bool = False  # a collective in `on_save_checkpoint`
     apart: bool = True  # each worker has its own memory, as on separate hosts; else all share this host's
 
     @property
@@ -123,6 +124,10 @@ class TableModel(ToyModel):
         if self.trainer.global_step == self.settings.save_at:
             self.record_tables("saved")
             self.trainer.save_checkpoint(f"{self.recorder.place.folder}/checkpoint")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.settings.saves_together:
+            checkpoint["num_workers"] = len(self.all_gather(torch.ones(1)))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.recorder.write("val", **self.where(), step=self.trainer.global_step, ids=batch[2].tolist())

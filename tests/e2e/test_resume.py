@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +50,23 @@ def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
     workers = [job.start(), job.start()]
     assert job.finish(40)[1:] == [0, 0], job.report()
     assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in workers)
+
+
+@pytest.mark.parametrize("moment", ["round_of_three", "hook"])
+def test_collective_in_save_hook_hangs_no_worker_when_a_joiner_is_admitted_after_a_loss(moment: str, make_job: MakeJob) -> None:
+    settings = Resumable("joined_after_a_loss", step_s=0.05)
+    job = make_job(settings, script=run_resumable)
+    first, lost = job.start(), job.start()
+    job.wait_for_world(2)
+    lost.arm(moment)
+    joiner = job.start()
+    assert lost.wait() == -signal.SIGKILL, job.report()
+    if moment == "hook" and joiner.wait() != 0:  # refused, as the state can only be captured by one worker
+        assert "on_save_checkpoint: only this worker captures the state for a joiner" in joiner.output
+        joiner = job.start()
+    job.finish()
+    assert [first.exit_code, joiner.exit_code] == [0, 0], job.report()
+    assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in (first, joiner))
 
 
 def test_last_checkpoint_of_a_stop_is_written_by_the_next_worker_when_its_writer_dies(make_job: MakeJob) -> None:

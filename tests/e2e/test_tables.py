@@ -580,3 +580,17 @@ def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJ
     assert newest <= event.data["batch"] < settings.num_steps * 0.75  # the first fit's newest snapshots are from its end
     assert len(job.records("after_second_fit")) == 1
     assert not shared_memory_of(job)
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_collective_in_save_hook_refuses_joiners_of_tables_in_words(num_first: int, new_job: MakeJob) -> None:
+    settings = TableSettings(saves_together=True)
+    job = new_job(settings, min_workers=num_first)
+    first = [job.start() for _ in range(num_first)]
+    job.wait_for_step(5)
+    joiner = job.start()
+    assert joiner.wait() == 1, job.report()
+    assert "on_save_checkpoint: with sharded tables only one worker captures the state for a joiner" in joiner.output
+    job.finish()
+    assert [worker.exit_code for worker in first] == [0] * num_first, job.report()
+    assert job.step == settings.num_steps

@@ -43,6 +43,7 @@ from lightning_dlrover.rdzv.live.member import (
 
 __all__ = [
     "Counts",
+    "LoneCollectiveError",
     "Meeting",
     "MismatchError",
     "Sighting",
@@ -76,6 +77,10 @@ NUM_RECENT = 8
 
 class MismatchError(WorldError):
     """Workers have met in different collectives. The program is wrong, and a new round cannot repair it."""
+
+
+class LoneCollectiveError(RuntimeError):
+    """A worker has begun a collective where the others take no part in one."""
 
 
 # --- comparing counts ---------------------------------------------------------------------------------------------------------
@@ -186,6 +191,7 @@ class Meeting:
         self._num_compared = 0
         self._recent: dict[int, str] = {}  # texts of the newest compared collectives, by number
         self._depth = 0  # above 0, begun collectives are part of one that was compared
+        self._alone = ""  # reason why the others take no part in this worker's collectives now
         self._store: Store | None = None
         self._store_lock = threading.Lock()
         self._published: Sighting | None = None
@@ -230,13 +236,27 @@ class Meeting:
         finally:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def alone(self, reason: str) -> Iterator[None]:
+        """Refuse collectives within, because the other workers do not run this code now."""
+        self._alone = reason
+        try:
+            yield
+        finally:
+            self._alone = ""
+
     def compare(self, purpose: Purpose) -> None:
         """See `compared`."""
+        self._refuse_if_alone(purpose)
         if self._depth or torch_names.is_in_backward() or threading.get_ident() != self._thread:
             return
         number, work, numbers = self._reduce(purpose, ())
         waits.wait_for(work)
         self._check(number, numbers)
+
+    def _refuse_if_alone(self, purpose: Purpose) -> None:
+        if self._alone and threading.get_ident() == self._thread:
+            raise LoneCollectiveError(f"{purpose}: {self._alone}")
 
     def vote(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
         """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
@@ -256,6 +276,8 @@ class Meeting:
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
+        if self._alone:
+            self._refuse_if_alone(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
         if (
             self._depth
             or group is not dist.group.WORLD

@@ -379,6 +379,10 @@ class World:
         meeting = self._meeting
         return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
 
+    def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
+        """Refuse collectives within the context by a `LoneCollectiveError`, because the others do not run this code now."""
+        return self._meeting.alone(reason) if self._meeting is not None else contextlib.nullcontext()
+
     def all_reach(self, place: str) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group.meeting import (
     Counts,
+    LoneCollectiveError,
     Meeting,
     Sighting,
     can_go_on,
@@ -23,6 +24,7 @@ from lightning_dlrover.rdzv.group.meeting import (
 )
 from lightning_dlrover.rdzv.group.purpose import (
     Place,
+    Purpose,
 )
 from lightning_dlrover.rdzv.live.member import (
     RoundEndedError,
@@ -95,6 +97,15 @@ def test_worker_gets_no_answer_after_the_round(meetings: list[Meeting]) -> None:
 def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
     with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
         meetings[0].all_reach("here", lambda: False, 0.05)
+
+
+def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: list[Meeting]) -> None:
+    purpose = Purpose("strategy.barrier", place=USER)
+    with meetings[0].alone("the others go on without it"):
+        with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others go on without it"):
+            meetings[0].compare(purpose)
+        with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others go on"):
+            meetings[0].before(None, "barrier", ())
 
 
 # --- messages for people ------------------------------------------------------------------------------------------------------
