@@ -87,9 +87,8 @@ from lightning_dlrover.observe.pulse import (
 from lightning_dlrover.observe.resources import available_cores
 from lightning_dlrover.packages import CSVLogger, ModelCheckpoint, ProgressBar, TensorBoardLogger
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.group.aborts import wait_for_device
-from lightning_dlrover.rdzv.group.left_state import LeftStateError
 from lightning_dlrover.rdzv.group.loop import (
     Pace,
     handover,
@@ -610,33 +609,22 @@ class LiveTraining:
         if any(has_finished for _, has_finished in said):  # workers learn of it at different times
             return False
         found = [each for each, _ in said]
-        newest = max([step for step, _ in found if step is not None], default=-1)
-        if newest < max([self._trainer.global_step, *(saved for _, saved in found)]):
+        step, source = left_state.newest([step for step, _ in found])
+        if step < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
-        source = [step for step, _ in found].index(newest)
-        message: Any = None
-        if left is not None and self._rank == source:
-            try:
-                message = left.read(STATE_CLASSES, self._names_in_state)
-            except LeftStateError as error:
-                log.warning("run %s: %s", self.world.config.run_id, error)
-        if not any(self._gathered(message is not None)):
-            return False
-        for rank in (rank for rank in range(self._size) if rank != source):
-            if self._rank == source:
-                transfer.send(message, rank)
-            elif self._rank == rank:
-                message = transfer.receive(source, STATE_CLASSES, self._names_in_state)
-        try:
+
+        def load(message: Any) -> None:
             self._restore(TrainerState(**message["state"]), enters_epoch=True)
-        except Exception as error:
-            if left is not None and not self.world.is_failure(error):
-                left.remove()  # else the next group would end like this one
-            raise
+            if self._rank == 0:
+                self._add_partials(message["values"])
+
+        members, is_failure = range(self._size), self.world.is_failure
+        names = self._names_in_state
+        if not left_state.resume(left, source, self._rank, members, load, self._gathered, is_failure, STATE_CLASSES, names):
+            return False
         if self._rank == 0:
-            self._add_partials(message["values"])
-            text = f"went on from the state of step {newest} in a host's memory"
-            self.world.event("resume", text, {"global_step": newest})
+            text = f"went on from the state of step {step} in a host's memory"
+            self.world.event("resume", text, {"global_step": step})
         # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         return True

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["PREFIX", "ROOT", "VARIABLE", "LeftState", "LeftStateError"]
+__all__ = ["PREFIX", "ROOT", "VARIABLE", "LeftState", "LeftStateError", "newest", "resume"]
+
+log = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
 PREFIX = "dlrover-agent-"
@@ -100,3 +103,62 @@ class LeftState:
                 return transfer.read(file, classes, names)
         except (OSError, transfer.TransferError) as error:
             raise LeftStateError(f"the state in {self._file} cannot be read: {error}") from error
+
+
+def newest(steps: Sequence[int | None]) -> tuple[int, int]:
+    """Return the largest step of the states on the members' hosts, and its rank; -1 if there is no state."""
+    step = max((step for step in steps if step is not None), default=-1)
+    return step, steps.index(step) if step >= 0 else 0
+
+
+def resume(
+    left: LeftState | None,
+    source: int,
+    rank: int,
+    receivers: Collection[int],
+    load: Callable[[Any], None],
+    gather: Callable[[bool], list[bool]],
+    is_failure: Callable[[BaseException], bool],
+    classes: Sequence[type] = (),
+    names: Collection[str] = (),
+) -> bool:
+    """Load one member's state into the receivers. All members of a round call it.
+
+    If a receiver cannot load the state, all members remove theirs: the next group of workers would end like this one.
+
+    Args:
+        source: rank whose host has the state.
+        receivers: ranks that call `load` with the state.
+        gather: returns the values of all members, by rank.
+        is_failure: whether an error means that the round is broken, so that the state may still be whole.
+        classes, names: see `LeftState.read`.
+
+    Returns:
+        Whether the source could read the state.
+    """
+    state: Any = None
+    if left is not None and rank == source:
+        try:
+            state = left.read(classes, names)
+        except LeftStateError as error:
+            log.warning("%s", error)
+    if not any(gather(state is not None)):
+        return False
+    for receiver in (each for each in receivers if each != source):
+        if rank == source:
+            transfer.send(state, receiver)
+        elif rank == receiver:
+            state = transfer.receive(source, classes, names)
+    problem: Exception | None = None
+    if rank in receivers:
+        try:
+            load(state)
+        except Exception as error:  # a state of another model, for example, may raise anything
+            if is_failure(error):
+                raise
+            problem = error
+    if not all(gather(problem is None)) and left is not None:
+        left.remove()
+    if problem is not None:
+        raise problem
+    return True

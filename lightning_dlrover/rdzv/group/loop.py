@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
 from lightning_dlrover.rdzv.group.any_world import AnyWorld
-from lightning_dlrover.rdzv.group.left_state import LeftStateError
+from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 __all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
@@ -350,26 +350,11 @@ class _Loop:
         """Load the state left by a former group of workers into rank 0, if it is ahead. All others then receive it."""
         rank, left = self._formation.rank, self._world.left_state
         found = self._gathered((left.step() if left is not None else None, self.num_made))
-        newest = max([step for step, _ in found if step is not None], default=-1)
-        if newest <= found[0][1]:
+        step, source = newest([step for step, _ in found])
+        if step <= found[0][1]:
             return
-        source = [step for step, _ in found].index(newest)
-        state: dict[str, Any] | None = None
-        if left is not None and rank == source:
-            try:
-                state = left.read()
-            except LeftStateError as error:
-                log.warning("%s", error)
-        if not any(self._gathered(state is not None)):
-            return
-        if source and rank == source:
-            transfer.send(state, 0)
-        elif source and rank == 0:
-            state = transfer.receive(source)
-        if rank == 0:
-            assert state is not None
-            self._load(state)
-            self._world.event("resume", f"went on from the state of step {newest} in a host's memory", {"global_step": newest})
+        if resume(left, source, rank, [0], self._load, self._gathered, self._world.is_failure) and rank == 0:
+            self._world.event("resume", f"went on from the state of step {step} in a host's memory", {"global_step": step})
 
     def _gathered(self, mine: Any) -> list[Any]:
         return transfer.all_gather(mine) if self._formation.size > 1 else [mine]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import (
     Step,
     _Loop,
@@ -54,6 +57,64 @@ def test_hello_that_is_no_number_ends_the_round() -> None:
     assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
     with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
         updates_made(Formation(round_, {"a": b"7", "b": b"garbage"}, 0))
+
+
+# --- states left in a host's memory ------------------------------------------------------------------------------------------
+
+
+class WorldWithLeftState:
+    """A world of one worker, whose agent has replaced its workers."""
+
+    worker_id = "a"
+    backend = "gloo"
+    formation = Formation(RoundRecord(1, ["a"], "", "start", planned=True), {"a": b""}, 0)
+
+    def __init__(self, folder: Path) -> None:
+        self.left_state = LeftState(folder)
+        self.events: list[str] = []
+
+    def is_failure(self, error: BaseException) -> bool:
+        return isinstance(error, RoundEndedError)
+
+    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        self.events.append(text)
+
+
+class Part:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.loaded: dict[str, Any] = {}
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 5}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._error is not None:
+            raise self._error
+        self.loaded = state_dict
+
+
+def loop_after(folder: Path, part: Part) -> tuple[_Loop, Any]:
+    """A loop whose agent's former workers left the state of step 7."""
+    world: Any = WorldWithLeftState(folder)
+    world.left_state.write(7, transfer.pack({"num_made": 7, "num_steps": 9, "state": {"part": part.state_dict()}}))
+    return _Loop(world, 9, 0, {"part": part}, 0.1), world
+
+
+def test_left_state_is_gone_on_from(tmp_path: Path) -> None:
+    part = Part()
+    loop, world = loop_after(tmp_path, part)
+    loop._settle()
+    assert (loop.num_made, part.loaded) == (7, {"value": 5})
+    assert world.events == ["went on from the state of step 7 in a host's memory"]
+
+
+@pytest.mark.parametrize("error, is_kept", [(KeyError("weight"), False), (RoundEndedError("a worker was lost"), True)])
+def test_left_state_that_cannot_be_loaded_ends_no_second_group(error: Exception, is_kept: bool, tmp_path: Path) -> None:
+    loop, world = loop_after(tmp_path, Part(error))
+    with pytest.raises(type(error)):
+        loop._settle()
+    assert world.left_state.step() == (7 if is_kept else None)
 
 
 # --- models -------------------------------------------------------------------------------------------------------------------
