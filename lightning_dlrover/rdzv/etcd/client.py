@@ -6,7 +6,6 @@ prefix is in `mirror.py`.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 import weakref
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lightning_dlrover.rdzv.etcd.caller import Caller
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig, is_loopback, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S, Lease, Leases, SharedLease
 from lightning_dlrover.rdzv.etcd.messages import compare_message, key_value, op_message, range_end
@@ -73,7 +72,7 @@ class EtcdClient:
         warning = version_warning(status.version)
         if warning is not None:
             # A loopback etcd is not shared: its users and its data are the job's own.
-            shared = not all(_is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
+            shared = not all(is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
             logger.log(logging.WARNING if shared else logging.DEBUG, "%s: %s", self.config.endpoints, warning)
         if self._shared_lease.prefix and self._keeps_all_revisions(int(status.header.revision)):
             logger.warning(
@@ -238,10 +237,3 @@ class EtcdClient:
         deadline = time.monotonic() + timeout_s
         for child in list(self._children):
             child.close(max(0.1, deadline - time.monotonic()))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 
-__all__ = ["ACCESS_VARIABLES", "EtcdConfig", "parse_endpoints", "read_password"]
+__all__ = ["ACCESS_VARIABLES", "EtcdConfig", "is_loopback", "parse_endpoints", "read_password"]
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
@@ -29,6 +30,14 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
             )
         endpoints.append((match[1].strip("[]"), int(match[2])))
     return endpoints
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means the machine that uses it; other machines cannot reach it by that name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
 
 
 ACCESS_VARIABLES = {

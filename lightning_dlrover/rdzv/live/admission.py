@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import is_loopback
 from lightning_dlrover.rdzv.etcd.operations import Put, absent
 from lightning_dlrover.rdzv.job.records import (
     HISTORY_TTL_S,
@@ -100,16 +100,9 @@ def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -
         if worker.host == socket.gethostname():
             continue
         for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
-            if _is_loopback(address):
+            if is_loopback(address):
                 raise MembershipError(
                     f"run {config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
                     "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
                     "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
                 )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

@@ -9,6 +9,7 @@ import pytest
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
+    is_loopback,
     parse_endpoints,
 )
 from lightning_dlrover.rdzv.etcd.errors import (
@@ -27,6 +28,16 @@ from lightning_dlrover.rdzv.etcd.errors import (
 )
 def test_endpoints_are_read_as_host_and_port(text: str, endpoints: list[tuple[str, int]]) -> None:
     assert parse_endpoints(text) == endpoints
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "::1", "localhost", "LOCALHOST", "localhost."])
+def test_a_machines_own_name_is_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::2", "host", "localhost.example.org", ""])
+def test_a_name_that_others_can_reach_is_no_loopback(host: str) -> None:
+    assert not is_loopback(host)
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"])
