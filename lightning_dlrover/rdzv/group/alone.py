@@ -136,6 +136,9 @@ class LoneWorld:
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def all_reach(self, place: str) -> bool:
         return True
 

@@ -27,6 +27,7 @@ REFUSED = {"admit", "config", "connect", "consequence_of_refusal", "membership",
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "admit": (b"", ""),
     "all_reach": ("here",),
+    "alone": ("reason",),
     "announce": ("model",),
     "begin_fit": (2,),
     "close_to_joiners": ("",),
