@@ -36,13 +36,13 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import fmean, median
 
 from auto_config_jobs import POLICIES
 from jobs import AUTO_CONFIG_JOBS, START_TIMEOUT_S, STEP_TIMEOUT_S, LiveJob, Step, Workspace, describe_machine, result_line
 
-from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.plan import PROOF_S, STEPS_OF_PROOF, Decision, Settings
 
 NONE = "none"
 BAD = 1.5  # slowdown from which a trial is bad
@@ -91,19 +91,23 @@ class Trial:
         return self.slowdown >= BAD
 
 
+Stints = Sequence[tuple[Settings, list[float]]]
+"""Settings of a job, one after the other, with the durations of their steps."""
+
+
 @dataclass(frozen=True)
 class Run:
     trials: Sequence[Trial]
     num_steps: int  # in the fixed time
+    stints: Stints = ()
 
 
-def trials_of(steps: Sequence[Step], decisions: Sequence[Decision]) -> list[Trial]:
-    """Return the trials that one worker's steps show, in order.
+def stints_of(steps: Sequence[Step], decisions: Sequence[Decision]) -> Stints:
+    """Return the settings of one worker's steps.
 
     A change of several settings takes a few steps. Those on the way count for the settings that follow.
     """
     chosen = {decision.chosen for decision in decisions} | {Settings(*step.settings) for step in steps[:1]}
-    explored = {decision.chosen for decision in decisions if decision.explored and decision.is_change}
     stints: list[tuple[Settings, list[float]]] = []
     on_the_way: list[float] = []
     for before, after in pairwise(steps):
@@ -115,6 +119,12 @@ def trials_of(steps: Sequence[Step], decisions: Sequence[Decision]) -> list[Tria
             stints.append((settings, []))
         stints[-1][1].extend(on_the_way)
         on_the_way = []
+    return stints
+
+
+def trials_of(stints: Stints, decisions: Sequence[Decision]) -> list[Trial]:
+    """Return the trials among the settings, in order."""
+    explored = {decision.chosen for decision in decisions if decision.explored and decision.is_change}
     found = []
     seen = {settings for settings, _ in stints[:1]}
     for index in range(1, len(stints)):
@@ -166,6 +176,90 @@ class Tally:
 
 
 Tallies = dict[tuple[str, str], Tally]
+
+
+# --- how many steps prove that a trial has failed -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Proof:
+    """Newest steps whose median is compared with the steps before a trial."""
+
+    min_steps: int
+    min_s: float
+
+    def steps_until(self, usual_s: float, durations_s: Sequence[float]) -> int | None:
+        """Return after how many steps a trial is given up; None: never."""
+        for end in range(self.min_steps, len(durations_s) + 1):
+            number, span_s = 0, 0.0
+            while number < end and (number < self.min_steps or span_s < self.min_s):
+                number += 1
+                span_s += durations_s[end - number]
+            if span_s >= self.min_s and median(durations_s[end - number : end]) > BAD * usual_s:
+                return end
+        return None
+
+
+PROOFS = [Proof(*each) for each in product((2, 3, 5, 8), (0.0, 0.1, 0.2, 0.4, 0.8))]
+IN_FORCE = Proof(STEPS_OF_PROOF, PROOF_S)
+MAX_FALSE = 0.05  # fraction of alarms without a change that a proof may give
+
+
+def false_alarms(runs: Sequence[Run], proof: Proof, trial_s: float) -> tuple[int, int]:
+    """Return how many stretches as long as a trial would have been given up, of jobs that change nothing, and their number."""
+    alarms = total = 0
+    for _, durations_s in (stint for run in runs for stint in run.stints):
+        start = STEPS_BEFORE
+        while start < len(durations_s):
+            end, span_s = start, 0.0
+            while end < len(durations_s) and span_s < trial_s:
+                span_s += durations_s[end]
+                end += 1
+            total += 1
+            alarms += proof.steps_until(median(durations_s[start - STEPS_BEFORE : start]), durations_s[start:end]) is not None
+            start = end + STEPS_BEFORE
+    return alarms, total
+
+
+def delays(runs: Sequence[Run], proof: Proof) -> list[int]:
+    """Return after how many steps the bad trials would have been given up, of jobs that give none up."""
+    found = []
+    for run in runs:
+        for before, trial in pairwise(run.stints):
+            usual_s = median(before[1][-STEPS_BEFORE:])
+            if median(trial[1]) >= BAD * usual_s and trial[0].intra_op_threads > before[0].intra_op_threads:
+                found.append(proof.steps_until(usual_s, trial[1]) or len(trial[1]))
+    return found
+
+
+def best_proof(quiet: Sequence[Run], bad: Sequence[Run], trial_s: float) -> Proof:
+    """Return the fastest proof with few false alarms, of all if none has few."""
+
+    def rank(proof: Proof) -> tuple[float, float, Proof]:
+        alarms, total = false_alarms(quiet, proof, trial_s)
+        return max(MAX_FALSE, alarms / max(1, total)), fmean(delays(bad, proof) or [0]), proof
+
+    return min(PROOFS, key=rank)
+
+
+def describe_proofs(tallies: Tallies, window_s: float) -> str:
+    """Choose a proof in the even rounds, and show its figures in the odd ones, beside those of the proof in force."""
+    lines = []
+    trial_s = NUM_WINDOWS * window_s
+
+    def runs(policy: str, odd: int) -> list[Run]:
+        return [run for (_, of), tally in tallies.items() if of == policy for run in tally.runs[odd::2]]
+
+    chosen = best_proof(runs(NONE, 0), runs("careless", 0), trial_s)
+    for title, proof in (("chosen in even rounds", chosen), ("in force", IN_FORCE)):
+        for odd, name in enumerate(("even", "odd")):
+            alarms, total = false_alarms(runs(NONE, odd), proof, trial_s)
+            after = sorted(delays(runs("careless", odd), proof))
+            lines.append(
+                f"proof {title}: {proof.min_steps} steps and {proof.min_s:g} s; in {name} rounds {alarms} of {total} stretches "
+                f"without a change alarmed, {len(after)} bad trials given up after {after} steps"
+            )
+    return "\n".join(lines)
 
 
 def summary(tallies: Tallies, loads: Collection[str], window_s: float) -> dict[str, float | int]:
@@ -240,7 +334,8 @@ def run(space: Workspace, endpoint: str, name: str, policy: str, load: Load, siz
             time.sleep(max(0.0, min(0.02, end_s - now)))
         decisions = [Decision.from_data(event.data) for event in job.events("decision")]
         steps = [step for step in job.steps() if step.ended_s <= end_s]
-    found = Run(trials_of(steps, decisions), len(steps))
+    stints = stints_of(steps, decisions)
+    found = Run(trials_of(stints, decisions), len(steps), stints)
     changes = "; ".join(
         f"{trial.settings.short} {trial.slowdown:.2f} times slower for {trial.num_steps} steps, {trial.seconds:.1f} s"
         for trial in found.trials
@@ -284,6 +379,7 @@ def main() -> int:
             for load, policy in order:
                 name = f"{load}-{policy}-{number}"
                 tallies[load, policy].runs.append(run(space, endpoint, name, policy, LOADS[load], size))
+    print(describe_proofs(tallies, size.window_s))
     print(table(tallies))
     print(result_line(summary(tallies, loads, size.window_s)))
     return 0
