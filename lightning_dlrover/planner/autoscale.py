@@ -75,8 +75,15 @@ def plan(
         spent=situation.spent,
         node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
         node_memory_bytes=field.node_memory_bytes[index],
+        break_even_s=_break_even_s(field, index) if explored else None,
         fallback=field.settings[search.best_measured()] if explored else None,
     )
+
+
+def _break_even_s(field: Field, index: int) -> float:
+    """Return the step time up to which the settings are no worse than the present ones: longer where they cost less."""
+    now_s = max(field.situation.current.step_time_s, float(field.step_s[field.now]))
+    return now_s * max(1.0, float(field.step_s[index] / field.loss[index]))
 
 
 def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float) -> Decision:
@@ -103,7 +110,8 @@ def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float)
     )
     reason = (
         f"{describe_change(trial.chosen, trial.home)}: given up after a few steps of {step_text(step_time_s)}; "
-        f"at most {step_text(trial.choice.high_s)} were predicted, and {step_text(trial.observed_step_time_s)} measured before"
+        f"{step_text(trial.choice.step_time_s)} were predicted ({step_text(trial.choice.low_s)} to "
+        f"{step_text(trial.choice.high_s)}), and {step_text(trial.observed_step_time_s)} measured before"
     )
     return replace(
         trial,
@@ -120,6 +128,7 @@ def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float)
         left_s=left_s,
         node_cores=0.0,
         node_memory_bytes=0,
+        break_even_s=None,
         fallback=None,
     )
 

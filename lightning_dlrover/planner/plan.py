@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 FAR_OUT = 1.5
-"""Slowdown at which a trial has failed, relative to the slowest step that was predicted."""
+"""Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
 
 STEPS_OF_PROOF = 3
 PROOF_S = 0.2
@@ -109,6 +109,7 @@ class Decision:
     spent: float | None = None  # money spent so far; None: unknown
     node_cores: float = 0.0  # cores per node that the chosen settings require; 0: the present ones are enough
     node_memory_bytes: int = 0  # memory per node that the chosen settings require; 0: the present one is enough
+    break_even_s: float | None = None  # step time up to which a trial is no worse than the settings before it
     fallback: Settings | None = None  # best measured settings, for the return from a failed trial; None: `current`
 
     @property
@@ -199,7 +200,9 @@ def give_up_above_s(decision: Decision) -> float:
     """Return the step time above which a trial has failed; infinite unless `decision` is a trial."""
     if not decision.explored or not decision.is_change:
         return math.inf
-    return FAR_OUT * max(decision.choice.high_s, decision.observed_step_time_s)
+    # The interval of a prediction may be wide. A trial that is as slow as its end is of no use either.
+    usual_s = decision.break_even_s or max(decision.choice.high_s, decision.observed_step_time_s)
+    return FAR_OUT * usual_s
 
 
 def step_text(seconds: float) -> str:

@@ -43,6 +43,7 @@ def decisions(draw: st.DrawFn) -> Decision:
         observed_step_time_s=draw(seconds),
         predicted_step_time_s=draw(seconds),
         explored=draw(st.booleans()),
+        break_even_s=draw(st.none() | seconds),
         fallback=draw(st.none() | some_settings),
     )
 
@@ -112,11 +113,12 @@ def test_no_job_runs_with_a_negative_number_of_anything(name: str) -> None:
         replace(ONE_WORKER, **{name: -1})
 
 
-def test_trial_fails_only_above_both_its_prediction_and_the_steps_before_it() -> None:
-    assert give_up_above_s(GROW) == pytest.approx(1.5 * 0.08)  # 80 ms before, at most 60 ms predicted
+def test_trial_fails_far_above_the_step_time_with_which_it_would_break_even() -> None:
+    assert give_up_above_s(replace(GROW, break_even_s=0.05)) == pytest.approx(1.5 * 0.05)
+    # An older record has no such time. Steps above both its interval and the steps before it are no use to any objective.
+    assert give_up_above_s(GROW) == pytest.approx(1.5 * 0.08)
     assert (has_failed(GROW, 0.119), has_failed(GROW, 0.121)) == (False, True)
-    slower = replace(GROW, observed_step_time_s=0.05)
-    assert give_up_above_s(slower) == pytest.approx(1.5 * 0.06)
+    assert give_up_above_s(replace(GROW, observed_step_time_s=0.05)) == pytest.approx(1.5 * 0.06)
 
 
 def test_known_settings_and_settings_that_stay_never_fail() -> None:
