@@ -1,6 +1,6 @@
 """Cost of the planner's trials on a machine that other programs use.
 
-    python benchmarks/busy_trials.py [--rounds 3] [--seconds 30] [--loads idle,busy,crowded,sudden] [--quick]
+    python benchmarks/busy_trials.py [--rounds 3] [--seconds 30] [--loads idle,...] [--policies ours,...] [--quick]
 
 A job of one worker (`deep` of `auto_config_jobs.py`, whose threads meet at many barriers in each step) trains for a fixed time.
 Each round runs it under each load with each policy, in shuffled order.
@@ -8,19 +8,20 @@ Each round runs it under each load with each policy, in shuffled order.
 idle      no processes of ours beside the job
 busy      as many processes that burn a core as there are cores, from before the start
 crowded   twice as many
-sudden    as many as cores, from the moment at which the job first runs with more threads
+sudden    as many as cores, from the moment at which the job first runs with more threads, or after a third of the time
 
 ours      the planner as it is
+windows   an earlier planner that gave a trial up after a whole window and a fit, and not within the predicted interval
 careless  the planner from before load was an input: other programs are not noticed, and no trial is given up early
 none      no trials: the settings of the script
 
 A trial's slowdown is the median of its steps over that of the steps before it. A trial is bad if it is 1.5 times slower, and
-given up if it is left before the three windows that judge it. Progress is the number of steps made in the fixed time, as a
-ratio to `none`, both as medians over the rounds.
+given up if it is left before the three windows that judge it. Progress is the number of steps made in the fixed time (under a
+sudden load in two thirds of it, from its beginning), as a ratio to `none`, both as medians over the rounds.
 
 The last line holds the figures of all loads but `idle` together: worst and median slowdown, steps in bad trials for each job,
-bad trials, trials given up, their median and largest number of steps, and the smallest progress of a load. Those of the
-careless planner follow, and the progress on the idle machine.
+bad trials, trials given up, their median and largest number of steps, and the smallest progress of a load; then the
+progress on the idle machine. Those of the other policies follow.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from statistics import fmean, median
@@ -262,11 +263,12 @@ def describe_proofs(tallies: Tallies, window_s: float) -> str:
     return "\n".join(lines)
 
 
-def summary(tallies: Tallies, loads: Collection[str], window_s: float) -> dict[str, float | int]:
+def summary(tallies: Tallies, window_s: float) -> dict[str, float | int]:
     """Return the figures of the last line."""
     values: dict[str, float | int] = {}
+    loads = dict.fromkeys(load for load, _ in tallies)
     strained = [load for load in loads if load != "idle"]
-    for policy in POLICIES:
+    for policy in dict.fromkeys(policy for _, policy in tallies if policy != NONE):
         prefix = "" if policy == "ours" else f"{policy}_"
         together = Tally(window_s, [run for load in strained for run in tallies[load, policy].runs])
         values |= {f"{prefix}{name}": value for name, value in together.values().items()}
@@ -325,17 +327,25 @@ def run(space: Workspace, endpoint: str, name: str, policy: str, load: Load, siz
             burners.burn()
         job.start_worker()
         first = job.wait_for("the first step", lambda: next(iter(job.steps()), None), START_TIMEOUT_S)
-        home, end_s = Settings(*first.settings), first.ended_s + size.seconds
-        while (now := time.monotonic()) < end_s:
+        home, start_s = Settings(*first.settings), first.ended_s
+        if load.at_trial:
+            # A job without trials would make the first one after three windows.
+            burn_at_s = start_s + ((NUM_WINDOWS + 1) * size.window_s if policy == NONE else size.seconds / 3)
+            while time.monotonic() < burn_at_s:
+                if Settings(*job.steps()[-1].settings).intra_op_threads > home.intra_op_threads:
+                    break
+                time.sleep(0.01)
+            start_s = time.monotonic()
+            burners.burn()
+        end_s = start_s + size.seconds * (2 / 3 if load.at_trial else 1)
+        while (left_s := end_s - time.monotonic()) > 0:
             newest = job.steps()[-1]
-            if load.at_trial and Settings(*newest.settings).intra_op_threads > home.intra_op_threads:
-                burners.burn()
             job.wait_for("the next step", lambda: True if job.steps()[-1] != newest else None, STEP_TIMEOUT_S)  # noqa: B023
-            time.sleep(max(0.0, min(0.02, end_s - now)))
+            time.sleep(min(0.1, left_s))
         decisions = [Decision.from_data(event.data) for event in job.events("decision")]
         steps = [step for step in job.steps() if step.ended_s <= end_s]
     stints = stints_of(steps, decisions)
-    found = Run(trials_of(stints, decisions), len(steps), stints)
+    found = Run(trials_of(stints, decisions), sum(step.ended_s >= start_s for step in steps), stints)
     changes = "; ".join(
         f"{trial.settings.short} {trial.slowdown:.2f} times slower for {trial.num_steps} steps, {trial.seconds:.1f} s"
         for trial in found.trials
@@ -359,6 +369,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help=f"default {FULL.rounds}")
     parser.add_argument("--seconds", type=float, help=f"seconds of each job, default {FULL.seconds:g}")
     parser.add_argument("--loads", help=f"of {', '.join(LOADS)}; default all")
+    parser.add_argument("--policies", default="ours,careless", help=f"of {', '.join(POLICIES)}; default %(default)s")
     parser.add_argument("--quick", action="store_true", help="one round of short jobs under two loads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
@@ -367,10 +378,13 @@ def main() -> int:
     loads = tuple(options.loads.split(",")) if options.loads else size.loads
     if unknown := sorted({*loads} - {*LOADS}):
         parser.error(f"--loads names {unknown}, the loads are {', '.join(LOADS)}")
+    policies = options.policies.split(",")
+    if unknown := sorted({*policies} - {*POLICIES}):
+        parser.error(f"--policies names {unknown}, the policies are {', '.join(POLICIES)}")
     size = replace(size, loads=loads, rounds=options.rounds or size.rounds, seconds=options.seconds or size.seconds)
     print(describe_machine(), flush=True)
     dice = random.Random(options.seed)
-    tallies: Tallies = {(load, policy): Tally(size.window_s) for load in loads for policy in (*POLICIES, NONE)}
+    tallies: Tallies = {(load, policy): Tally(size.window_s) for load in loads for policy in (*policies, NONE)}
     with Workspace("busy-trials", options.keep) as space:
         endpoint = space.etcd().endpoint
         for number in range(size.rounds):
@@ -381,7 +395,7 @@ def main() -> int:
                 tallies[load, policy].runs.append(run(space, endpoint, name, policy, LOADS[load], size))
     print(describe_proofs(tallies, size.window_s))
     print(table(tallies))
-    print(result_line(summary(tallies, loads, size.window_s)))
+    print(result_line(summary(tallies, size.window_s)))
     return 0
 
 

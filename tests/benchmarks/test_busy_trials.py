@@ -63,7 +63,7 @@ def test_last_line_compares_both_policies_with_a_job_without_trials() -> None:
         ("busy", "careless"): Tally(1.0, [Run([bad], 50)]),
         ("busy", "none"): Tally(1.0, [Run([], 100)]),
     }
-    values = summary(tallies, ("idle", "busy"), 1.0)
+    values = summary(tallies, 1.0)
     assert (values["progress"], values["idle_progress"], values["careless_progress"]) == (0.95, 1.5, 0.5)
     assert (values["trials"], values["careless_bad"], values["careless_worst"]) == (0, 1, 4.0)
     assert math.isnan(values["worst"])
