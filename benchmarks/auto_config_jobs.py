@@ -1,6 +1,7 @@
-"""Three jobs that need different configurations, for `auto_config.py`. Their workers record every step.
+"""Jobs for `auto_config.py` and `busy_trials.py`. Their workers record every step.
 
 dense      a perceptron whose products fill a core; its data are in memory
+deep       a deep and narrow perceptron: its threads meet at many barriers in each step
 embedding  sharded embedding tables with many lookups per sample, and small products
 input      a small model with samples that are fetched (a wait) and decoded (a core)
 """
@@ -8,6 +9,7 @@ input      a small model with samples that are fetched (a wait) and decoded (a c
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 import zlib
@@ -21,18 +23,23 @@ from jobs import Step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
+from lightning_dlrover.learn import analyst
+from lightning_dlrover.planner import autoscale, plan
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-__all__ = ["GLOBAL_BATCH", "JOBS"]
+__all__ = ["GLOBAL_BATCH", "JOBS", "POLICIES"]
 
 NUM_SAMPLES = 1_000_000
 NUM_FEATURES = 256
 NUM_TABLES, NUM_ROWS, DIM, LOOKUPS = 4, 100_000, 32, 40
 FETCH_S, DECODED_BYTES = 0.5e-3, 120_000
 
-GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48}
-JOBS = tuple(GLOBAL_BATCH)
+GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192}
+JOBS = ("dense", "embedding", "input")
+"""Jobs that need different configurations."""
+
+POLICIES = ("ours", "windows", "careless")
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -123,15 +130,17 @@ class Options:
     window_s: float
     plan_every_s: float  # seconds between plans; 0: only profiles
     until: Path  # file that ends the job when it exists
+    policy: str
 
     @staticmethod
     def from_command_line() -> Options:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--job", choices=JOBS, required=True)
+        parser.add_argument("--job", choices=GLOBAL_BATCH, required=True)
         parser.add_argument("--records", type=Path, required=True)
         parser.add_argument("--window-s", type=float, default=2.0)
         parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--until", type=Path, required=True)
+        parser.add_argument("--policy", choices=POLICIES, default="ours")
         return Options(**vars(parser.parse_args()))
 
 
@@ -168,13 +177,32 @@ class Recorder(L.Callback):
             trainer.should_stop = bool(stop)
 
 
+def forget_load() -> None:
+    """Restore the policy from before load was an input: other programs are not noticed, and no trial is given up early."""
+    setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
+    plan.FAR_OUT = math.inf
+
+
+def judge_by_windows() -> None:
+    """Restore an earlier policy: a trial is given up after a whole window and a fit, if it is slower than its interval."""
+    setattr(callback.DLRoverCallback, "_is_failed_trial", lambda *_: False)  # noqa: B010
+    setattr(analyst.Analyst, "_retreat", lambda *_: False)  # noqa: B010
+    setattr(autoscale, "_break_even_s", lambda *_: None)  # noqa: B010
+
+
 def main() -> None:
     options = Options.from_command_line()
+    if options.policy == "careless":
+        forget_load()
+    elif options.policy == "windows":
+        judge_by_windows()
     L.seed_everything(7, verbose=False)
     module: L.LightningModule
     data: Dataset[Any]
     if options.job == "dense":
         module, data = Perceptron(640, 3), Rows()
+    elif options.job == "deep":
+        module, data = Perceptron(256, 16), Rows()
     elif options.job == "embedding":
         module, data = ClickModel(), Clicks()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover import callback as callback_module
+from lightning_dlrover.learn.analyst import Analyst
 from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.profiler import StepProfiler
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation
 
@@ -192,3 +195,20 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
         strategy.live.formation = Formation(record, {}, 0)
         place: Any = callback._place(trainer, strategy)
         assert place == record.number
+
+
+def test_window_of_a_trial_far_too_slow_ends_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Settings(1, 0, torch.get_num_threads(), 0)
+    before = Settings(1, 0, runs.intra_op_threads + 1, 0)
+    candidate = Candidate(runs, 1e-9, 1e-9, 1e-9, 1.0, 0.0, measured=False, feasible=True)
+    trial = Decision(1, 0.0, before, runs, "a trial", (candidate,), 1e-9, 1e-9, explored=True)
+    monkeypatch.setattr(callback_module, "PROOF_S", 0.0)
+    num_windows = []
+    for number, each in enumerate(
+        (None, trial, replace(trial, chosen=before, candidates=(replace(candidate, settings=before),)))
+    ):
+        monkeypatch.setattr(Analyst, "trial", each)
+        folder = tmp_path / str(number)
+        trainer(folder, DLRoverCallback(window_s=1000.0, plan_every_s=0), max_steps=20).fit(Model(), loader())
+        num_windows.append((folder / "metrics.csv").read_text().count("\n") - 1)
+    assert num_windows == [1, 7, 1]  # the last window ends with the fit, and so does the third one's

@@ -39,7 +39,7 @@ from lightning_dlrover.learn.profile_log import (
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
-from lightning_dlrover.planner.autoscale import plan
+from lightning_dlrover.planner.autoscale import plan, retreat
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
@@ -135,6 +135,7 @@ class Analyst:
         self._is_rank_0 = False
         self._num_submitted = self._num_digested = 0
         self._last: Decision | None = None
+        self._trial: Decision | None = None
         self._inbox: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
         self._thread.start()
@@ -142,6 +143,11 @@ class Analyst:
     @property
     def is_alone(self) -> bool:
         return self._membership is None
+
+    @property
+    def trial(self) -> Decision | None:
+        """Trial whose settings this job runs with, or is about to, until its outcome is recorded; on rank 0 only."""
+        return self._trial
 
     @property
     def is_idle(self) -> bool:
@@ -190,6 +196,7 @@ class Analyst:
             except Exception:
                 # Training must go on without plans. Each failing window logs one traceback.
                 log.exception("planning failed")
+            self._trial = self._memory.trial if self._is_rank_0 else None
             self._num_digested += 1
 
     def _digest(self, news: _News) -> None:
@@ -225,7 +232,8 @@ class Analyst:
         is_time = has_failed or (waited and self._num_in_place >= WINDOWS_PER_DECISION)
         if every_s and is_time and not self._is_under_way(profile):
             self._planned_at = time.monotonic()
-            self._plan(news)
+            if not (has_failed and self._retreat(profile)):
+                self._plan(news)
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:
@@ -377,6 +385,19 @@ class Analyst:
 
         membership.update_plan(planned)
 
+    def _retreat(self, profile: StepProfile) -> bool:
+        """Leave a failed trial for settings that each worker can apply by itself. Returns whether it was left."""
+        membership, trial = self._membership, self._memory.decisions[-1]
+        wish = membership.view.plan if membership is not None else None
+        if membership is None or wish is None or wish.decision_id != trial.decision_id or wish.source != "planner":
+            return False
+        if trial.home.num_workers != trial.chosen.num_workers:
+            return False
+        decision = retreat(trial, profile.step_time_s, decision_id=self._memory.next_id, at=time.time())
+        followed = membership.has_controller()
+        self._publish(decision, wish, by_hand=False, followed=followed, advice=None if followed else self._last)
+        return True
+
     def _judge(self, settings: Settings) -> None:
         """Record the outcome of the last change, after its settings have been measured."""
         decision = next((d for d in reversed(self._memory.decisions) if d.is_change), None)
@@ -486,6 +507,14 @@ class _Memory:
     @property
     def next_id(self) -> int:
         return max((d.decision_id for d in self.decisions), default=0) + 1
+
+    @property
+    def trial(self) -> Decision | None:
+        """The newest decision, if it is a trial without an outcome yet."""
+        last = self.decisions[-1] if self.decisions else None
+        if last is None or not last.explored or not last.is_change:
+            return None
+        return last if all(o.decision_id != last.decision_id for o in self.outcomes) else None
 
     def add(self, window: StepProfile) -> None:
         def place(of: StepProfile) -> tuple[Settings, int]:

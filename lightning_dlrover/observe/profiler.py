@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
@@ -135,6 +136,20 @@ class StepProfiler:
     @property
     def num_steps(self) -> int:
         return len(self._window.step_times_s) if self._window else 0
+
+    def newest_step_s(self, min_steps: int, min_s: float) -> float | None:
+        """Return the median of the window's newest steps: `min_steps` of them, or more until they span `min_s`.
+
+        None if the window is too short.
+        """
+        times_s = self._window.step_times_s if self._window else []
+        number, span_s = 0, 0.0
+        while number < min_steps or span_s < min_s:
+            if number == len(times_s):
+                return None
+            number += 1
+            span_s += times_s[-number]
+        return median(times_s[-number:])
 
     @property
     def age_s(self) -> float:

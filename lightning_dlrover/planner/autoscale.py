@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from lightning_dlrover.planner.plan import Decision, Settings, has_failed, step_
 from lightning_dlrover.planner.situation import DEFAULT_RULES, Model, Rules, Situation
 from lightning_dlrover.planner.space import Limits
 
-__all__ = ["plan"]
+__all__ = ["plan", "retreat"]
 
 Floats = NDArray[np.float64]
 
@@ -52,7 +53,8 @@ def plan(
         ImportError: the space is too large to enumerate, and pymoo is not installed.
     """
     field = Field.of(situation, model, limits, objective, memory, rules)
-    index, explored, reason = _Search(situation, limits, objective, rules, field).choose()
+    search = _Search(situation, limits, objective, rules, field)
+    index, explored, reason = search.choose()
     if objective.budget is not None and field.cost_per_hour[field.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: the price of a GPU is unknown (gpu_hour)"
     return Decision(
@@ -73,6 +75,61 @@ def plan(
         spent=situation.spent,
         node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
         node_memory_bytes=field.node_memory_bytes[index],
+        break_even_s=_break_even_s(field, index) if explored else None,
+        fallback=field.settings[search.best_measured()] if explored else None,
+    )
+
+
+def _break_even_s(field: Field, index: int) -> float:
+    """Return the step time up to which the settings are no worse than the present ones: longer where they cost less."""
+    now_s = max(field.situation.current.step_time_s, float(field.step_s[field.now]))
+    return now_s * max(1.0, float(field.step_s[index] / field.loss[index]))
+
+
+def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float) -> Decision:
+    """Return from a failed trial to the best settings measured before it.
+
+    Needs no model: a fit takes seconds on a busy machine, and the trial's slow steps would go on meanwhile.
+
+    Args:
+        step_time_s: step time of the trial.
+    """
+    known = {candidate.settings: candidate for candidate in trial.candidates}
+    home = known[trial.home]
+    left_s = trial.left_s / trial.observed_step_time_s * step_time_s if trial.left_s is not None else None
+    failed = replace(
+        trial.choice,
+        step_time_s=step_time_s,
+        low_s=step_time_s,
+        high_s=step_time_s,
+        samples_per_s=home.samples_per_s * home.step_time_s / step_time_s,
+        worth_s=0.0,
+        measured=True,
+        note="runs now",
+        on_front=False,
+    )
+    reason = (
+        f"{describe_change(trial.chosen, trial.home)}: given up after a few steps of {step_text(step_time_s)}; "
+        f"{step_text(trial.choice.step_time_s)} were predicted ({step_text(trial.choice.low_s)} to "
+        f"{step_text(trial.choice.high_s)}), and {step_text(trial.observed_step_time_s)} measured before"
+    )
+    return replace(
+        trial,
+        decision_id=decision_id,
+        at=at,
+        current=trial.chosen,
+        chosen=trial.home,
+        reason=reason,
+        candidates=tuple(sorted((home, failed), key=lambda candidate: candidate.settings)),
+        observed_step_time_s=step_time_s,
+        predicted_step_time_s=home.step_time_s,
+        explored=False,
+        num_considered=2,
+        left_s=left_s,
+        node_cores=0.0,
+        node_memory_bytes=0,
+        break_even_s=None,
+        fallback=None,
     )
 
 
@@ -89,7 +146,7 @@ class _Search:
     def choose(self) -> tuple[int, bool, str]:
         """Return the index of the settings, whether they are an experiment, and the reason."""
         field, now = self.field, self.field.now
-        allowed = [i for i, s in enumerate(field.settings) if not field.notes[i] and self.limits.allows(s)]
+        allowed = self._allowed
         if not allowed:
             return now, False, f"{self._stay}: no settings within the limits can be run ({field.notes[now] or 'see the notes'})"
         if not self.limits.allows(field.settings[now]):
@@ -103,7 +160,7 @@ class _Search:
         if (warm := self._suggested(allowed)) is not None:
             return warm, True, self._reason_to_follow(warm)
         loss, promise = self._scale()
-        best = self._best_measured(allowed, loss)
+        best = self.best_measured()
         # A failed trial is left first, before another one starts.
         fled = best != now and self._has_failed()
         trial, worth_s = self._trial(allowed, best, loss, promise) if not fled else (None, 0.0)
@@ -112,6 +169,10 @@ class _Search:
         if best != now and self._is_worth_moving(best, loss):
             return best, False, self._reason_to_move(best)
         return now, False, self._reason_to_stay(allowed, best)
+
+    @cached_property
+    def _allowed(self) -> Sequence[int]:
+        return [i for i, s in enumerate(self.field.settings) if not self.field.notes[i] and self.limits.allows(s)]
 
     # --- rules -----------------------------------------------------------------------------------------------------------
 
@@ -149,8 +210,10 @@ class _Search:
         missed = field.step_s / field.bound_s
         return missed * field.loss[field.now] / missed[field.now], np.full(len(missed), math.inf)
 
-    def _best_measured(self, allowed: Sequence[int], loss: Floats) -> int:
-        measured = [i for i in allowed if self.field.measured[i]]
+    def best_measured(self) -> int:
+        """Return the measured settings with the smallest loss."""
+        loss, _ = self._scale()
+        measured = [i for i in self._allowed if self.field.measured[i]]
         return min(measured, key=lambda i: (loss[i], i != self.field.now), default=self.field.now)
 
     def _trial(self, allowed: Sequence[int], best: int, loss: Floats, bound_s: Floats) -> tuple[int | None, float]:

@@ -9,13 +9,31 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["Candidate", "Decision", "Outcome", "Settings", "has_failed", "outcome", "step_text"]
+__all__ = [
+    "PROOF_S",
+    "STEPS_OF_PROOF",
+    "Candidate",
+    "Decision",
+    "Outcome",
+    "Settings",
+    "give_up_above_s",
+    "has_failed",
+    "outcome",
+    "step_text",
+]
 
 FAR_OUT = 1.5
-"""Slowdown at which a trial has failed, relative to the slowest step that was predicted; its first window is enough."""
+"""Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
 
+STEPS_OF_PROOF = 3
+PROOF_S = 0.2
+"""Minimum number and minimum duration of the newest steps that show whether a trial has failed.
+
+On a shared core, one or two steps of any settings are slow now and then.
+"""
 
 LARGEST = 1e18
 """Largest magnitude accepted for any quantity. Larger values come from a broken record: infinity, or an int beyond float."""
@@ -91,10 +109,17 @@ class Decision:
     spent: float | None = None  # money spent so far; None: unknown
     node_cores: float = 0.0  # cores per node that the chosen settings require; 0: the present ones are enough
     node_memory_bytes: int = 0  # memory per node that the chosen settings require; 0: the present one is enough
+    break_even_s: float | None = None  # step time up to which a trial is no worse than the settings before it
+    fallback: Settings | None = None  # best measured settings, for the return from a failed trial; None: `current`
 
     @property
     def is_change(self) -> bool:
         return self.chosen != self.current
+
+    @property
+    def home(self) -> Settings:
+        """Settings to return to if the chosen ones fail."""
+        return self.fallback or self.current
 
     @property
     def current_workers(self) -> int:
@@ -126,7 +151,8 @@ class Decision:
         if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
             raise ValueError(f"a decision's candidates must be a list of objects, not {raw!r:.80}")
         candidates = tuple(_read(Candidate, _with_settings(item, "settings")) for item in raw)
-        decision = _read(cls, {**_with_settings(data, "current", "chosen"), "candidates": candidates})
+        places = ("current", "chosen", *(["fallback"] if data.get("fallback") is not None else []))
+        decision = _read(cls, {**_with_settings(data, *places), "candidates": candidates})
         if decision.chosen not in [c.settings for c in candidates]:
             raise ValueError(f"decision {decision.decision_id} chose {decision.chosen}, which is no candidate")
         return decision
@@ -166,10 +192,17 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
 
 def has_failed(decision: Decision, step_time_s: float) -> bool:
-    """Return whether a trial's steps are so slow that a single window of them is enough to abandon it."""
+    """Return whether a trial's steps are so slow that a few of them are enough to abandon it."""
+    return step_time_s > give_up_above_s(decision)
+
+
+def give_up_above_s(decision: Decision) -> float:
+    """Return the step time above which a trial has failed; infinite unless `decision` is a trial."""
     if not decision.explored or not decision.is_change:
-        return False
-    return step_time_s > FAR_OUT * max(decision.choice.high_s, decision.observed_step_time_s)
+        return math.inf
+    # The interval of a prediction may be wide. A trial that is as slow as its end is of no use either.
+    usual_s = decision.break_even_s or max(decision.choice.high_s, decision.observed_step_time_s)
+    return FAR_OUT * usual_s
 
 
 def step_text(seconds: float) -> str:
@@ -202,11 +235,10 @@ def _read(record_type: type[T], data: Mapping[str, Any]) -> T:
     for name, value in data.items():
         hint = hints[name]
         is_number = type(value) in (int, float) and -LARGEST <= value <= LARGEST
-        if hint in (float, float | None) and is_number:
+        allowed = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+        if float in allowed and is_number:
             value = float(value)
-        elif hint == float | None and value is None:
-            pass
-        elif type(value) is not (get_origin(hint) or hint) or hint is float:
+        elif type(value) not in allowed or type(value) is float:
             raise ValueError(f"{name} of a {record_type.__name__} is {value!r:.80}, not {hint}")
         values[name] = value
     return record_type(**values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from test_benchmarks import DEADLINE_S, quick_result, takes_minutes
 
@@ -31,3 +33,13 @@ def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:
 
 def test_a_job_with_a_leak_finishes_if_it_is_watched_and_is_killed_if_not() -> None:
     assert quick_result("memory_growth.py") == {"static_killed": 1, "finished": 1, "killed": 0, "jobs": 1}
+
+
+def test_trials_on_a_busy_machine_are_compared_with_a_planner_that_does_not_notice_it() -> None:
+    result = quick_result("busy_trials.py")
+    names = ["trials", "worst", "median", "bad", "bad_steps", "bad_s", "given_up", "given_up_after", "given_up_after_max"]
+    names.append("progress")
+    assert list(result) == [*names, *(f"careless_{name}" for name in names)]
+    assert result["given_up"] <= result["bad"] <= result["trials"]
+    assert result["careless_given_up"] == 0
+    assert all(math.isfinite(result[name]) and result[name] > 0 for name in ("progress", "careless_progress"))

@@ -319,3 +319,32 @@ def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
     assert job.settings == START
     assert [event.data["expected"] for event in job.events("outcome")] == [False]
     assert not job.decisions()[-1].explored
+
+
+def test_failed_trial_is_left_without_a_fit(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start(with_controller=False)  # workers stay, so each worker can apply the trial by itself
+    while job.settings == START:
+        job.run(1)
+    [trial] = [d for d in job.decisions() if d.is_change]
+    assert job.analyst.trial == trial
+
+    def fit(*_: object, **__: object) -> None:
+        raise AssertionError("a fit takes seconds on a busy machine")
+
+    monkeypatch.setattr(analyst.StepTimeModel, "fit", fit)
+    job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
+    assert job.settings == START
+    assert job.analyst.trial is None
+    assert "given up" in job.decisions()[-1].reason
+
+
+def test_trial_counts_as_such_until_three_windows_have_judged_it(start: StartJob) -> None:
+    job = start()
+    while job.settings == START:
+        job.run(1)
+    trial = job.analyst.trial
+    assert trial is not None
+    job.run(2)
+    assert job.analyst.trial == trial
+    job.run(1)
+    assert job.analyst.trial != trial

@@ -217,3 +217,16 @@ def test_a_window_without_steps_is_none(bench: Bench) -> None:
     assert bench.profiler.close_window(0, MODEL) is None
     bench.train()
     assert bench.profiler.close_window(1, MODEL) is None
+
+
+def test_newest_steps_are_judged_once_they_are_enough_and_long_enough(bench: Bench) -> None:
+    bench.train()  # left out: it ends at the change of place
+    assert bench.profiler.newest_step_s(3, 0.0) is None
+    for forward in (0.08, 0.08, 0.18, 0.38):
+        bench.train(forward=forward)
+    assert bench.profiler.newest_step_s(3, 0.0) == pytest.approx(0.2)
+    assert bench.profiler.newest_step_s(1, 0.5) == pytest.approx(0.3)  # two steps span 0.6 s
+    assert bench.profiler.newest_step_s(3, 0.8) == pytest.approx(0.15)
+    assert bench.profiler.newest_step_s(3, 0.9) is None
+    bench.close()
+    assert bench.profiler.newest_step_s(1, 0.0) is None
