@@ -72,6 +72,9 @@ def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
             agent.kill_with_workers()
 
 
+pytestmark = pytest.mark.xdist_group("grouped_workers")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an undisturbed job of one worker."""
