@@ -121,7 +121,9 @@ class Demo:
             if found is not None:
                 return found
             if self.process.poll() is not None:
-                raise DemoError(f"the job ended (exit code {self.process.returncode}) while waiting for {what}; see its output below")
+                raise DemoError(
+                    f"the job ended (exit code {self.process.returncode}) while waiting for {what}; see its output below"
+                )
             if time.monotonic() > deadline:
                 raise DemoError(f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}")
             time.sleep(POLL_S)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from forked_jobs import fork_server
-from torchrun_agent import Agent, Torchrun
+from torchrun_agent import Agent
+from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
@@ -56,7 +57,7 @@ def start_agent(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
             str(script),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        agents.append(Agent(Torchrun(arguments, environment, log_path), log_path))
+        agents.append(Agent(WarmProcess(run_torchrun, arguments, environment, log_path), log_path))
         return agents[-1]
 
     yield start

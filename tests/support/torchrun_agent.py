@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Agent", "Torchrun"]
-
-
-class Torchrun:
-    """`python -m torch.distributed.run ARGUMENTS`, forked from a process that has imported torch.
-
-    It has the calls of `subprocess.Popen` that tests need. Its workers start as ever: as fresh processes.
-    """
-
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        log.touch()
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_torchrun, args=(list(arguments), dict(environment), log, os.getcwd()))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("torchrun", timeout_s or 0.0)
-        return self._process.exitcode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _torchrun(arguments: list[str], environment: dict[str, str], log: Path, folder: str) -> None:
-    atexit._clear()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["torchrun", *arguments]
-    from torch.distributed.run import main
-
-    try:
-        main(arguments)
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves with os._exit
+from warm_process import WarmProcess
 
 
 @dataclass
 class Agent:
     """One torchrun process and its workers."""
 
-    process: Torchrun | subprocess.Popen[bytes]
+    process: WarmProcess
     log_path: Path
 
     @property
