@@ -4,7 +4,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup run quick test test-torchx-nightly lint clean
+# Each test starts many processes. They share compiled modules, even where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup run quick test test-all test-torchx-nightly lint clean
 
 setup: $(VENV)/.ready
 
@@ -35,9 +38,16 @@ QUICK := $(addprefix tests/,checks components/control learn perf planner report 
 quick: setup
 	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(QUICK)
 
-# Most tests wait for processes rather than compute: two at a time on two cores.
+# Most tests wait for processes rather than compute, so more of them run at a time than there are cores.
+# Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
+SIDE_BY_SIDE := -n 5 --dist loadgroup --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+# Everything, also what takes hours: docs/testing.md lists it.
+test-all: lint
+	DLROVER_ALL_FAULTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 # TorchX's newest nightly, in front of the release that is installed, for the tests that use TorchX.
 test-torchx-nightly: setup

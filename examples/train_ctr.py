@@ -18,6 +18,7 @@ import lightning as L
 import torch
 from ctr_data import DataError, collate, load
 from ctr_model import WideAndDeep, measure_auc
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
@@ -29,6 +30,7 @@ class Options:
     rows: int
     epochs: int
     max_steps: int
+    until: Path | None
     batch_size: int
     loader_workers: int
     learning_rate: float
@@ -37,6 +39,17 @@ class Options:
     accelerator: str
     seed: int
     output: Path | None
+
+
+class StopOnFile(Callback):
+    """Ends training after the step at which a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if self.file.exists():
+            trainer.should_stop = True  # one worker's wish stops all of them
 
 
 def main() -> int:
@@ -54,9 +67,10 @@ def main() -> int:
     train_loader = DataLoader(data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
     val_loader = DataLoader(data.val, options.batch_size, collate_fn=collate)
 
+    stop = [StopOnFile(options.until)] if options.until is not None else []
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),  # workers may join and leave while it trains
-        callbacks=[DLRoverCallback()],  # profiles every step and asks for the size that pays
+        callbacks=[DLRoverCallback(), *stop],  # profiles every step and asks for the size that pays
         accelerator=options.accelerator,
         max_epochs=options.epochs,
         max_steps=options.max_steps,
@@ -97,6 +111,7 @@ def parse_options() -> Options:
     parser.add_argument("--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV")
     parser.add_argument("--epochs", type=_positive, default=8)
     parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
+    parser.add_argument("--until", type=Path, help="end after the step at which this file exists")
     parser.add_argument("--batch-size", type=_positive, default=1024, help="samples per step, all workers together")
     parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
     parser.add_argument("--lr", type=float, default=5e-4)
@@ -111,6 +126,7 @@ def parse_options() -> Options:
         rows=given.rows,
         epochs=given.epochs,
         max_steps=given.max_steps,
+        until=given.until,
         batch_size=given.batch_size,
         loader_workers=given.loader_workers,
         learning_rate=given.lr,

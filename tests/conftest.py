@@ -24,8 +24,13 @@ CHECKED_FOR_LEAKS = {"checks", "learn", "live", "observe", "planner", "report", 
 os.environ["DLROVER_HISTORY"] = "off"
 
 
+WAITING = ("e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
+"""Test folders whose tests mostly wait for processes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests that extend a run beyond half an hour on two cores, and those without a device on this machine."""
+    """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
+    items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:
             if item.get_closest_marker("on_demand") is not None:
@@ -34,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _turn(item: pytest.Item) -> int:
+    if any(item.get_closest_marker(name) is not None for name in ("long", "xdist_group")):
+        return 0
+    return 1 if item.path.relative_to(TESTS).parts[0] in WAITING else 2
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,8 @@ _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toy_job", "table_job"])  # the server skips modules that cannot be imported
+    # Planner and history import the first two lazily. The server skips modules that cannot be imported.
+    context.set_forkserver_preload(["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job"])
     return context
 
 

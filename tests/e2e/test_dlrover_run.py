@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -61,7 +62,8 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
     assert dlrover("scale", "job", 3).returncode == 0
     three = wait_for_workers(run, 3)
     assert [w["rank"] for w in three] == [0, 1, 2]
-    status = run.status()
+    status = json.loads(dlrover("status", "--json", "job").stdout)
+    assert [w["worker_id"] for w in status["workers"]] == [w["worker_id"] for w in three]
     assert (status["phase"], status["min_workers"], status["max_workers"]) == ("training", 1, 3)
     assert status["plan"] == {"num_workers": 3, "source": "user", "reason": "set to 3 workers by hand", "binding": True}
     text = dlrover("status", "job").stdout

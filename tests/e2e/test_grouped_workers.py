@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from grouped_script import EPOCHS, NUM_STEPS
 from torchrun_agent import Agent
 from waiting import eventually
+from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -47,23 +47,21 @@ def command(
     etcd: EmbeddedEtcd, run_id: str, folder: Path, nnodes: str, nproc: int, step_s: float, script: Path = SCRIPT
 ) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
+        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
         *(f"--rdzv-id={run_id}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=3"),
         *(str(script), str(folder), f"--step-s={step_s}"),
     ]
 
 
 @pytest.fixture
-def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
+def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
     """Start `torchrun --nproc-per-node=2` with the script."""
     agents: list[Agent] = []
 
     def start(nnodes: str = "1", step_s: float = 0.05, script: Path = SCRIPT) -> Agent:
         log_path = tmp_path / f"agent{len(agents)}.log"
-        with log_path.open("wb") as log:
-            arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s, script)
-            process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
-        agents.append(Agent(process, log_path))
+        arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s, script)
+        agents.append(Agent(WarmProcess(run_torchrun, arguments, ENVIRONMENT, log_path), log_path))
         return agents[-1]
 
     yield start
@@ -72,12 +70,15 @@ def start_group(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
             agent.kill_with_workers()
 
 
+pytestmark = pytest.mark.xdist_group("grouped_workers")
+
+
 @pytest.fixture(scope="module")
-def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(fork_server: None, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an undisturbed job of one worker."""
     folder = tmp_path_factory.mktemp("undisturbed")
     arguments = command(etcd, f"run-{uuid.uuid4().hex[:12]}", folder, "1", 1, 0.0)
-    subprocess.run(arguments, env=ENVIRONMENT, check=True, timeout=120)
+    assert WarmProcess(run_torchrun, arguments, ENVIRONMENT, folder / "log").wait(120) == 0, (folder / "log").read_text()
     return folder
 
 

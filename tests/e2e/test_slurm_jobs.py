@@ -21,7 +21,10 @@ from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
+pytestmark = [
+    pytest.mark.skipif(bool(missing_packages()), reason=missing_packages()),
+    pytest.mark.xdist_group("slurm"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sklearn.ensemble  # noqa: F401  (imported lazily by the planner: once here instead of once per worker)
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_jobs import fork_server
 from torchrun_agent import Agent
+from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+
+__all__ = ["fork_server"]
 
 StartAgent = Callable[..., Agent]
 
@@ -27,7 +29,7 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture
-def start_agent(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
+def start_agent(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
     """Start `torchrun --rdzv-backend=etcd-v3` with a script of the given source."""
     agents: list[Agent] = []
 
@@ -44,8 +46,7 @@ def start_agent(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
         script = tmp_path / f"script{len(agents)}.py"
         script.write_text(source)
         log_path = tmp_path / f"agent{len(agents)}.log"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
+        arguments = [
             "--rdzv-backend=etcd-v3",
             f"--rdzv-endpoint={endpoint or etcd.endpoint}",
             f"--rdzv-id={run_id}",
@@ -56,9 +57,7 @@ def start_agent(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Sta
             str(script),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        agents.append(Agent(process, log_path))
+        agents.append(Agent(WarmProcess(run_torchrun, arguments, environment, log_path), log_path))
         return agents[-1]
 
     yield start

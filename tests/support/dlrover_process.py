@@ -6,6 +6,7 @@ All processes of a command inherit a mark in their environment, so that a test c
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import psutil
 from waiting import TooLateError, eventually
 
+from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.status import read_event_file
 
@@ -156,10 +158,12 @@ class Run:
         return self.wait_for(lambda: re.search(pattern, self.output), f"{pattern!r} in the output", timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Output of `dlrover status --json`."""
-        done = self.dlrover("status", "--json", self.run_id)
-        assert done.returncode == 0, done.stderr
-        status: dict[str, Any] = json.loads(done.stdout)
+        """Output of `dlrover status --json`, without a process for each look of a wait."""
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            code = main(["status", "--json", "--run-dir", str(self.folder.parent), self.run_id])
+        assert code == 0, errors.getvalue()
+        status: dict[str, Any] = json.loads(output.getvalue())
         return status
 
     def wait_for_exit(self, timeout_s: float = 30.0) -> int:

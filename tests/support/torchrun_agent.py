@@ -9,12 +9,14 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_process import WarmProcess
+
 
 @dataclass
 class Agent:
-    """One torchrun process. It and its workers share a process group."""
+    """One torchrun process and its workers."""
 
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     log_path: Path
 
     @property

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import WarmProcess, run_script
+
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SCRIPT = Path(__file__).with_name("broken_off.py")
 
 
 def outcome(folder: Path, *arguments: str) -> dict[str, Any]:
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, arguments[0], folder, *arguments[1:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
+    process = WarmProcess(run_script, [str(SCRIPT), arguments[0], str(folder), *arguments[1:]], os.environ, folder / "output")
     try:
-        output, errors = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, errors  # a process that leaves a hanging operation behind also exits normally
-    found: dict[str, Any] = json.loads(output)
+        code = process.wait(60)
+    finally:
+        process.kill()
+    output = (folder / "output").read_text()
+    assert code == 0, output  # a process that leaves a hanging operation behind also exits normally
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 

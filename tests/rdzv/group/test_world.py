@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from full_etcd import full
 from waiting import eventually
+from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -29,6 +28,8 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.rdzv.live.member import TooLateError
+
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 WorldOf = Callable[..., World]
 
@@ -215,7 +216,7 @@ def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: E
 
 def start_members(
     arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, folder: Path
-) -> list[subprocess.Popen[bytes]]:
+) -> list[WarmProcess]:
     """Start three workers of one job. Their output goes to `0.out` to `2.out`."""
     environ = {
         **os.environ,
@@ -229,19 +230,12 @@ def start_members(
         client.put(f"{keys.agents}a{number}", encode(AgentRecord(f"a{number}", "host", 1, 1, "running")))
     processes = []
     for number, own in enumerate(arguments):
-        with (folder / f"{number}.out").open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", MEMBER, *own],
-                    env={**environ, "DLROVER_AGENT_ID": f"a{number}"},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        environment = {**environ, "DLROVER_AGENT_ID": f"a{number}"}
+        processes.append(WarmProcess(run_code, [MEMBER, *own], environment, folder / f"{number}.out"))
     return processes
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
+def end(processes: list[WarmProcess]) -> None:
     for process in processes:
         process.kill()
         process.wait(10)

@@ -1,0 +1,92 @@
+"""Python processes without the seconds of their imports: forked from a process that has imported torch and Lightning.
+
+They differ from fresh interpreters in their imports and their command line alone. The fixture `fork_server` must be in use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["WarmProcess", "run_code", "run_script", "run_torchrun"]
+
+
+class WarmProcess:
+    """`python WHAT ARGUMENTS`, with the calls of `subprocess.Popen` that tests need."""
+
+    def __init__(
+        self, what: Callable[[], object], arguments: Sequence[str], environment: Mapping[str, str], output: Path
+    ) -> None:
+        """Start the process.
+
+        Args:
+            what: `run_torchrun`, `run_script` or `run_code`; the first argument of the latter two is what to run.
+            output: file for the texts of standard output and standard error.
+        """
+        output.touch()
+        start = (what, list(arguments), dict(environment), output, os.getcwd())
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=start)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a warm process", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_torchrun() -> None:
+    """Run `python -m torch.distributed.run`."""
+    sys.argv.insert(0, "torchrun")
+    from torch.distributed.run import main
+
+    main()  # of sys.argv
+
+
+def run_script() -> None:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def run_code() -> None:
+    """Run the source that is the first argument, as `python -c` does."""
+    source, sys.argv[0] = sys.argv[0], "-c"
+    exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _run(what: Callable[[], object], arguments: list[str], environment: dict[str, str], output: Path, folder: str) -> None:
+    atexit._clear()
+    taken = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(taken, 1)
+    os.dup2(taken, 2)
+    os.close(taken)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    try:
+        what()
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves with os._exit
