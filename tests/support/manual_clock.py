@@ -1,14 +1,17 @@
-"""A clock that only a test moves."""
+"""Clocks that a test moves."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
-__all__ = ["ManualClock"]
+__all__ = ["ManualClock", "ShiftedClock"]
 
 
 @dataclass
 class ManualClock:
+    """A clock that stands still between a test's moves."""
+
     now_s: float = 1000.0
 
     def __call__(self) -> float:
@@ -16,3 +19,13 @@ class ManualClock:
 
     def advance_s(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+@dataclass
+class ShiftedClock:
+    """The real clock, moved ahead by a test."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s

@@ -122,7 +122,8 @@ class LocalPlace:
 
 class FakePlace:
     outlives_controller = True
-    list_failures: ClassVar[Sequence[str]] = cancel_failures = ("no answer",)
+    list_failures: ClassVar[Sequence[str]] = ("no answer",)
+    cancel_failures: ClassVar[Sequence[str]] = ("no answer",)
     foreign_handles: ClassVar[Sequence[str]] = ("", "node1", "1/node2", "x/node1", "1/node1/")
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ CANCEL_FAILURES = {"500": Answer(500, "boom"), "403": Answer(403, "forbidden"), 
 
 class KubernetesPlace:
     has_volcano = False
-    list_failures: ClassVar[Sequence[str]] = tuple(f"{kind} {failure}" for kind in ("jobs", "pods") for failure in LIST_FAILURES)
+    list_failures: ClassVar[Sequence[str]] = tuple(f"{kind} {name}" for kind in ("jobs", "pods") for name in LIST_FAILURES)
     cancel_failures: ClassVar[Sequence[str]] = tuple(CANCEL_FAILURES)
     foreign_handles: ClassVar[Sequence[str]] = (
         *("", "node1", "other/node1", f"run-node1-{MARK}/node1/", "run-node1-9876543210/node1", f"run-node1-{MARK}/node2"),
@@ -276,6 +277,7 @@ class KubernetesPlace:
         self._cluster.set_pod(node, "Failed" if exit_code else "Succeeded")
 
     def end_cancelled(self, node: str) -> None:
+        assert node not in self._cluster.nodes(), "its Job is still there"
         self._cluster.remove_pod(node)
 
     def break_lists(self, failure: str) -> None:
