@@ -106,7 +106,7 @@ class Fits:
             newest = view.round
             return "lost" if newest is not None and newest.number > number and not newest.planned else None
 
-        what = "the others to say that the job has finished"
+        what = "the others to confirm that the job has finished"
         if self._world.membership.wait_for(look, self._world.config.wait_timeout_s, what) != "finished":
             raise WorldError(
                 "a worker was lost after the last step, with its part of the tables: all workers have to start again, "

@@ -140,7 +140,7 @@ class JobState:
                 found |= names
             except transfer.TransferError as error:
                 if i == 0 and formation is not None and not has_tables:
-                    log.warning("run %s: nobody can join: %s", self._world.config.run_id, error)
+                    log.warning("run %s: no worker can join: %s", self._world.config.run_id, error)
                     self._world.close_to_joiners(str(error))
                     return frozenset(found)
         if formation is not None and formation.rank == 0:
@@ -206,7 +206,7 @@ class JobState:
             if isinstance(error, LoneCollectiveError) and not has_tables:
                 log.warning("run %s: a joiner is turned away: %s", self._world.config.run_id, error)
             elif is_sent:
-                log.warning("run %s: nobody can join: %s", self._world.config.run_id, error, exc_info=error)
+                log.warning("run %s: no worker can join: %s", self._world.config.run_id, error, exc_info=error)
                 self._world.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 

@@ -165,7 +165,7 @@ class PlaceInJob:
             self.start_workers = membership.wait_for(
                 lambda view: view.job.start_workers if view.job and view.job.start_workers else None,
                 self.live.world.config.wait_timeout_s,
-                "rank 0 to say how many workers the job started with",
+                "rank 0 to send the number of workers at the start",
             )
         return self.start_workers
 

@@ -107,7 +107,7 @@ class TableRounds:
         # These processes cannot recover: a worker inside the loops cannot return to their beginning.
         if not is_back and standing:
             raise WorldError(
-                "workers were lost with tables of which no snapshot is complete: all workers have to start again, "
+                "workers and their tables were lost, and no snapshot is complete: all workers must start again, "
                 "from the newest checkpoint if there is one"
             )
         if not is_back:

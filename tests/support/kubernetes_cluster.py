@@ -111,7 +111,7 @@ class KubernetesCluster:
         self._server.daemon_threads = True
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.05), daemon=True)
+        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True)
         self._stopped = threading.Event()
         self._kubelet = threading.Thread(target=self._watch_processes, daemon=True)
 
@@ -349,7 +349,7 @@ class KubernetesCluster:
                 kubernetes_volcano.evicted(job)
                 self._count_with_volcano(job)
             if name not in self._processes:
-                if not self.runs_pods:
+                if not self.runs_pods and found["status"]["phase"] != "Pending":
                     return  # its host is gone; a test removes it
                 self._remove(found)
             elif is_first:

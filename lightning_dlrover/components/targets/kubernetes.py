@@ -11,15 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.components.targets.kubernetes_api import (
-    ApiError,
-    KubernetesApi,
-)
+from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi
 from lightning_dlrover.components.targets.kubernetes_pod import (
     CONTAINER,
     MARK_LABEL,
@@ -30,21 +27,13 @@ from lightning_dlrover.components.targets.kubernetes_pod import (
     job_manifest,
     job_name,
 )
-from lightning_dlrover.components.targets.target import (
-    ANY_SIZE,
-    App,
-    AppStatus,
-    NodeSize,
-    NodeSpec,
-    NotTakenError,
-    TargetError,
-)
+from lightning_dlrover.components.targets.polling import Polling
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
 
 __all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
 
 log = logging.getLogger(__name__)
 
-_MAX_BACKOFF_S = 60.0
 _LAST_WORDS_S = 10.0
 """Maximum seconds to wait for an ended node's output before its end is reported."""
 
@@ -93,6 +82,7 @@ class KubernetesTarget:
         api_version: API version of the nodes' Jobs; default: Volcano's if the cluster has it, unless the options require plain
             Jobs.
         output_since: RFC 3339; earlier output of the pods is skipped.
+        clock: time of queries and of all waits for nodes.
 
     Raises:
         TargetError: the cluster is not configured or does not answer, the package is missing, or the options are invalid.
@@ -109,24 +99,21 @@ class KubernetesTarget:
         api: KubernetesApi | None = None,
         api_version: str = "",
         output_since: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         job_manifest(spec, options, ANY_SIZE, "node0", "")  # fail on invalid options now, once, instead of for every node
         self._spec = spec
         self._options = options
         self._log_dir = log_dir
-        self._poll_s = poll_s
+        self._clock = clock
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
         self._api_version = api_version or _offered(self._api, options)
         # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
-        self._seen: dict[str, _Seen] = {}  # key: node
-        self._trouble: TargetError | None = None
-        self._num_failures = 0  # consecutive failed lists
-        self._asked_at = -float("inf")  # request time of the newest list
-        self._next_poll_at = -float("inf")
-        self._created_at: dict[str, float] = {}  # key: node
+        nothing_seen: dict[str, _Seen] = {}  # key: node
+        self._polling = Polling(self._list, nothing_seen, poll_s, clock)
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # nodes
         self._terminating_since: dict[str, float] = {}  # key: pod name
@@ -155,7 +142,7 @@ class KubernetesTarget:
                 forbidden = self._api_version == VOLCANO_JOBS and "cannot create resource" in str(error)
                 instead = "; --plain-jobs starts nodes without Volcano" if forbidden else ""
                 raise NotTakenError(f"Job {name} was not created: {error}{instead}") from error
-        self._created_at[node] = time.monotonic()
+        self._polling.note_start(node)
         return self._handle(node)
 
     def owns(self, node: str, handle: str) -> bool:
@@ -163,10 +150,9 @@ class KubernetesTarget:
 
     def apps(self) -> Sequence[App]:
         self._refresh()
-        if self._trouble is not None:
-            raise self._trouble
-        living = ("pending", "running")
-        return [App(node, self._handle(node), self._state(seen).status in living) for node, seen in self._seen.items()]
+        self._polling.raise_trouble()
+        found = self._polling.newest.items()
+        return [App(node, self._handle(node), self._state(seen).status in ("pending", "running")) for node, seen in found]
 
     def status(self, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
@@ -174,10 +160,10 @@ class KubernetesTarget:
             return known  # final
         self._refresh()
         node = handle.split("/")[1]
-        seen = self._seen.get(node)
+        seen = self._polling.newest.get(node)
         if seen is not None:
             state = self._state(seen)
-        elif self._trouble is not None or self._asked_at <= self._created_at.get(node, -float("inf")):
+        elif not self._polling.covers(node):
             return known
         else:
             # A deleted Job leaves no reason. One that ended by itself stays visible for an hour.
@@ -194,7 +180,7 @@ class KubernetesTarget:
         for handle in handles:
             name, node = handle.split("/")
             self._cancelled.add(node)
-            seen = self._seen.get(node)
+            seen = self._polling.newest.get(node)
             try:
                 # The Job first: otherwise it would see its pod fail.
                 self._api.delete_job(self._namespace, self._api_version, name)
@@ -204,12 +190,12 @@ class KubernetesTarget:
                 problem = error
                 if not error.status:
                     break  # the API server is unreachable, and every further request would wait as long
-        self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
+        self._polling.hasten()
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
 
     def ran_out_of_memory(self, handle: str) -> bool:
-        seen = self._seen.get(handle.split("/")[1])
+        seen = self._polling.newest.get(handle.split("/")[1])
         pod = seen.pod if seen is not None else None
         return pod is not None and "OOMKilled" in _why_it_failed(pod.get("status", {}))
 
@@ -246,26 +232,10 @@ class KubernetesTarget:
     # --- queries to the cluster ----------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """List the nodes' objects if a poll is due."""
-        now = time.monotonic()
-        if now < self._next_poll_at:
+        """List the nodes' objects if a poll is due, and act on what has changed."""
+        if not self._polling.refresh():
             return
-        selector = f"{MARK_LABEL}={self._mark}"
-        try:
-            found: dict[str, _Seen] = {}
-            for job in self._api.jobs(self._namespace, self._api_version, selector):
-                found.setdefault(_node(job), _Seen()).job = job
-            for pod in self._api.pods(self._namespace, selector):
-                found.setdefault(_node(pod), _Seen()).pods.append(pod)
-        except ApiError as error:
-            self._trouble = TargetError(f"the nodes cannot be listed: {error}")
-            self._num_failures += 1
-            pause_s = self._poll_s * 2.0 ** min(10, self._num_failures)
-            self._next_poll_at = time.monotonic() + min(_MAX_BACKOFF_S, max(pause_s, error.retry_after_s))
-            return
-        self._seen = found
-        self._trouble, self._num_failures, self._asked_at = None, 0, now
-        self._next_poll_at = now + self._poll_s
+        found, now = self._polling.newest, self._polling.asked_at
         terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
         self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
         for node, seen in found.items():
@@ -273,6 +243,18 @@ class KubernetesTarget:
                 self._logs.follow(node, seen.pod["metadata"]["name"])
             self._tell_why_it_waits(node, seen, now)
             self._dismiss_what_is_left(node, seen, now)
+
+    def _list(self) -> dict[str, _Seen]:
+        selector = f"{MARK_LABEL}={self._mark}"
+        found: dict[str, _Seen] = {}
+        try:
+            for job in self._api.jobs(self._namespace, self._api_version, selector):
+                found.setdefault(_node(job), _Seen()).job = job
+            for pod in self._api.pods(self._namespace, selector):
+                found.setdefault(_node(pod), _Seen()).pods.append(pod)
+        except ApiError as error:
+            raise ApiError(f"the nodes cannot be listed: {error}", retry_after_s=error.retry_after_s) from error
+        return found
 
     def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
         """Delete a pod after its worker's end and last output. Another container, such as a mesh's proxy, keeps it alive."""
@@ -297,7 +279,7 @@ class KubernetesTarget:
             since = self._terminating_since.get(pod["metadata"]["name"])
             grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
             # The host's kubelet would have ended it, and nothing else can. The pod remains until its host returns or goes.
-            if since is not None and time.monotonic() - since > grace_s + _LOST_S:
+            if since is not None and self._clock() - since > grace_s + _LOST_S:
                 return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost")
         return _pod_state(pod)
 
@@ -353,8 +335,8 @@ class KubernetesTarget:
         """Whether an ended node's output is complete here; the cause of its end is appended below it."""
         if self._logs is None or self._log_dir is None:
             return True
-        began = self._ended_at.setdefault(node, time.monotonic())
-        if not self._logs.finish(node) and time.monotonic() - began < _LAST_WORDS_S:
+        began = self._ended_at.setdefault(node, self._clock())
+        if not self._logs.finish(node) and self._clock() - began < _LAST_WORDS_S:
             return False
         if state.why and node not in self._cancelled:
             log.warning("run %s: %s has %s: %s", self._spec.run_id, node, state.status, state.why)

@@ -15,21 +15,11 @@ import psutil
 from torchx.specs import AppDef
 
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.node import (
-    PARENT_VARIABLE,
-)
+from lightning_dlrover.components.node import PARENT_VARIABLE
 from lightning_dlrover.components.targets.machine.shares import MachineShares
-from lightning_dlrover.components.targets.target import (
-    ANY_SIZE,
-    App,
-    AppStatus,
-    NodeSize,
-    NodeSpec,
-)
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
 from lightning_dlrover.components.targets.torchx_api import TorchXRunner
-from lightning_dlrover.observe.cgroups import (
-    MARK_VARIABLE,
-)
+from lightning_dlrover.observe.cgroups import MARK_VARIABLE
 
 __all__ = ["LocalTarget", "NodeSpec", "node_app"]
 

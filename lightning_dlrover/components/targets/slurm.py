@@ -17,22 +17,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.logs import read_tail
-from lightning_dlrover.components.targets.target import (
-    ANY_SIZE,
-    App,
-    AppStatus,
-    NodeSize,
-    NodeSpec,
-    NotTakenError,
-    TargetError,
-)
+from lightning_dlrover.components.targets.polling import Polling
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
 
 __all__ = ["SlurmOptions", "SlurmTarget"]
 
@@ -60,7 +53,6 @@ _UNCERTAIN = re.compile(r"timed out|Zero Bytes|communication|Unable to contact|C
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.I)
 _ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
 
-_MAX_BACKOFF_S = 60.0
 _NUM_ATTEMPTS = 3
 _JOBS_PER_COMMAND = 200
 
@@ -115,6 +107,7 @@ class SlurmTarget:
         log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
         poll_s: minimum interval between calls of squeue; one call covers all nodes.
         command_s: timeout of a command.
+        clock: time of the calls of squeue.
 
     Raises:
         TargetError: Slurm's commands are not installed.
@@ -124,7 +117,13 @@ class SlurmTarget:
     outlives_controller = True
 
     def __init__(
-        self, spec: NodeSpec, options: SlurmOptions, log_dir: Path, poll_s: float = 2.0, command_s: float = 30.0
+        self,
+        spec: NodeSpec,
+        options: SlurmOptions,
+        log_dir: Path,
+        poll_s: float = 2.0,
+        command_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
         self._options = options
@@ -133,13 +132,9 @@ class SlurmTarget:
         self._command_s = command_s
         self._name = re.compile("")  # matches our job names
         self._mark = ""
-        self._rows: dict[str, _Row] = {}  # key: job id
-        self._trouble: TargetError | None = None
-        self._num_failures = 0  # consecutive failures of squeue
-        self._asked_at = -float("inf")  # start time of the newest squeue call
-        self._next_poll_at = -float("inf")
-        self._submitted_at: dict[str, float] = {}
-        self._looked_up_at: dict[str, float] = {}  # last scontrol call about a job that squeue does not list
+        no_rows: dict[str, _Row] = {}  # key: job id
+        self._polling = Polling(self._list, no_rows, poll_s, clock)
+        self._looked_up_at: dict[str, float] = {}  # key: job id; squeue call after which scontrol was last asked about it
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
         self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
@@ -194,7 +189,7 @@ class SlurmTarget:
         match = re.fullmatch(r"(\d+)(?:;\S+)?", lines[-1].strip()) if lines else None
         if match is None:
             raise TargetError(f"sbatch has not given the job's number, but {_text(done.stdout)!r}")
-        self._submitted_at[match[1]] = time.monotonic()
+        self._polling.note_start(match[1])
         return f"{match[1]}/{node}"
 
     def owns(self, node: str, handle: str) -> bool:
@@ -202,27 +197,24 @@ class SlurmTarget:
         return re.fullmatch(rf"[1-9][0-9]{{0,17}}/{re.escape(node)}", handle) is not None
 
     def apps(self) -> Sequence[App]:
-        self._refresh()
-        if self._trouble is not None:
-            raise self._trouble
-        found = [(row, f"{row.job_id}/{row.node}") for row in self._rows.values()]
+        self._polling.refresh()
+        self._polling.raise_trouble()
+        found = [(row, f"{row.job_id}/{row.node}") for row in self._polling.newest.values()]
         return [App(row.node, handle, self._status_of(row, handle) in ("pending", "running")) for row, handle in found]
 
     def status(self, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
         if known not in ("pending", "running"):
             return known  # final
-        self._refresh()
+        self._polling.refresh()
         job_id, node = handle.split("/")
-        row = self._rows.get(job_id)
+        row = self._polling.newest.get(job_id)
         if row is not None:
             status = self._status_of(row, handle)
-        elif self._trouble is not None or self._asked_at <= self._submitted_at.get(job_id, -float("inf")):
-            status = known
-        elif self._looked_up_at.get(job_id, -float("inf")) > self._asked_at:
-            status = known  # scontrol has run since the newest squeue call; its answer was unusable
+        elif not self._polling.covers(job_id) or self._looked_up_at.get(job_id) == self._polling.asked_at:
+            status = known  # scontrol may have run since the newest squeue call; its answer was unusable then
         else:
-            self._looked_up_at[job_id] = time.monotonic()
+            self._looked_up_at[job_id] = self._polling.asked_at
             status = self._look_up(job_id, node) or known
         # `start` has removed the file of a former node with this name.
         waits = status == "pending"
@@ -267,7 +259,7 @@ class SlurmTarget:
         ours, others = [], []
         for handle in doomed:
             job_id, node = handle.split("/")
-            if job_id in self._rows or job_id in self._submitted_at:
+            if job_id in self._polling.newest or self._polling.has_started(job_id):
                 ours.append(job_id)
             else:
                 # Unknown to Slurm, not looked up yet, or a record names a foreign job.
@@ -281,10 +273,10 @@ class SlurmTarget:
             problems = [line for line in done.stderr.splitlines() if line.strip() and not _ENDED_ALREADY.search(line)]
             if done.returncode and (problems or not done.stderr.strip()):
                 raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
-        self._next_poll_at = min(self._next_poll_at, time.monotonic() + min(0.5, self._poll_s))
+        self._polling.hasten()
 
     def ran_out_of_memory(self, handle: str) -> bool:
-        row = self._rows.get(handle.split("/")[0])
+        row = self._polling.newest.get(handle.split("/")[0])
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def wants_back(self, handle: str) -> bool:
@@ -293,8 +285,8 @@ class SlurmTarget:
 
     def _is_new_list_for(self, handle: str) -> bool:
         """Whether squeue has run since the last check for this node. A shared file system must not be queried at every step."""
-        is_new = self._looked_for_at.get(handle) != self._asked_at
-        self._looked_for_at[handle] = self._asked_at
+        is_new = self._looked_for_at.get(handle) != self._polling.asked_at
+        self._looked_for_at[handle] = self._polling.asked_at
         return is_new
 
     def logs(self, handle: str) -> list[Path]:
@@ -337,31 +329,14 @@ class SlurmTarget:
 
     # --- queries to Slurm ----------------------------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        """Run squeue if it is due."""
-        now = time.monotonic()
-        if now < self._next_poll_at:
-            return
-        try:
-            rows = self._list()
-        except TargetError as error:
-            self._trouble = error
-            self._num_failures += 1
-            pause_s = min(_MAX_BACKOFF_S, self._poll_s * 2.0 ** min(10, self._num_failures))
-            self._next_poll_at = time.monotonic() + pause_s
-            return
-        self._rows = {row.job_id: row for row in rows}
-        self._trouble, self._num_failures, self._asked_at = None, 0, now
-        self._next_poll_at = now + self._poll_s
-
-    def _list(self) -> list[_Row]:
+    def _list(self) -> dict[str, _Row]:
         try:
             done = self._call("squeue", "--me", "--noheader", "--states=all", "--format=%A %T %j")
         except OSError as error:
             raise TargetError(f"squeue cannot be run: {error}") from error
         if done.returncode:
             raise TargetError(f"squeue ended with {done.returncode}: {_text(done.stderr)}")
-        rows = []
+        rows = {}
         for line in done.stdout.splitlines():
             match = re.fullmatch(r"(\d+) (\S+) (.*?)\s*", line)
             if match is None:
@@ -369,7 +344,7 @@ class SlurmTarget:
             if ours := self._name.fullmatch(match[3]):
                 if match[2] not in _STATES:
                     raise TargetError(f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, an unknown state")
-                rows.append(_Row(match[1], match[2], ours[1]))
+                rows[match[1]] = _Row(match[1], match[2], ours[1])
         return rows
 
     def _look_up(self, job_id: str, node: str) -> AppStatus | None:

@@ -55,6 +55,8 @@ class NodeSpec:
 class TargetError(RuntimeError):
     """The place's scheduler could not be reached, or its answer is malformed. The request may have been carried out."""
 
+    retry_after_s = 0.0  # seconds until the next request, as the scheduler demands
+
 
 class NotTakenError(TargetError):
     """The scheduler has certainly not accepted a node."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from slurm_commands import SlurmCommands
 
 from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.slurm import (
@@ -26,48 +27,19 @@ MARK = "0123456789"
 PLAIN = SlurmOptions()
 
 
-class Commands:
-    """Slurm's commands, each a few lines of shell. `calls` lists their arguments."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "calls"
-        self.log.touch()
-        for name in ("sbatch", "squeue", "scancel", "scontrol"):
-            self.set(name, "exit 0")
-        self.set("sbatch", "echo 17")
-        self.unknown()
-
-    def set(self, name: str, shell: str) -> None:
-        new = self.folder / f".{name}"
-        new.write_text(f'#!/bin/bash\necho {name} "$@" >> {self.log}\n{shell}\n')
-        new.chmod(0o755)
-        new.replace(self.folder / name)  # a running command keeps its old version
-
-    def queue(self, *lines: str) -> None:
-        text = "".join(f"{line}\n" for line in lines)
-        self.set("squeue", f"cat <<'END'\n{text}END")
-
-    def unknown(self) -> None:
-        self.set("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-
-    def calls(self, name: str) -> list[str]:
-        return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]
-
-
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmCommands:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return Commands(folder)
+    return SlurmCommands(folder)
 
 
 MakeTarget = Callable[..., SlurmTarget]
 
 
 @pytest.fixture
-def make_target(commands: Commands, tmp_path: Path) -> MakeTarget:
+def make_target(commands: SlurmCommands, tmp_path: Path) -> MakeTarget:
     def make(options: SlurmOptions = PLAIN, command_s: float = 5.0, poll_s: float = 0.0, **spec: object) -> SlurmTarget:
         values = {"script": "/s/train.py", "script_args": (), "endpoint": "h:1", "run_id": "run", "prefix": "/dlrover"}
         node_spec = NodeSpec(**{**values, "min_workers": 1, "max_workers": 2, **spec})  # type: ignore[arg-type]
@@ -82,7 +54,7 @@ def row(job: int, state: str, node: str = "node1") -> str:
     return f"{job} {state} run.{node}.{MARK}"
 
 
-def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     options = SlurmOptions(partition="p", account="a", qos="q", time="10", gres="gpu:1", extra=("--exclusive",))
     target = make_target(options, script_args=("--lr", "0.1", "a b", "${HOME}", "it's"))
     assert target.start("node1", NodeSize(3, 2048)) == "17/node1"
@@ -109,12 +81,12 @@ def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, co
     assert text.rstrip().endswith("/s/train.py --lr 0.1 'a b' '$${HOME}' 'it'\"'\"'s'")
 
 
-def test_no_notice_is_asked_for_if_none_is_wanted(make_target: MakeTarget, commands: Commands) -> None:
+def test_no_notice_is_asked_for_if_none_is_wanted(make_target: MakeTarget, commands: SlurmCommands) -> None:
     make_target(SlurmOptions(notice_s=0)).start("node1")
     assert "--signal" not in commands.calls("sbatch")[0]
 
 
-def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: MakeTarget, commands: Commands) -> None:
+def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: MakeTarget, commands: SlurmCommands) -> None:
     commands.set("sbatch", "echo 'Welcome! Your project has 3 hours left.'; echo '4711;cluster2'")
     assert make_target().start("node1") == "4711/node1"
 
@@ -135,7 +107,7 @@ def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: Mak
     ],
 )
 def test_what_sbatch_says_tells_whether_the_node_may_come(
-    make_target: MakeTarget, commands: Commands, shell: str, error: type[TargetError], message: str
+    make_target: MakeTarget, commands: SlurmCommands, shell: str, error: type[TargetError], message: str
 ) -> None:
     commands.set("sbatch", shell)
     with pytest.raises(TargetError, match=re.escape(message)) as raised:
@@ -143,7 +115,9 @@ def test_what_sbatch_says_tells_whether_the_node_may_come(
     assert raised.type is error
 
 
-def test_a_submission_that_did_not_reach_slurm_is_repeated(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+def test_a_submission_that_did_not_reach_slurm_is_repeated(
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
+) -> None:
     busy = f"[ -e {tmp_path}/tried ] && echo 18 && exit; touch {tmp_path}/tried; echo 'connect failure' >&2; exit 1"
     commands.set("sbatch", busy)
     assert make_target().start("node1") == "18/node1"
@@ -152,7 +126,7 @@ def test_a_submission_that_did_not_reach_slurm_is_repeated(make_target: MakeTarg
 
 @pytest.mark.parametrize("command", ["sbatch", "squeue", "scancel"])
 def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
-    make_target: MakeTarget, commands: Commands, tmp_path: Path, command: str
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, command: str
 ) -> None:
     commands.set(command, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     target = make_target(command_s=0.5)
@@ -171,7 +145,7 @@ def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
         assert time.monotonic() < deadline, "what the command has started lives on"
 
 
-def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Commands) -> None:
+def test_jobs_with_similar_names_are_not_listed(make_target: MakeTarget, commands: SlurmCommands) -> None:
     others = ["3 RUNNING run.node3.other", "4 PENDING my job", f"5 PENDING run2.node1.{MARK}", "6 PENDING "]
     commands.queue(*others, row(1, "RUNNING"), row(2, "COMPLETED", "node2"))
     assert list(make_target().apps()) == [App("node1", "1/node1", True), App("node2", "2/node2", False)]
@@ -194,7 +168,7 @@ def test_only_nodes_of_this_job_are_listed(make_target: MakeTarget, commands: Co
         ("OUT_OF_MEMORY", "failed"),
     ],
 )
-def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: Commands, state: str, status: str) -> None:
+def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: SlurmCommands, state: str, status: str) -> None:
     commands.queue(row(1, state))
     assert make_target().status("1/node1") == status
 
@@ -219,7 +193,7 @@ def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: 
 )
 def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
     make_target: MakeTarget,
-    commands: Commands,
+    commands: SlurmCommands,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     state: str,
@@ -240,7 +214,7 @@ def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
 
 
 def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
-    make_target: MakeTarget, commands: Commands
+    make_target: MakeTarget, commands: SlurmCommands
 ) -> None:
     """It is replaced and ended, because it would return under its old name."""
     commands.queue(row(1, "RUNNING"))
@@ -254,7 +228,7 @@ def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
 
 
 def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
-    make_target: MakeTarget, commands: Commands, tmp_path: Path
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
     commands.queue(row(1, "PENDING"), row(2, "PENDING"))
     (tmp_path / "logs/node1").mkdir(parents=True)
@@ -264,7 +238,7 @@ def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
 
 
 def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_again(
-    make_target: MakeTarget, commands: Commands
+    make_target: MakeTarget, commands: SlurmCommands
 ) -> None:
     commands.queue(row(1, "RUNNING"))
     target = make_target()
@@ -272,41 +246,6 @@ def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_agai
     target.cancel(["1/node1"])
     commands.queue(row(1, "PENDING"))
     assert target.status("1/node1") == "pending"  # ended nodes are not cancelled again
-
-
-@pytest.mark.parametrize(
-    "shell",
-    [
-        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
-        "echo 'Segmentation fault'",
-        f"echo '1 DANCING run.node1.{MARK}'",
-        "head -c 300 /dev/urandom; exit 0",
-        "exit 139",
-        "sleep 600",
-    ],
-)
-def test_nothing_is_taken_for_ended_because_squeue_fails(make_target: MakeTarget, commands: Commands, shell: str) -> None:
-    commands.queue(row(1, "RUNNING"))
-    target = make_target(command_s=0.3)
-    assert target.status("1/node1") == "running"
-    commands.set("squeue", shell)
-    with pytest.raises(TargetError):
-        target.apps()
-    assert target.status("1/node1") == "running"
-    commands.queue(row(1, "COMPLETED"))
-    target._next_poll_at = 0.0
-    assert target.status("1/node1") == "succeeded"
-
-
-def test_a_failing_squeue_is_asked_ever_more_rarely(make_target: MakeTarget, commands: Commands) -> None:
-    target = make_target(poll_s=0.2)
-    commands.set("squeue", "exit 1")
-    began = time.monotonic()
-    while time.monotonic() - began < 1.5:
-        with pytest.raises(TargetError, match="squeue ended with 1"):
-            target.apps()
-        time.sleep(0.01)
-    assert 2 <= len(commands.calls("squeue")) <= 3  # after 0, 0.4 and 1.2 s
 
 
 @pytest.mark.parametrize(
@@ -325,7 +264,7 @@ def test_a_failing_squeue_is_asked_ever_more_rarely(make_target: MakeTarget, com
     ],
 )
 def test_a_job_that_squeue_does_not_list_is_looked_up(
-    make_target: MakeTarget, commands: Commands, tmp_path: Path, scontrol: str, exit_code: str | None, status: str
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, scontrol: str, exit_code: str | None, status: str
 ) -> None:
     commands.queue(row(1, "RUNNING"))
     target = make_target(command_s=0.3)
@@ -338,17 +277,8 @@ def test_a_job_that_squeue_does_not_list_is_looked_up(
     assert target.status("1/node1") == status
 
 
-def test_a_list_from_before_a_job_was_submitted_says_nothing_about_it(make_target: MakeTarget, commands: Commands) -> None:
-    commands.queue()
-    target = make_target(poll_s=60.0)
-    assert target.apps() == []
-    handle = target.start("node1")
-    assert target.status(handle) == "pending"
-    assert commands.calls("scontrol") == []
-
-
 def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
-    make_target: MakeTarget, commands: Commands, tmp_path: Path
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
     commands.queue(row(1, "COMPLETING"))
     target = make_target()
@@ -359,7 +289,7 @@ def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
 
 
 def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node(
-    make_target: MakeTarget, commands: Commands, tmp_path: Path
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
     (tmp_path / "logs/node1").mkdir(parents=True)
     (tmp_path / "logs/node1/exit_code").write_text("0\n")
@@ -371,7 +301,7 @@ def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
-def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: Commands, tmp_path: Path) -> None:
+def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
     target = make_target()
     assert target.apps() == [App("node1", "1/node1", True)]
@@ -391,7 +321,7 @@ def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, command
     ],
 )
 def test_a_job_that_has_ended_need_not_be_cancelled(
-    make_target: MakeTarget, commands: Commands, shell: str, is_fine: bool
+    make_target: MakeTarget, commands: SlurmCommands, shell: str, is_fine: bool
 ) -> None:
     commands.set("scancel", shell)
     if is_fine:
@@ -405,7 +335,7 @@ def test_a_job_that_has_ended_need_not_be_cancelled(
             make_target().cancel(["1/node1"])
 
 
-def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: Commands) -> None:
+def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: SlurmCommands) -> None:
     commands.queue(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
     target = make_target()
     target.apps()
@@ -413,27 +343,8 @@ def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: 
     assert commands.calls("scancel") == ["scancel -- 1", f"scancel --jobname=run.node2.{MARK} -- 7"]
 
 
-@pytest.mark.parametrize(
-    ("handle", "is_ours"),
-    [
-        ("17/node1", True),
-        ("", False),
-        ("17", False),
-        ("17/node2", False),
-        ("0/node1", False),
-        ("-1/node1", False),
-        ("--user=me/node1", False),
-        ("17 18/node1", False),
-        ("17/node1\n", False),
-        ("\u0661\u0667/node1", False),  # digits, but not the ASCII ones that Slurm uses
-    ],
-)
-def test_handle_is_the_number_of_a_job_and_the_name_of_its_node(make_target: MakeTarget, handle: str, is_ours: bool) -> None:
-    assert make_target().owns("node1", handle) == is_ours
-
-
 def test_what_narrows_squeue_for_its_user_does_not_narrow_it_for_us(
-    make_target: MakeTarget, commands: Commands, monkeypatch: pytest.MonkeyPatch
+    make_target: MakeTarget, commands: SlurmCommands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
