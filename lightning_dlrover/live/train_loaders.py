@@ -60,11 +60,11 @@ class TrainLoaders:
         """Give each loader, and its later replacement, the job's order."""
         self._order_seeds = seeds
         for loader, seed in zip(self._known, seeds, strict=False):
-            loader.take_order_seed(seed)
+            loader.order.take_seed(seed)
 
     def loss_weight(self, batch: int) -> float:
         """Return the weight of a worker's mean loss in a batch, by its share of the first loader that takes part."""
-        weights = [loader.loss_weight(batch) for loader in self._known if loader.has_samples(batch)]
+        weights = [loader.split.loss_weight(batch) for loader in self._known if loader.split.has_samples(batch)]
         if not self._has_warned and weights and max(weights) - min(weights) > 1e-9:
             self._has_warned = True
             log.warning(

@@ -53,10 +53,7 @@ from lightning_dlrover.live.epoch_metrics import (
     reset_metrics,
     restore_partial,
 )
-from lightning_dlrover.live.loader import (
-    ElasticLoader,
-    share,
-)
+from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.redo import (
     Before,
     call_restart_hooks,
@@ -64,6 +61,7 @@ from lightning_dlrover.live.redo import (
 )
 from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.settings import SettingsInForce
+from lightning_dlrover.live.split import share
 from lightning_dlrover.live.state import (
     STATE_CLASSES,
     StateError,
@@ -378,14 +376,14 @@ class LiveTraining:
     @property
     def untunable(self) -> dict[str, str]:
         """Settings of a plan that this worker cannot carry out, each with the reason."""
-        refusal = next((loader.refusal for loader in self._loaders if loader.refusal), "")
+        refusal = next((loader.workers.refusal for loader in self._loaders if loader.workers.refusal), "")
         return {"loader_workers": refusal} if refusal else {}
 
     def _enter(self, loader: ElasticLoader) -> None:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         data = self._fingerprint_data()
         self._metrics = metrics_of(self._trainer.lightning_module)
-        loader.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
+        loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
@@ -418,7 +416,7 @@ class LiveTraining:
                 loggers.adopt(self._trainer.loggers, runs)
         has_finished = self.world.has_finished
         if self.formation.size > 1:
-            mine = data.encode(), [loader.order_seed for loader in self._loaders], has_finished
+            mine = data.encode(), [loader.order.seed for loader in self._loaders], has_finished
             said = transfer.all_gather(mine)
             refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self._train_loaders.take_order_seeds(said[0][1])
@@ -1531,12 +1529,12 @@ class LiveTraining:
         if self._trainer.fit_loop._combined_loader is None or not self._loaders or not self._loaders[0].cursor:
             return 1.0
         batch = self._loaders[0].cursor - 1
-        return self._train_loaders.loss_weight(batch) if self._loaders[0].has_samples(batch) else 1.0
+        return self._train_loaders.loss_weight(batch) if self._loaders[0].split.has_samples(batch) else 1.0
 
     @property
     def num_own_samples(self) -> int:
         """This worker's share of the last training batch."""
-        return self._loaders[0].num_own_samples(self._loaders[0].cursor - 1)
+        return self._loaders[0].split.num_own_samples(self._loaders[0].cursor - 1)
 
     @property
     def device(self) -> torch.device:

@@ -34,11 +34,9 @@ from lightning_dlrover.live.epoch_metrics import (
     set_computed,
     value_of,
 )
-from lightning_dlrover.live.loader import (
-    ElasticLoader,
-    share,
-)
+from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.redo import Before
+from lightning_dlrover.live.split import share
 from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.rdzv.group import transfer
 
@@ -316,7 +314,7 @@ class _Fetcher(_DataFetcher):
         loader = self._loaders[self.part]
         iter(loader)
         limit = self._limits[self.part]
-        self._done = np.zeros(loader.num_dealt(limit), dtype=bool)
+        self._done = np.zeros(loader.split.num_dealt(limit), dtype=bool)
         self._update_counts = {name: metric._update_count for name, metric in self._to_exchange.items()}
         batches = self._validation.take_plan(self.part)
         if batches is None:
