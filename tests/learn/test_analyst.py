@@ -24,6 +24,7 @@ from lightning_dlrover.learn.history import (
     JobEntry,
     JobHistory,
 )
+from lightning_dlrover.learn.job_memory import JobMemory
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.warm_start import descriptor_of
@@ -148,8 +149,8 @@ def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
     assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
 
     job.analyst.close("finished")
-    assert job.analyst._keeper is not None
-    history: JobHistory = job.analyst._keeper._history
+    assert job.analyst._history is not None
+    history: JobHistory = job.analyst._history._history
     (entry,) = history.jobs()
     assert entry.outcome == "finished"
     assert entry.num_settings == len({d.chosen for d in changes} | {START})
@@ -169,7 +170,7 @@ def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: 
 
 
 def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
-    memory, rng = analyst_module._Memory(), random.Random(1)
+    memory, rng = JobMemory(), random.Random(1)
     core_hours = Objective(prices=Prices(core_hour=1.0))
 
     def train(worker_id: str, since: float) -> None:
@@ -305,8 +306,8 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
     assert not job.events("profile")
     assert not job.events("decision")
     job.analyst.close("finished")
-    assert job.analyst._keeper is not None
-    assert job.analyst._keeper._history.jobs() == []
+    assert job.analyst._history is not None
+    assert job.analyst._history._history.jobs() == []
 
 
 def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
