@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py [--tables] [--data DIR] [--seeds N] [--quick]
 
-Both train `examples/train_ctr.py` with the same arguments and seed, on the Adult rows if they exist, else on generated ones.
+Both train `examples/train_ctr.py` with the same arguments and seed, on the rows of DIR or on generated ones.
 
     unresized   plain `python`, one worker
     elastic     1 -> 2 workers, SIGKILL to rank 1, a spare takes its place, 3 workers, SIGTERM to rank 0, 1 worker to the end

@@ -9,6 +9,7 @@ input      a small model with samples that are fetched (a wait) and decoded (a c
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
 from lightning_dlrover.learn import analyst
-from lightning_dlrover.planner import autoscale, plan
+from lightning_dlrover.planner import autoscale
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["GLOBAL_BATCH", "JOBS", "POLICIES"]
@@ -180,7 +181,8 @@ class Recorder(L.Callback):
 def forget_load() -> None:
     """Restore the policy from before load was an input: other programs are not noticed, and no trial is given up early."""
     setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
-    plan.FAR_OUT = math.inf
+    # `planner.plan` is a function of that package, too.
+    setattr(importlib.import_module("lightning_dlrover.planner.plan"), "FAR_OUT", math.inf)  # noqa: B010
 
 
 def judge_by_windows() -> None:

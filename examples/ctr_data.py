@@ -21,7 +21,6 @@ from ctr_auc import Floats, weighted_auc
 from torch.utils.data import Dataset, default_collate
 
 __all__ = [
-    "DEFAULT_ADULT",
     "Batch",
     "ClickData",
     "ClickRows",
@@ -31,8 +30,6 @@ __all__ = [
     "generate",
     "load",
 ]
-
-DEFAULT_ADULT = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "adult"
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers float32 ``(n, num_numbers)``, ids int64 ``(n, num_categories)``, labels float32 ``(n,)``."""
@@ -128,12 +125,10 @@ class GeneratedRows:
 
 
 def load(path: Path | None, seed: int, rows: int) -> ClickData:
-    """Load training, validation and test rows of `path`, or of the default if it is None.
+    """Load training, validation and test rows.
 
     Args:
-        path: a folder with the Adult files or a Criteo-format TSV. None: `DEFAULT_ADULT` where it exists,
-            else
-            generated rows.
+        path: a folder with the Adult files or a Criteo-format TSV. None: generate rows.
         rows: number of rows to generate, or the maximum that is read from a TSV.
     Raises:
         DataError: the path or a row of it cannot be used.
@@ -141,11 +136,9 @@ def load(path: Path | None, seed: int, rows: int) -> ClickData:
     if rows < 100:
         raise DataError(f"{rows} rows are too few to split into training, validation and test rows: ask for 100 or more")
     if path is None:
-        if DEFAULT_ADULT.is_dir():
-            return _load_adult(DEFAULT_ADULT, seed, "no --data given: using")
         return load_generated(seed, rows)
     if path.is_dir():
-        return _load_adult(path, seed, "using")
+        return _load_adult(path, seed)
     if path.is_file():
         return _load_criteo(path, rows)
     raise DataError(
@@ -183,7 +176,7 @@ def load_generated(seed: int, rows: int) -> ClickData:
     return ClickData(
         name="generated",
         about=(
-            f"no --data given and {DEFAULT_ADULT} not found: generating {rows:,} rows in Criteo's schema "
+            f"no --data given: generating {rows:,} rows in Criteo's schema "
             f"(13 numbers, 26 categories, seed {seed}); no model can beat a test AUC of {best_auc:.4f}"
         ),
         train=ClickRows(made.numbers[train], made.categories[train], made.labels[train]),
@@ -194,7 +187,7 @@ def load_generated(seed: int, rows: int) -> ClickData:
     )
 
 
-def _load_adult(folder: Path, seed: int, how: str) -> ClickData:
+def _load_adult(folder: Path, seed: int) -> ClickData:
     for names in ADULT_FILES:
         if all((folder / name).is_file() for name in names):
             break
@@ -202,7 +195,7 @@ def _load_adult(folder: Path, seed: int, how: str) -> ClickData:
         missing = [name for name in ADULT_FILES[0] if not (folder / name).is_file()]
         raise DataError(
             f"{folder}: {' and '.join(missing)} not found; the folder given with --data must hold both Adult "
-            "files (UCI Machine Learning Repository), or name a Criteo-format TSV file instead"
+            "files (https://archive.ics.uci.edu/dataset/2/adult), or name a Criteo-format TSV file instead"
         )
     given, test = (_read(folder / name, ",", ADULT_NUMBERS, ADULT_CATEGORIES, ADULT_LABELS, 14) for name in names)
     order = np.random.default_rng(seed).permutation(len(given.labels))
@@ -222,7 +215,7 @@ def _load_adult(folder: Path, seed: int, how: str) -> ClickData:
     return ClickData(
         name="adult",
         about=(
-            f"{how} the Adult rows in {folder}: {len(train):,} to train, {len(val):,} to validate, {len(test.labels):,} to test"
+            f"using the Adult rows in {folder}: {len(train):,} to train, {len(val):,} to validate, {len(test.labels):,} to test"
         ),
         train=parts[0],
         val=parts[1],

@@ -105,8 +105,7 @@ def parse_options() -> Options:
     parser.add_argument(
         "--data",
         type=Path,
-        help="folder with the Adult files, or a Criteo-format TSV file (default: ../shared/data/adult "
-        "beside the repository where it exists, else generated rows)",
+        help="folder with the Adult files, or a Criteo-format TSV file (default: generated rows)",
     )
     parser.add_argument("--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV")
     parser.add_argument("--epochs", type=_positive, default=8)

@@ -269,7 +269,7 @@ def _loader(trainer: L.Trainer) -> object:
 def _num_own_samples(loader: object) -> int:
     """Samples of this worker in the last batch, at least 1: a worker without any computes a stand-in that does not count."""
     if isinstance(loader, ElasticLoader):
-        return max(1, loader.num_own_samples(loader.cursor - 1))
+        return max(1, loader.split.num_own_samples(loader.cursor - 1))
     return getattr(loader, "batch_size", None) or 1
 
 

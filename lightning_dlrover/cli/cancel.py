@@ -18,7 +18,8 @@ from lightning_dlrover.rdzv.etcd.operations import (
     modified,
 )
 from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, decode, encode
-from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, connect, is_locked, read_job, read_job_file
+from lightning_dlrover.report.event_log import JobNotFoundError
+from lightning_dlrover.report.status import JOB_FILE, connect, is_locked, read_job, read_job_file
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target

@@ -12,6 +12,7 @@ from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.learn.history import JobHistory, export_windows, history_url
 from lightning_dlrover.output import show
 from lightning_dlrover.planner.warm_start import PastJob
+from lightning_dlrover.report.text_table import text_table
 
 if TYPE_CHECKING:
     from lightning_dlrover.learn.history import JobEntry
@@ -26,13 +27,12 @@ def history_command(options: argparse.Namespace) -> int:
 def _list_jobs(options: argparse.Namespace) -> int:
     with open_history(options) as history:
         jobs = history.jobs()
+    rows = []
     for job in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
         lasted = f"{job.updated_at - job.started_at:.0f} s"
-        tried = f"{job.num_settings} settings measured"
-        show(f"{job.key:<44} {when}  {lasted:>9}  {job.outcome:<9} {job.descriptor.device:<8} {tried}")
-    if not jobs:
-        show("no jobs are remembered yet")
+        rows.append((job.key, when, lasted, job.outcome, job.descriptor.device, f"{job.num_settings} settings measured"))
+    show("\n".join(text_table("<<><<<", rows)) or "no jobs are remembered yet")
     return EXIT_OK
 
 
@@ -41,13 +41,13 @@ def _show_job(options: argparse.Namespace) -> int:
         job = find_in_history(history, options.job)[0]
         windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
     show(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
-    for name, value in vars(job.descriptor).items():
-        show(f"  {name.replace('_', ' '):<20} {value if isinstance(value, str) else f'{value:,.6g}'}")
+    facts = [(k.replace("_", " "), v if isinstance(v, str) else f"{v:,.6g}") for k, v in vars(job.descriptor).items()]
+    show("\n".join(text_table("<<", facts, indent=2)))
     if windows:
         times = PastJob(job.key, job.updated_at, job.descriptor, windows).step_times_s()
         show("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
-        for settings, seconds in sorted(times.items(), key=lambda item: item[1]):
-            show(f"    {settings.short:<12} {1000 * seconds:8.3g} ms")
+        medians = sorted(times.items(), key=lambda item: item[1])
+        show("\n".join(text_table("<>", [(settings.short, f"{1000 * s:.3g} ms") for settings, s in medians], indent=4)))
     return EXIT_OK
 
 

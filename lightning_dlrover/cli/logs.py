@@ -17,7 +17,8 @@ from lightning_dlrover.components.targets.logs import LogFile, log_files
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.report.status import JobNotFoundError, connect, is_locked, read_job
+from lightning_dlrover.report.event_log import JobNotFoundError
+from lightning_dlrover.report.status import connect, is_locked, read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient

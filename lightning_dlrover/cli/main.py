@@ -84,7 +84,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.rdzv.job.records import RecordError
-    from lightning_dlrover.report.status import JobNotFoundError
+    from lightning_dlrover.report.event_log import JobNotFoundError
 
     return (
         UsageError,

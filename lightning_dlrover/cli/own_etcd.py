@@ -15,7 +15,8 @@ from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
-from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job_file
+from lightning_dlrover.report.event_log import JobNotFoundError
+from lightning_dlrover.report.status import JOB_FILE, read_job_file
 
 
 class EtcdLostError(Exception):

@@ -22,7 +22,8 @@ from lightning_dlrover.rdzv.etcd.operations import (
     modified,
 )
 from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, RecordError, decode, encode
-from lightning_dlrover.report.status import connect_to_job, read_events, read_job
+from lightning_dlrover.report.event_log import read_events
+from lightning_dlrover.report.status import connect_to_job, read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient

@@ -36,17 +36,8 @@ from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import complain, say
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
-from lightning_dlrover.report.status import (
-    EVENTS_FILE,
-    JOB_FILE,
-    EventLog,
-    JobNotFoundError,
-    JobPlace,
-    access_from,
-    connect,
-    first_traceback,
-    read_job,
-)
+from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
+from lightning_dlrover.report.status import JOB_FILE, JobPlace, access_from, connect, read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from lightning_dlrover.cli.errors import UsageError
-from lightning_dlrover.report.status import JOB_FILE, JobNotFoundError, read_job_file
+from lightning_dlrover.report.event_log import JobNotFoundError
+from lightning_dlrover.report.status import JOB_FILE, read_job_file
 
 
 @contextlib.contextmanager

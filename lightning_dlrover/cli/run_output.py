@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.output import complain, printable, say
+from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 from lightning_dlrover.report.page import summary_text, write_report
-from lightning_dlrover.report.status import EVENTS_FILE, read_event_file
 
 if TYPE_CHECKING:
-    from lightning_dlrover.report.status import EventLog
+    from lightning_dlrover.report.event_log import EventLog
 
 
 class Announcer:

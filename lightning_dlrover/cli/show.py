@@ -15,7 +15,9 @@ from lightning_dlrover.cli.options import COUNTED
 from lightning_dlrover.output import show
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.job.records import RecordError, decode
-from lightning_dlrover.report.status import list_jobs, read_events, read_job, read_nodes, show_status
+from lightning_dlrover.report.event_log import read_events
+from lightning_dlrover.report.status import list_jobs, read_job, read_nodes, show_status
+from lightning_dlrover.report.text_table import text_table
 
 _STAGES = {
     "requested": "was requested from the scheduler",
@@ -79,17 +81,20 @@ def _status_text(status: dict[str, Any]) -> str:
             )
     for node in status["joining"]:
         lines.append(f"joining: {node['node']} {_STAGES[node['stage']]}, for {node['for_s']:.0f} s")
-    lines.append(f"{'rank':>4}  {'state':<10} {'step':>9}  {'process':<24} worker")
+    rows = [("rank", "state", "step", "process", "worker")]
     for worker in status["workers"]:
         rank = "-" if worker["rank"] is None else str(worker["rank"])
         step = f"{worker['step_time_s'] * 1000:.1f} ms" if worker["step_time_s"] else "-"
-        process = f"{worker['host']}:{worker['pid']}"
-        lines.append(f"{rank:>4}  {worker['state']:<10} {step:>9}  {process:<24} {worker['worker_id']}")
+        rows.append((rank, worker["state"], step, f"{worker['host']}:{worker['pid']}", worker["worker_id"]))
+    head, *table = text_table("><><<", rows)
+    lines.append(head)
+    for worker, line in zip(status["workers"], table, strict=True):
+        lines.append(line)
         if worker["waits"]:
-            lines.append(f"{'':>4}  {worker['waits']}, for {worker['for_s']:.0f} s")
+            lines.append(f"      {worker['waits']}, for {worker['for_s']:.0f} s")
     if status["events"]:
         lines.append("last events:")
-        lines += [f"  {_clock(e['at'])}  {e['kind']:<9} {e['text']}" for e in status["events"]]
+        lines += text_table("<<<", [(_clock(e["at"]), e["kind"], e["text"]) for e in status["events"]], indent=2)
     return "\n".join(lines)
 
 
@@ -112,7 +117,5 @@ def list_command(options: argparse.Namespace) -> int:
     for job in jobs:
         counts = ("-" if number is None else str(number) for number in (job.num_workers, job.num_nodes))
         rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    show("\n".join(text_table("<<<<<<", rows)))
     return EXIT_OK

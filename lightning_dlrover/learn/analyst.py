@@ -22,27 +22,28 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
 from lightning_dlrover.learn.history import (
-    HistoryError,
     JobEntry,
     JobHistory,
 )
+from lightning_dlrover.learn.history_access import HistoryAccess
+from lightning_dlrover.learn.job_memory import JobMemory, Past
 from lightning_dlrover.learn.profile_log import (
     PublishedProfile,
     WindowLog,
 )
 from lightning_dlrover.observe.resources import MachineLoad
-from lightning_dlrover.perf import MemoryModel, StepTimeModel, configuration_of
-from lightning_dlrover.perf.samples import StepProfile, impossible_figure
+from lightning_dlrover.perf import MemoryModel, StepTimeModel
+from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.autoscale import plan, retreat
 from lightning_dlrover.planner.memory_growth import least_workers
-from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, has_failed, outcome
+from lightning_dlrover.planner.objective import Objective
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, has_failed, outcome
 from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
@@ -53,7 +54,6 @@ from lightning_dlrover.rdzv.job.records import (
     NodesRecord,
     PlanRecord,
     encode,
-    from_fields,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
 
@@ -65,19 +65,13 @@ DEFAULT_RESIZE_COST_S = 0.5
 DEFAULT_RETUNE_COST_S = 0.2
 """Assumed seconds of a change of settings until the job has measured one."""
 
-MAX_WINDOWS_PER_SETTINGS = 30
-MAX_STAYS = 50  # decisions without a change to keep in memory; each is soon recorded elsewhere
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
 WINDOWS_OF_LOAD = 5  # windows in the median of other programs' load on this machine
 STAY_EVERY_S = 60.0  # minimum seconds between records of decisions without a change
-HISTORY_EVERY_S = 30.0
 
 PATIENCE_WITH_A_PLAN_S = 120.0
 """Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
-
-# maximum seconds between the last window of one rank 0 and the first of the next, unless the job was ended meanwhile
-LONGEST_HANDOVER_S = 60.0
 
 DIGITS = 5  # significant digits in a decision's record
 
@@ -122,7 +116,7 @@ class Analyst:
         self._membership = membership
         self._intentions = intentions
         self._node_cores = node_cores
-        self._memory = _Memory()
+        self._memory = JobMemory()
         self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and when this worker first saw it
         self._published = PublishedProfile()
         self._windows = WindowLog()
@@ -130,7 +124,7 @@ class Analyst:
         self._stayed_at = 0.0
         self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
         self._num_in_place = 0
-        self._keeper = _Keeper(JobHistory(intentions.history_url)) if intentions.history_url else None
+        self._history = HistoryAccess(JobHistory(intentions.history_url)) if intentions.history_url else None
         self._started_at = time.time()
         self._is_rank_0 = False
         self._num_submitted = self._num_digested = 0
@@ -225,7 +219,7 @@ class Analyst:
         has_failed = self._num_in_place < WINDOWS_PER_DECISION and self._is_failed_trial(profile)
         if self._num_in_place == WINDOWS_PER_DECISION or has_failed:
             self._judge(place[1])
-        if self._keeper is not None and self._keeper.is_due:
+        if self._history is not None and self._history.is_due:
             self._remember("running")
         every_s = self._intentions.plan_every_s
         waited = time.monotonic() - self._planned_at >= every_s or self._last is None
@@ -426,15 +420,15 @@ class Analyst:
             return f"{self._membership.keys.run_id}@{self._began_at:.0f}"
         return f"local@{self._started_at:.0f}-{socket.gethostname()}-{os.getpid()}"
 
-    def _recalled(self) -> _Memory:
+    def _recalled(self) -> JobMemory:
         """Return the state of earlier rank 0s: from the job's events, and from the history for events already deleted."""
         if self._membership is None:
-            return _Memory()
-        past = self._keeper.past(self._job_key) if self._keeper is not None else _Past()
-        return _Memory.of(self._membership.past_events(), past)
+            return JobMemory()
+        past = self._history.past(self._job_key) if self._history is not None else Past()
+        return JobMemory.of(self._membership.past_events(), past)
 
     def _neighbours(self, profile: StepProfile) -> Sequence[PastJob]:
-        return self._keeper.similar(profile, self._node_cores, self._job_key) if self._keeper is not None else ()
+        return self._history.similar(profile, self._node_cores, self._job_key) if self._history is not None else ()
 
     def _suggestion(self, profile: StepProfile, neighbours: Sequence[PastJob], limits: Limits) -> Suggestion | None:
         if any(d.is_change for d in self._memory.decisions):
@@ -444,7 +438,7 @@ class Analyst:
 
     def _remember(self, end: Literal["running", "finished", "failed"]) -> None:
         windows = self._memory.windows
-        if self._keeper is None or not windows:
+        if self._history is None or not windows:
             return
         key = self._job_key
         entry = JobEntry(
@@ -455,145 +449,7 @@ class Analyst:
             outcome=end,
             descriptor=descriptor_of(windows[-1], self._node_cores),
         )
-        self._keeper.record(entry, self._memory)
-
-
-@dataclass(frozen=True)
-class _Past:
-    """The history's records of this job."""
-
-    windows: Sequence[StepProfile] = ()
-    decisions: Sequence[Decision] = ()
-    outcomes: Sequence[Outcome] = ()
-
-
-class _Memory:
-    """Rank 0's records of the job."""
-
-    def __init__(self) -> None:
-        self.windows: list[StepProfile] = []  # oldest first, the newest few of each settings
-        self.decisions: list[Decision] = []
-        self.outcomes: list[Outcome] = []
-        self._spans: list[tuple[StepProfile, float]] = []  # one window for each stretch of equal settings, seconds
-
-    @classmethod
-    def of(cls, events: Sequence[EventRecord], past: _Past) -> _Memory:
-        memory = cls()
-        windows = {window.at: window for window in past.windows}
-        decisions = {decision.decision_id: decision for decision in past.decisions}
-        outcomes = {found.decision_id: found for found in past.outcomes}
-        for event in events:
-            try:
-                if event.kind == "profile":
-                    window = from_fields(StepProfile, event.data, "a profile")
-                    if problem := impossible_figure(window):
-                        raise ValueError(f"{problem[0]} of a profile {problem[1]}")
-                    windows[window.at] = window
-                elif event.kind == "decision":
-                    decision = Decision.from_data(event.data)
-                    decisions[decision.decision_id] = decision
-                elif event.kind == "outcome":
-                    found = from_fields(Outcome, event.data, "an outcome")
-                    outcomes[found.decision_id] = found
-            except (TypeError, ValueError, KeyError) as error:
-                log.warning("an event of the job's past cannot be read: %s", error)
-        for window in sorted(windows.values(), key=lambda w: w.at):
-            memory.add(window)
-        for decision in sorted(decisions.values(), key=lambda d: d.decision_id):
-            memory.decide(decision)
-        memory.outcomes += outcomes.values()
-        return memory
-
-    @property
-    def next_id(self) -> int:
-        return max((d.decision_id for d in self.decisions), default=0) + 1
-
-    @property
-    def trial(self) -> Decision | None:
-        """The newest decision, if it is a trial without an outcome yet."""
-        last = self.decisions[-1] if self.decisions else None
-        if last is None or not last.explored or not last.is_change:
-            return None
-        return last if all(o.decision_id != last.decision_id for o in self.outcomes) else None
-
-    def add(self, window: StepProfile) -> None:
-        def place(of: StepProfile) -> tuple[Settings, int]:
-            return settings_of(of), of.global_batch
-
-        last = self.windows[-1] if self.windows else None
-        own_s = window.num_steps * window.step_time_s
-        passed_s = max(own_s, window.at - last.at) if last is not None and window.at else own_s
-        if last is not None and last.worker_id != window.worker_id:
-            # A job that was ended and resumed days later has cost nothing in between.
-            passed_s = min(passed_s, own_s + LONGEST_HANDOVER_S)
-        if self._spans and place(self._spans[-1][0]) == place(window):
-            self._spans[-1] = window, self._spans[-1][1] + passed_s
-        else:
-            self._spans.append((window, passed_s))
-        self.windows = [*self.windows, window]
-        alike = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
-        if len(alike) > MAX_WINDOWS_PER_SETTINGS:
-            del self.windows[alike[0]]
-
-    def decide(self, decision: Decision) -> None:
-        """Keep a decision: all changes, and the newest decisions without a change, which come once a minute."""
-        self.decisions.append(decision)
-        stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
-        if len(stays) > MAX_STAYS:
-            del self.decisions[stays[0]]
-
-    def spent(self, objective: Objective, node_cores: float) -> float | None:
-        """Return the money spent so far; None: unknown."""
-        total = 0.0
-        for window, seconds in self._spans:
-            used = resources_of(configuration_of(window, node_cores), max(window.peak_memory_bytes, window.memory_bytes))
-            price = objective.prices.per_hour(used)
-            if price is None:
-                return None
-            total += price * seconds / 3600
-        return total
-
-
-class _Keeper:
-    """Access to the job history for a running job. A failure is logged once, and training goes on."""
-
-    def __init__(self, history: JobHistory) -> None:
-        self._history = history
-        self._has_failed = False
-        self._written_at = time.monotonic()
-        self._found: dict[str, Sequence[PastJob]] = {}
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() - self._written_at >= HISTORY_EVERY_S
-
-    def record(self, entry: JobEntry, memory: _Memory) -> None:
-        self._written_at = time.monotonic()
-        with self._surviving("nothing of this job is remembered"):
-            self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
-
-    def past(self, key: str) -> _Past:
-        found = _Past()
-        with self._surviving("the job's earlier results are read from its events only"):
-            found = _Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
-        return found
-
-    def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:
-        """Return similar past jobs. The query runs once a job because its model does not change."""
-        if key not in self._found:
-            self._found[key] = ()
-            with self._surviving("this job starts without the results of earlier jobs"):
-                self._found[key] = self._history.similar(descriptor_of(profile, node_cores), but=key)
-        return self._found[key]
-
-    @contextlib.contextmanager
-    def _surviving(self, consequence: str) -> Iterator[None]:
-        try:
-            yield
-        except HistoryError as error:
-            if not self._has_failed:
-                log.warning("%s, training goes on: %s", consequence, error)
-            self._has_failed = True
+        self._history.record(entry, self._memory)
 
 
 def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:

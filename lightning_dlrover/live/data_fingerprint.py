@@ -169,8 +169,8 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
     return DataFingerprint(
-        [LoaderFingerprint(loader.num_samples, _sketches(loader) if compare_samples else []) for loader in train],
-        None if val is None else [loader.num_samples for loader in val],
+        [LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else []) for loader in train],
+        None if val is None else [loader.order.num_samples for loader in val],
     )
 
 
@@ -218,7 +218,7 @@ def _comparable(loader: ElasticLoader, indices: Sequence[int]) -> Iterator[Sketc
     """Yield a sketch of each sample, or None if it cannot be compared; as many as time allows."""
     # The first fetch only records the state of the random numbers, so that the second one shows whether it has drawn any.
     each_often = [index for index in indices for _ in range(FETCHES_PER_SAMPLE)]
-    fetched = loader.fetch_apart(each_often[:1] + each_often, _Sketcher())
+    fetched = loader.workers.fetch_apart(each_often[:1] + each_often, _Sketcher())
     next(fetched, None)
     deadline = time.monotonic() + PROBING_S
     for _ in indices:
@@ -232,7 +232,7 @@ def _comparable(loader: ElasticLoader, indices: Sequence[int]) -> Iterator[Sketc
 
 
 def _indices(loader: ElasticLoader) -> list[int]:
-    drawn: Any = range(len(loader.dataset)) if hasattr(type(loader.dataset), "__len__") else range(loader.num_samples)
+    drawn: Any = range(len(loader.dataset)) if hasattr(type(loader.dataset), "__len__") else range(loader.order.num_samples)
     if type(loader.sampler) is SubsetRandomSampler:
         drawn = loader.sampler.indices
     return [int(drawn[place]) for place in (0, len(drawn) // 2, len(drawn) - 1)] if len(drawn) >= 3 else []

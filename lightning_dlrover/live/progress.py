@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_dlrover.live.loader import share
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.split import share
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.observe.pulse import OwnClock, Pulse
 from lightning_dlrover.rdzv.group.loop import Pace

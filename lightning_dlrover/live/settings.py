@@ -1,7 +1,7 @@
 """Apply a plan's threads, loader workers and prefetching in one worker while it trains.
 
-Workers need not agree on the time, because none of these changes which samples a worker gets. `live/loader.py` replaces loader
-workers without a pause. The number of workers is a matter of rounds (`live/training.py`).
+Workers need not agree on the time, because none of these changes which samples a worker gets. `live/loader_workers.py` replaces
+loader workers without a pause. The number of workers is a matter of rounds (`live/training.py`).
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ class SettingsInForce:
         if self._begun is None or self._begun[0] is not plan:
             self._begun = plan, _in_force(loaders)
             for loader in loaders:
-                loader.handover_s = 0.0
+                loader.workers.handover_s = 0.0
         if plan.intra_op_threads is not None:
             threads = min(plan.intra_op_threads or self._cores, self._cores)
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
-        refusals = {loader.refusal for loader in loaders}
-        under_way = [x for x in loaders if not x.retune(self._loader_workers(plan, x), plan.prefetch_factor)]
+        refusals = {loader.workers.refusal for loader in loaders}
+        under_way = [x for x in loaders if not x.workers.retune(self._loader_workers(plan, x), plan.prefetch_factor)]
         if under_way:
             return None
         before, now = self._begun[1], _in_force(loaders)
         self._plan, self._loaders, self._begun = plan, loaders, None
-        refused = "; ".join(sorted({loader.refusal for loader in loaders} - refusals))
+        refused = "; ".join(sorted({loader.workers.refusal for loader in loaders} - refusals))
         if refused:
             log.warning("loader workers stay as they are: %s", refused)
         if now == before and not refused:
             return None
-        seconds = sum(loader.handover_s for loader in loaders) if now != before else 0.0
+        seconds = sum(loader.workers.handover_s for loader in loaders) if now != before else 0.0
         text = f"{now} on each worker, instead of {before}" + (f"; not more loader workers: {refused}" if refused else "")
         return Applied(text, {**asdict(now), "before": asdict(before), "seconds": seconds, "refused": refused})
 
     def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader) -> int | None:
         if plan.loader_workers is None or plan.source == "user":
             return plan.loader_workers
-        return min(plan.loader_workers, max(self._cores, loader.users_num_workers))
+        return min(plan.loader_workers, max(self._cores, loader.workers.users_number))
 
 
 def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:

@@ -62,7 +62,7 @@ class TrainLoaders:
     @property
     def refusal(self) -> str:
         """Reason why a loader cannot change its workers; empty if all can."""
-        return next((loader.refusal for loader in self.all if loader.refusal), "")
+        return next((loader.workers.refusal for loader in self.all if loader.workers.refusal), "")
 
     def keep_step(self) -> None:
         """Make new loaders count through the Trainer's epoch. Call it before each fetch.
@@ -92,13 +92,13 @@ class TrainLoaders:
         """Give each loader, and its later replacement, the job's order."""
         self._order_seeds = seeds
         for loader, seed in zip(self._known, seeds, strict=False):
-            loader.take_order_seed(seed)
+            loader.order.take_seed(seed)
 
     # --- this worker's share ------------------------------------------------------------------------------------------------
 
     def loss_weight(self, batch: int) -> float:
         """Return the weight of a worker's mean loss in a batch, by its share of the first loader that takes part."""
-        weights = [loader.loss_weight(batch) for loader in self._known if loader.has_samples(batch)]
+        weights = [loader.split.loss_weight(batch) for loader in self._known if loader.split.has_samples(batch)]
         if not self._has_warned and weights and max(weights) - min(weights) > 1e-9:
             self._has_warned = True
             log.warning(
@@ -122,12 +122,12 @@ class TrainLoaders:
         if not self.are_made or not self.first.cursor:
             return 1.0
         batch = self.first.cursor - 1
-        return self.loss_weight(batch) if self.first.has_samples(batch) else 1.0
+        return self.loss_weight(batch) if self.first.split.has_samples(batch) else 1.0
 
     @property
     def num_own_samples(self) -> int:
         """This worker's share of the last training batch."""
-        return self.first.num_own_samples(self.first.cursor - 1)
+        return self.first.split.num_own_samples(self.first.cursor - 1)
 
     # --- position -------------------------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class LiveTraining:
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
         data = self._fingerprint_data()
         self.steps.enter_loops()
-        loader.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
+        loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
             memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
@@ -279,7 +279,7 @@ class LiveTraining:
                 loggers.adopt(self._trainer.loggers, runs)
         has_finished = self.world.has_finished
         if formation.size > 1:
-            mine = data.encode(), [loader.order_seed for loader in self.loaders.all], has_finished
+            mine = data.encode(), [loader.order.seed for loader in self.loaders.all], has_finished
             said = transfer.all_gather(mine)
             refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self.loaders.take_order_seeds(said[0][1])

@@ -37,13 +37,11 @@ from lightning_dlrover.live.epoch_metrics import (
     value_of,
 )
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
-from lightning_dlrover.live.loader import (
-    ElasticLoader,
-    share,
-)
+from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before
 from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.live.split import share
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 
@@ -319,7 +317,7 @@ class _Fetcher(DataFetcher):
         loader = self._loaders[self.part]
         iter(loader)
         limit = self._limits[self.part]
-        self._done = np.zeros(loader.num_dealt(limit), dtype=bool)
+        self._done = np.zeros(loader.split.num_dealt(limit), dtype=bool)
         self._update_counts = {name: metric._update_count for name, metric in self._to_exchange.items()}
         batches = self._validation.take_plan(self.part)
         if batches is None:

@@ -11,6 +11,7 @@ from lightning_dlrover.report.story import (
     JobStory,
     outcome_of,
 )
+from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["cost_text", "explain_text"]
 
@@ -97,7 +98,7 @@ def _telling(decision: Decision) -> list[Candidate]:
 
 
 def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
-    rows = [f"    {'settings':>10} {'step':>9} {'90 % interval':>19} {'samples/s':>10} {'cores':>6} {'to the end':>10}  "]
+    rows = [("settings", "step", "90 % interval", "samples/s", "cores", "to the end", "")]
     for c in candidates:
         marks = [
             *(["chosen"] if c.settings == decision.chosen else []),
@@ -107,10 +108,9 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
         ]
         interval = f"{step_text(c.low_s)}-{step_text(c.high_s)}"
         money = f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown"
-        step = step_text(c.step_time_s)
-        row = f"    {c.settings.short:>10} {step:>9} {interval:>19} {c.samples_per_s:>10,.0f} {c.cores:>6.3g} {money:>10}"
-        rows.append(f"{row}  {', '.join(marks)}")
-    return rows
+        figures = (step_text(c.step_time_s), interval, f"{c.samples_per_s:,.0f}", f"{c.cores:.3g}", money)
+        rows.append((c.settings.short, *figures, ", ".join(marks)))
+    return text_table(">>>>>><", rows, indent=4)
 
 
 def _settings(settings: Settings) -> str:

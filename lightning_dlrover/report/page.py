@@ -1,16 +1,15 @@
 """Write a job's report: one HTML file with pictures, and a text that fits one screen.
 
-`report/story.py` interprets the events and `report/pictures.py` draws them; this module arranges both. All text from the job is
-escaped. Only recorded data is shown, and missing data is named.
+`report/story.py` interprets the events, `report/pictures.py` draws them, and `report/page.html.j2` arranges both. All text from
+the job is escaped. Only recorded data is shown, and missing data is named.
 """
 
 from __future__ import annotations
 
-import html
 import os
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from lightning_dlrover.report.story import (
     outcome_of,
     tell,
 )
+from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["summary_text", "write_report"]
 
@@ -48,16 +48,13 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
 def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
     """Summarize a job in at most 24 lines of 80 columns."""
     story = tell(run_id, events)
-    lines = [_clip(f"job {_one_line(run_id)}")]
-    for fact in _facts(story):
-        remark = f" ({fact.remark})" if fact.remark else ""
-        lines.append(f"  {fact.name:<16}  {fact.value}{remark}")
-    rounds = [f"  {'round':>5} {'time':>8} {'kind':<8} {'workers':>7} {'stall':>8}  reason"]
+    facts = [(fact.name, fact.value + (f" ({fact.remark})" if fact.remark else "")) for fact in _facts(story)]
+    lines = [_clip(f"job {_one_line(run_id)}"), *text_table("<<", facts, indent=2)]
+    rows = [("round", "time", "kind", "workers", "stall", "reason")]
     for r in story.rounds:
-        stall = _ms(r.stall_s)
-        at = _clock(r.at - story.started_at)
-        row = f"  {r.number:>5} {at:>8} {_one_line(r.kind):<8.8} {r.num_workers:>7} {stall:>8}  "
-        rounds.append(_clip(row + _one_line(r.reason)))
+        at, kind = _clock(r.at - story.started_at), _one_line(r.kind)[:8]
+        rows.append((str(r.number), at, kind, str(r.num_workers), _ms(r.stall_s), _one_line(r.reason)))
+    rounds = [_clip(line) for line in text_table(">><>><", rows, indent=2)]
     notes = [f"  {line}" for sentence in _remarks(story) for line in textwrap.wrap(sentence, MAX_COLUMNS - 2)]
     notes = notes[:6]
     room = MAX_LINES - len(lines) - len(notes) - 1
@@ -117,44 +114,6 @@ def _remarks(story: JobStory) -> list[str]:
     return remarks
 
 
-CSS = """
-:root { color-scheme: light dark;
-  --page: #fbfbfa; --card: #ffffff; --ink: #23262b; --soft: #666c76; --line: #dfe1e5; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #17191d; --card: #1f2227; --ink: #e4e6ea; --soft: #9aa1ac; --line: #363a42; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1060px; margin: 0 auto; padding: 32px 24px 48px; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 36px 0 8px; }
-p { margin: 4px 0 12px; } .soft { color: var(--soft); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(125px, 1fr)); gap: 10px;
-  margin: 20px 0 8px; }
-.figures div { padding: 10px 14px; }
-.figures dt { color: var(--soft); font-size: 12.5px; }
-.figures dd { margin: 0; font-size: 17px; font-weight: 600; }
-.figures dd small { display: block; font-size: 12.5px; font-weight: 400; color: var(--soft); }
-figure, pre, .wide, .figures div {
-  background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-figure { margin: 0; padding: 14px; }
-figure svg { display: block; width: 100%; height: auto; }
-figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
-figcaption { color: var(--soft); font-size: 13.5px; margin-top: 8px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
-tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; white-space: nowrap; }
-td { overflow-wrap: anywhere; }
-.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.kind { white-space: nowrap; }
-.kind i { display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 7px; }
-.empty { border: 1px dashed var(--line); border-radius: 8px; padding: 18px; color: var(--soft); }
-pre { overflow: auto; max-height: 420px; padding: 12px; font-size: 12.5px; }
-"""
-
-
 def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | None]:
     """Return pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
     # Imported here: matplotlib takes a second to import, and the text does not need it.
@@ -180,138 +139,34 @@ def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | N
 
 
 def _page(story: JobStory) -> str:
-    throughput, parts, predicted, plans = _drawn(story)
-    sections = [
-        _heading(story),
-        _picture(
-            "Throughput",
-            throughput,
-            "Samples per second of the whole job, one point per profile window. Dashed lines "
-            "are rounds, with their numbers; the shade after a line is the time in which no survivor made a step.",
-            "Neither rounds nor profiles were recorded.",
-        ),
-        _picture(
-            "Where a step's time goes",
-            parts,
-            "Rank 0's steps. Backward is without the communication that is not hidden behind it.",
-            "No step profile was recorded.",
-        ),
-        _picture(
-            "Predicted and measured step time",
-            predicted,
-            "Points are measured windows; lines and diamonds are the planner's prediction, shades and bars its interval.",
-            "Neither decisions nor profiles were recorded.",
-        ),
-        "<h2>Rounds</h2>" + _rounds_table(story),
-        _picture(
-            "Plans",
-            plans,
-            "Settings are written workers x threads + loader workers each. A point is the mean of all windows in the settings "
-            "that a plan chose; it is red where it lies outside of the plan's interval. "
-            + html.escape(cost_text(story).capitalize())
-            + ".",
-            "The planner recorded no decision.",
-        ),
-        "<h2>Decisions</h2>" + _decisions_table(story),
-        _notes(story),
-    ]
-    title = html.escape(f"Job {story.run_id}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # The page loads no external resource and runs no script, whatever its text contains.
-        "<meta http-equiv='Content-Security-Policy' "
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n" + "\n".join(sections) + "\n</main></body></html>\n"
-    )
+    # Imported here: commands that write no page start faster without.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-
-def _heading(story: JobStory) -> str:
-    tiles = []
-    for fact in _facts(story):
-        remark = f"<small>{html.escape(fact.remark)}</small>" if fact.remark else ""
-        tiles.append(f"<div><dt>{fact.name.capitalize()}</dt><dd>{html.escape(fact.value)}{remark}</dd></div>")
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.started_at))
-    when = f"First event {began}. " if story.num_events else ""
-    missing = " ".join(html.escape(sentence) for sentence in story.missing)
-    return (
-        f'<h1>Job {html.escape(story.run_id)}</h1><p class="soft">{when}{missing}</p><dl class="figures">{"".join(tiles)}</dl>'
-    )
-
-
-def _picture(title: str, svg: str | None, caption: str, otherwise: str) -> str:
-    if svg is None:
-        return f'<h2>{title}</h2><div class="empty">{otherwise}</div>'
-    return f"<h2>{title}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def _rounds_table(story: JobStory) -> str:
     from lightning_dlrover.report.pictures import KIND_COLOURS
 
-    rows = []
-    for r in story.rounds:
-        colour = KIND_COLOURS.get(r.kind, "#8a8a8a")
-        rows.append(
-            f'<tr><td class="n">{r.number}</td><td class="n">{_clock(r.at - story.started_at)}</td>'
-            f'<td class="kind"><i style="background:{colour}"></i>{html.escape(r.kind)}</td>'
-            f'<td class="n">{r.num_workers}</td><td class="n">{_ms(r.stall_s)}</td>'
-            f"<td>{html.escape(r.reason)}</td></tr>"
-        )
-    return _table(("!Round", "!Time", "Kind", "!Workers", "!Stall", "Reason"), rows, "No round was recorded.")
-
-
-def _decisions_table(story: JobStory) -> str:
-    rows = []
-    for d in story.decisions:
-        found = outcome_of(story, d)
-        measured = found.observed_step_time_s if found is not None else None
-        error = f"{100 * (d.predicted_step_time_s / measured - 1):+.0f} %" if measured else ""
-        change = f"{d.current.short} → {d.chosen.short}" if d.is_change else d.chosen.short
-        rows.append(
-            f'<tr><td class="n">{d.decision_id}</td><td class="n">{_clock(d.at - story.started_at)}</td>'
-            f'<td class="n">{change}</td><td>{html.escape(d.reason)}</td>'
-            f'<td class="n">{_ms(d.observed_step_time_s)}</td>'
-            f'<td class="n">{_ms(d.predicted_step_time_s)}</td>'
-            f'<td class="n">{_ms(measured)}</td><td class="n">{error}</td></tr>'
-        )
-    headers = (
-        "!No.",
-        "!Time",
-        "!Settings",
-        "Reason",
-        "!Step before",
-        "!Predicted",
-        "!Measured after",
-        "!Error",
+    environment = Environment(
+        loader=PackageLoader("lightning_dlrover", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    return _table(headers, rows, "The planner recorded no decision.")
-
-
-def _table(headers: Iterable[str], rows: list[str], otherwise: str) -> str:
-    """Return a table. A header that begins with ! marks a numeric column."""
-    if not rows:
-        return f'<div class="empty">{otherwise}</div>'
-    head = "".join(f'<th class="n">{h[1:]}</th>' if h.startswith("!") else f"<th>{h}</th>" for h in headers)
-    note = ""
-    if len(rows) > MAX_TABLE_ROWS:
-        note = f'<p class="soft">The newest {MAX_TABLE_ROWS} of {len(rows)} are shown.</p>'
-        rows = rows[-MAX_TABLE_ROWS:]
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'{note}<div class="wide">{table}</div>'
-
-
-def _notes(story: JobStory) -> str:
-    parts = []
-    others = sorted((*story.losses, *story.notes), key=lambda note: note.at)
-    if others:
-        rows = [f'<tr><td class="n">{_clock(n.at - story.started_at)}</td><td>{html.escape(n.text)}</td></tr>' for n in others]
-        parts.append("<h2>Losses, requests and other events</h2>" + _table(("!Time", "Event"), rows, ""))
-    if story.errors:
-        parts.append("<h2>Errors</h2>")
-        parts += [f"<pre>{html.escape(note.text)}</pre>" for note in story.errors[-10:]]
-    skipped = f" {story.num_skipped} events could not be read and were left out." if story.num_skipped else ""
-    parts.append(f'<p class="soft">Written by lightning-dlrover from {story.num_events} events.{skipped}</p>')
-    return "\n".join(parts)
+    environment.filters |= {"clock": _clock, "ms": _ms}
+    throughput, parts, predicted, plans = _drawn(story)
+    return environment.get_template("page.html.j2").render(
+        story=story,
+        facts=_facts(story),
+        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.started_at)),
+        throughput=throughput,
+        parts=parts,
+        predicted=predicted,
+        plans=plans,
+        cost=cost_text(story),
+        outcome_of=outcome_of,
+        colours=KIND_COLOURS,
+        max_rows=MAX_TABLE_ROWS,
+    )
 
 
 def _clock(seconds: float) -> str:

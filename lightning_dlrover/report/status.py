@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
 )
-from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
@@ -46,30 +45,24 @@ from lightning_dlrover.rdzv.job.records import (
     RecordError,
     RoundRecord,
     decode,
-    encode,
 )
 from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
 
 __all__ = [
-    "EVENTS_FILE",
     "JOB_FILE",
-    "EventLog",
     "FoundJob",
     "JobFile",
-    "JobNotFoundError",
     "JobPlace",
     "JobSummary",
     "access_from",
     "connect",
     "connect_to_job",
     "find_job",
-    "first_traceback",
     "is_locked",
     "list_jobs",
-    "read_event_file",
-    "read_events",
     "read_job",
     "read_job_file",
     "read_nodes",
@@ -81,11 +74,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOB_FILE = "job.json"
-EVENTS_FILE = "events.jsonl"
-
-
-class JobNotFoundError(RuntimeError):
-    """No job of this name was found in the given place."""
 
 
 @dataclass(frozen=True)
@@ -355,124 +343,6 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     return FoundJob(view, agents, controller, nodes, problems)
 
 
-def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
-    """Return events in the order of their keys. Unreadable ones are left out."""
-    events = []
-    for entry in sorted(entries, key=lambda e: e.key):
-        try:
-            events.append(decode(EventRecord, entry.value, entry.key))
-        except RecordError:
-            continue  # a foreign value under our prefix must not hide the rest of the history
-    return events
-
-
-def read_event_file(file: Path) -> list[EventRecord]:
-    """Read the events of a run folder.
-
-    Raises:
-        JobNotFoundError: there is no such file.
-    """
-    if not file.is_file():
-        raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
-    events = []
-    for line in file.read_bytes().splitlines():
-        try:
-            events.append(decode(EventRecord, line, str(file)))
-        except RecordError:
-            continue  # the last line of a killed job may be incomplete
-    return events
-
-
-def first_traceback(file: Path) -> str | None:
-    """Return the traceback of the first worker in the newest group of failures, as recorded in the events."""
-    events = read_event_file(file) if file.exists() else []
-    rounds = [event.at for event in events if event.kind == "round"]
-    errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
-    recent = [e for e in errors if e.at >= max(rounds, default=0.0)] or errors[-1:]
-    return str(recent[0].data["traceback"]).rstrip() if recent else None
-
-
-@dataclass
-class EventLog:
-    """Copy a job's events from etcd into its run folder, each once. The file's former content is replaced.
-
-    Events already copied there by an earlier process are not reported as new.
-    """
-
-    mirror: Mirror
-    file: Path
-    _seen: set[str] = field(default_factory=set)
-    _revision: int = -1
-    _began: bool = False
-    _unwritten: bytes = b""
-    _failed: bool = False
-
-    def new(self) -> list[EventRecord]:
-        """Return events since the last call, or since an earlier process wrote the file.
-
-        They are in the file on return unless it cannot be written. A later call repeats failed writes: a full disk ends no job.
-        """
-        if self.mirror.revision == self._revision:
-            self._write()
-            return []
-        self._revision = self.mirror.revision
-        fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
-        self._seen.update(entry.key for entry in fresh)
-        events = read_events(fresh)
-        former: set[bytes] = set()
-        if not self._began:
-            with contextlib.suppress(OSError):  # missing or unreadable: all events are new
-                former = set(self.file.read_bytes().splitlines())
-        self._unwritten += b"".join(encode(event) + b"\n" for event in events)
-        self._write()
-        return [event for event in events if encode(event) not in former]
-
-    def _write(self) -> None:
-        if self._began and not self._unwritten:
-            return
-        try:
-            # Unbuffered, so that the number of bytes a full disk has accepted is exact.
-            with self.file.open("ab" if self._began else "wb", buffering=0) as stream:
-                self._began = True
-                while self._unwritten:
-                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
-            self._failed = False
-        except OSError as error:
-            self._complain(error)
-
-    def _complain(self, error: OSError) -> None:
-        if not self._failed:
-            log.warning("events are missing in %s for now, the job goes on: %s", self.file, error.strerror)
-        self._failed = True
-
-    def complete(self, client: EtcdClient) -> None:
-        """Complete the file from etcd. The watch may lag behind a job's last events.
-
-        Workers write their events independently, so some arrive late. Here they are sorted by time.
-        """
-        try:
-            last = [entry for entry in client.get_prefix(self.mirror.prefix)[1] if entry.key not in self._seen]
-        except EtcdError as error:
-            log.warning("the last events may be missing in %s: %s", self.file, error)
-            last = []
-        self._seen.update(entry.key for entry in last)
-        self._unwritten += b"".join(encode(event) + b"\n" for event in read_events(last))
-        self._write()
-        if self._unwritten:
-            return
-        unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        try:
-            events = sorted(read_event_file(self.file), key=lambda event: event.at)
-            unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
-            unfinished.replace(self.file)
-        except JobNotFoundError as error:  # deleted meanwhile: the job's end must not depend on the file
-            log.warning("the events of the job are not kept: %s", error)
-        except OSError as error:
-            self._complain(error)
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-
-
 def show_status(
     place: JobPlace,
     found: FoundJob,
@@ -488,7 +358,6 @@ def show_status(
         now: seconds since the epoch. Durations depend on the clocks of several hosts, so they are for display only.
     """
     now = time.time() if now is None else now
-    worker_waits, agent_waits = rounds.waits(found.view), agent_rounds.waits(found.agents)
     view = found.view
     job, round_, plan = view.job, view.round, view.plan
     phase: str = job.phase if job else "not started"
@@ -504,36 +373,8 @@ def show_status(
         "max_workers": job.max_workers if job else None,
         "global_batch_size": job.global_batch_size if job else None,
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
-        "workers": [
-            {
-                "worker_id": worker,
-                "rank": members.index(worker) if worker in members else None,
-                "state": "leaving" if worker in view.drains or worker in view.replacements else record.state,
-                "host": record.host,
-                "pid": record.pid,
-                "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
-                "waits": worker_waits[worker],
-                "for_s": _elapsed(record.since, now),
-            }
-            for worker, record in sorted(
-                view.workers.items(), key=lambda w: (w[0] not in members, members.index(w[0]) if w[0] in members else 0)
-            )
-        ],
-        "agents": [
-            {
-                "agent_id": agent,
-                "state": seen.record.state,
-                "host": seen.record.host,
-                "pid": seen.record.pid,
-                "waits": agent_waits[agent],
-                "for_s": _elapsed(seen.record.since, now),
-                "gives_up_in_s": seen.record.join_timeout_s - _elapsed(seen.record.since, now)
-                # It waits while there is a controller, and `join_timeout` longer.
-                if seen.record.state == "waiting" and seen.record.join_timeout_s and found.controller is None
-                else None,
-            }
-            for agent, seen in found.agents.agents.items()
-        ],
+        "workers": _show_workers(view, profiles, now),
+        "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
         "controller": _show_controller(found),
         "target": found.nodes.target if found.nodes else None,
@@ -542,6 +383,48 @@ def show_status(
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
     }
+
+
+def _show_workers(view: View, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
+    """List workers: the round's members by rank, then the others."""
+    waits = rounds.waits(view)
+    members = view.round.members if view.round else []
+    ranks = {worker: rank for rank, worker in enumerate(members)}
+    return [
+        {
+            "worker_id": worker,
+            "rank": ranks.get(worker),
+            "state": "leaving" if worker in view.drains or worker in view.replacements else record.state,
+            "host": record.host,
+            "pid": record.pid,
+            "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
+            "waits": waits[worker],
+            "for_s": _elapsed(record.since, now),
+        }
+        for worker, record in sorted(view.workers.items(), key=lambda w: ranks.get(w[0], len(ranks)))
+    ]
+
+
+def _show_agents(found: FoundJob, now: float) -> list[dict[str, Any]]:
+    waits = agent_rounds.waits(found.agents)
+    agents = []
+    for agent, seen in found.agents.agents.items():
+        record = seen.record
+        for_s = _elapsed(record.since, now)
+        # It waits while there is a controller, and `join_timeout` longer.
+        gives_up = record.state == "waiting" and record.join_timeout_s and found.controller is None
+        agents.append(
+            {
+                "agent_id": agent,
+                "state": record.state,
+                "host": record.host,
+                "pid": record.pid,
+                "waits": waits[agent],
+                "for_s": for_s,
+                "gives_up_in_s": record.join_timeout_s - for_s if gives_up else None,
+            }
+        )
+    return agents
 
 
 def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) -> list[dict[str, Any]]:

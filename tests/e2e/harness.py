@@ -26,10 +26,8 @@ import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
 from waiting import TooLateError, eventually
 
-from lightning_dlrover.live.loader import (
-    epoch_order,
-    share,
-)
+from lightning_dlrover.live.order import epoch_order
+from lightning_dlrover.live.split import share
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.operations import Put

@@ -15,7 +15,7 @@ from table_job import NUM_ROWS, TableSettings, train_tables
 from torch import Tensor
 from toy_job import SEED
 
-from lightning_dlrover.live.loader import epoch_order
+from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 from lightning_dlrover.tables.snapshot_store import ROOT, short
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import ctr_data
 import lightning as L
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from ctr_model import WideAndDeep, auc_of_counts, count_scores, measure_auc
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
+ADULT = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")) / "adult"
+
 
 @pytest.fixture
-def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ClickData:
-    monkeypatch.setattr(ctr_data, "DEFAULT_ADULT", tmp_path / "nowhere")
+def generated() -> ClickData:
     return load(None, seed=1, rows=4000)
 
 
@@ -91,9 +92,9 @@ def test_measuring_the_auc_leaves_the_model_in_its_mode_and_without_gradients(ge
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.skipif(not ctr_data.DEFAULT_ADULT.is_dir(), reason="the Adult rows are not beside this repository")
+@pytest.mark.skipif(not ADULT.is_dir(), reason="the Adult rows are not on this machine")
 def test_two_epochs_on_adult_reach_a_test_auc_of_0_90() -> None:
-    data = load(None, seed=1, rows=1000)
+    data = load(ADULT, seed=1, rows=1000)
     L.seed_everything(1, verbose=False)
     model = WideAndDeep(data.cardinalities, data.num_numbers, width=256, learning_rate=2e-3)
     fit(data, model, epochs=2, batch_size=512)

@@ -29,8 +29,7 @@ SMALL = ("--accelerator=cpu", "--batch-size=64", "--width=32", "--embedding-dim=
 
 
 @pytest.fixture
-def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ClickData:
-    monkeypatch.setattr(ctr_data, "DEFAULT_ADULT", tmp_path / "nowhere")
+def generated() -> ClickData:
     return load(None, seed=1, rows=10_000)
 
 

@@ -24,6 +24,8 @@ from lightning_dlrover.learn.history import (
     JobEntry,
     JobHistory,
 )
+from lightning_dlrover.learn.job_memory import JobMemory
+from lightning_dlrover.perf import StepTimeModel
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.warm_start import descriptor_of
@@ -148,8 +150,8 @@ def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
     assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
 
     job.analyst.close("finished")
-    assert job.analyst._keeper is not None
-    history: JobHistory = job.analyst._keeper._history
+    assert job.analyst._history is not None
+    history: JobHistory = job.analyst._history._history
     (entry,) = history.jobs()
     assert entry.outcome == "finished"
     assert entry.num_settings == len({d.chosen for d in changes} | {START})
@@ -169,7 +171,7 @@ def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: 
 
 
 def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
-    memory, rng = analyst_module._Memory(), random.Random(1)
+    memory, rng = JobMemory(), random.Random(1)
     core_hours = Objective(prices=Prices(core_hour=1.0))
 
     def train(worker_id: str, since: float) -> None:
@@ -305,8 +307,8 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
     assert not job.events("profile")
     assert not job.events("decision")
     job.analyst.close("finished")
-    assert job.analyst._keeper is not None
-    assert job.analyst._keeper._history.jobs() == []
+    assert job.analyst._history is not None
+    assert job.analyst._history._history.jobs() == []
 
 
 def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
@@ -326,12 +328,12 @@ def test_failed_trial_is_left_without_a_fit(start: StartJob, monkeypatch: pytest
     while job.settings == START:
         job.run(1)
     [trial] = [d for d in job.decisions() if d.is_change]
-    assert job.analyst.trial == trial
+    assert [job.analyst.trial] == [trial]
 
-    def fit(*_: object, **__: object) -> None:
+    def fit(*_: object, **__: object) -> StepTimeModel:
         raise AssertionError("a fit takes seconds on a busy machine")
 
-    monkeypatch.setattr(analyst.StepTimeModel, "fit", fit)
+    monkeypatch.setattr(StepTimeModel, "fit", fit)
     job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
     assert job.settings == START
     assert job.analyst.trial is None

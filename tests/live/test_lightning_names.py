@@ -90,7 +90,15 @@ IN_SOURCE: dict[str, tuple[str, ...]] = {
 OF_OTHERS = {
     *("_C", "_apply", "_check_reducer_finalized", "_execution_engine", "_get_iterator", "_iterator", "_parameters"),
     *("_pytree", "_set_params_and_buffers_to_ignore_for_model", "_sync_buffers", "_current_graph_task_id"),
-    *("_mark_worker_as_unavailable", "_remove_worker_pids", "_worker_pids_set", "_workers", "_workers_done_event"),
+    *(
+        "_mark_worker_as_unavailable",
+        "_persistent_workers",
+        "_remove_worker_pids",
+        "_shutdown_workers",
+        "_worker_pids_set",
+        "_workers",
+        "_workers_done_event",
+    ),
     *("_computed", "_num_samples", "_defaults", "_forward_cache", "_reductions", "_update_count"),
     *("_SubParsersAction", "_current_frames", "_exit", "_getframe"),
     *("_dlrover_agreed", "_dlrover_drops", "_dlrover_step"),

@@ -39,13 +39,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
-from lightning_dlrover.live.loader import (
-    ElasticLoader,
-    epoch_order,
-    open_handle,
-    share,
-)
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.loader_workers import open_handle
+from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.split import share
 from lightning_dlrover.live.train_loaders import TrainLoaders
 
 
@@ -154,7 +152,7 @@ def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
         found: list[int] = []
         weights = []
         for loader in loaders:
-            part, weight = indices(next(loader)), loader.loss_weight(batch)
+            part, weight = indices(next(loader)), loader.split.loss_weight(batch)
             weights.append(weight)
             found += part if weight else []
         assert found == indices(next(alone))
@@ -171,7 +169,7 @@ def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
 ) -> None:
     ranks = [elastic(length, global_batch_size, place=(rank, world_size)) for rank in range(world_size)]
     for number, batch in enumerate(elastic(length, global_batch_size)):
-        losses = [next(loader).double().mean() * loader.loss_weight(number) for loader in ranks]
+        losses = [next(loader).double().mean() * loader.split.loss_weight(number) for loader in ranks]
         assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))
 
 
@@ -294,10 +292,10 @@ def test_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(40, 8, num_workers=1)
     try:
         next(loader)
-        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
         loader.reshard(0, 2)
         next(loader)
-        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
     finally:
         loader.close()
 
@@ -306,14 +304,14 @@ def test_loader_workers_that_a_plan_has_asked_for_survive_a_change_of_the_world(
     loader = elastic(80, 8)
     try:
         next(loader)
-        while not loader.retune(1):
+        while not loader.workers.retune(1):
             next(loader)
-        before = loader._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
         for world_size in (2, 1):
             loader.reshard(0, world_size)
             next(loader)
-        assert loader._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-        assert not loader.refusal
+        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+        assert not loader.workers.refusal
     finally:
         loader.close()
 
@@ -321,7 +319,7 @@ def test_loader_workers_that_a_plan_has_asked_for_survive_a_change_of_the_world(
 def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
     loader = elastic(16, 8, num_workers=1)
     try:
-        loader.warm_up()
+        loader.workers.warm_up()
         assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
     finally:
         loader.close()
@@ -357,8 +355,25 @@ def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None
     for persistent in (False, True):
         loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
         next(loader)
-        assert (loader._feed.loader._iterator is not None) == persistent
+        assert (loader.workers._feed.loader._iterator is not None) == persistent
         loader.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_ends_busy_loader_workers_at_once(persistent: bool) -> None:
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(60 * (index > 0))
+            return index
+
+    loader = ElasticLoader(DataLoader(Slow(9), 1, num_workers=2, persistent_workers=persistent), 1, training=True)
+    iter(loader)
+    next(loader)
+    running: Any = loader.workers._feed.loader._iterator
+    began = time.monotonic()
+    loader.close()
+    assert not any(worker.is_alive() for worker in running._workers)
+    assert time.monotonic() - began < 4
 
 
 # --- other loader workers while the loader is used ----------------------------------------------------------------------------
@@ -406,7 +421,7 @@ def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_chang
     epoch, cursor, world = 0, 0, 1
     try:
         for each in [*todo, *["next"] * 6]:
-            order = epoch_order(23, shuffle, loader.order_seed, epoch).tolist()
+            order = epoch_order(23, shuffle, loader.order.seed, epoch).tolist()
             if each == "epoch" or cursor == 6:
                 if cursor == 6:
                     with pytest.raises(StopIteration):
@@ -425,7 +440,7 @@ def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_chang
                 cursor -= rewind
                 loader.reshard(0, world, rewind)
             else:
-                loader.retune(*each)
+                loader.workers.retune(*each)
     finally:
         loader.close()
 
@@ -441,11 +456,11 @@ def test_what_old_loader_workers_have_begun_they_deliver_and_nobody_prepares_it_
     try:
         seen = [indices(next(loader)) for _ in range(5)]
         old = {pid for _, pid in data.by_process()}
-        assert not loader.retune(after, 2)
+        assert not loader.workers.retune(after, 2)
         assert loader.num_workers == before
         seen += rest_of(loader)
         assert loader.num_workers == after
-        assert loader.retune(after, 2)
+        assert loader.workers.retune(after, 2)
     finally:
         loader.close()
     assert seen == [[i] for i in range(40)]
@@ -465,7 +480,7 @@ def test_nobody_waits_for_new_loader_workers_while_old_ones_deliver(tmp_path: Pa
     try:
         for batch in range(14):
             if batch == 5:
-                assert not loader.retune(2, 2)
+                assert not loader.workers.retune(2, 2)
             indices(next(loader))
             waited.append(loader.wait_s)
             time.sleep(step_s)
@@ -473,20 +488,20 @@ def test_nobody_waits_for_new_loader_workers_while_old_ones_deliver(tmp_path: Pa
     finally:
         loader.close()
     assert max(waited[2:]) < item_s / 2
-    assert loader.handover_s < item_s
+    assert loader.workers.handover_s < item_s
 
 
 def test_old_loader_workers_end_without_being_waited_for() -> None:
     loader = elastic(400, 1, num_workers=2)
     try:
         next(loader)
-        old = list(loader._feed.loader._iterator._workers)  # type: ignore[union-attr]
-        loader.retune(1)
+        old = list(loader.workers._feed.loader._iterator._workers)  # type: ignore[union-attr]
+        loader.workers.retune(1)
         while any(worker.is_alive() for worker in old):
             time.sleep(0.01)
             next(loader)
         next(loader)
-        assert loader._dismissed == []
+        assert loader.workers._dismissed == []
     finally:
         loader.close()
 
@@ -502,7 +517,7 @@ def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(nu
                 loader.set_epoch(epoch)
                 iter(loader)
                 for batch in range(12):
-                    loader.retune(changes.get(12 * epoch + batch))
+                    loader.workers.retune(changes.get(12 * epoch + batch))
                     next(loader)
                     numbers.append(float(torch.rand(())))
         finally:
@@ -515,13 +530,13 @@ def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(nu
 def test_loader_workers_that_came_later_stay_for_the_next_epoch_if_they_were_to_persist() -> None:
     for persistent in (False, True):
         loader = elastic(16, 1, num_workers=1, persistent_workers=persistent)
-        loader.retune(2)
+        loader.workers.retune(2)
         rest_of(loader)
-        before = loader._feed.loader._iterator
+        before = loader.workers._feed.loader._iterator
         assert (before is not None) == persistent
         iter(loader)
         assert len(rest_of(loader)) == 16
-        assert loader._feed.loader._iterator is before
+        assert loader.workers._feed.loader._iterator is before
         loader.close()
 
 
@@ -539,8 +554,8 @@ def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> N
         loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
         iter(loader)
         next(loader)
-        assert loader.retune(1)
-        assert "rows.bin" in loader.refusal
+        assert loader.workers.retune(1)
+        assert "rows.bin" in loader.workers.refusal
         assert len(rest_of(loader)) == 63
         assert loader.num_workers == 0
 
@@ -563,33 +578,31 @@ class Unprepared(Numbers):
         return index
 
 
-@pytest.mark.leaks
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
 def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
     iter(loader)
     try:
         seen = indices(next(loader))
-        loader.retune(2, 2)
+        loader.workers.retune(2, 2)
         for batch in rest_of(loader):
             seen += batch
         assert seen == list(range(60))
         assert loader.num_workers == 0
-        assert loader.refusal
-        assert loader.retune(1)
+        assert loader.workers.refusal
+        assert loader.workers.retune(1)
         assert loader.num_workers == 0
     finally:
         loader.close()
 
 
-@pytest.mark.leaks
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
 def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
     iter(loader)
     try:
         next(loader)
-        loader.retune(plans)
+        loader.workers.retune(plans)
         with pytest.raises(ArithmeticError, match="the dataset's own"):
             rest_of(loader)
     finally:
@@ -637,7 +650,7 @@ def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
             loader.reshard(rank, size, rewind)
             if rewind:
                 loader.refetch()
-        found.append([i for rank, x in enumerate(loaders) for i in indices(next(x))[: x.num_own_samples(batch)]])
+        found.append([i for rank, x in enumerate(loaders) for i in indices(next(x))[: x.split.num_own_samples(batch)]])
     assert found == expected
 
 
@@ -645,7 +658,7 @@ def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
     loader = elastic(6, 2)
     loader.keep_step(5, cycles=False)
     assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
-    assert [loader.has_samples(batch) for batch in range(5)] == [True, True, True, False, False]
+    assert [loader.split.has_samples(batch) for batch in range(5)] == [True, True, True, False, False]
     assert loader.cursor == 4  # the batch in which it gave none
     loader.reshard(0, 1, rewind=2)
     assert indices(loader.refetch()) == [4, 5]
@@ -692,7 +705,7 @@ def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     loaders.take_order_seeds([7])
     loaders._trainer.fit_loop._combined_loader = CombinedLoader([later])
     loaders.keep_step()
-    assert (first.order_seed, later.order_seed) == (7, 7)
+    assert (first.order.seed, later.order.seed) == (7, 7)
     assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
 
 
@@ -755,7 +768,7 @@ def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
     given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
     loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
     iter(loader)
-    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order_seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
+    assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order.seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
 
 
 def test_a_generator_of_the_users_seeds_the_order() -> None:
@@ -798,8 +811,8 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
             return super()._get_iterator()
 
     loader = ElasticLoader(Filtering(Numbers(5), 1), 1, training=True)
-    assert loader.retune(1)
-    assert (loader.num_workers, loader.refusal) == (0, "Filtering makes its iterators itself")
+    assert loader.workers.retune(1)
+    assert (loader.num_workers, loader.workers.refusal) == (0, "Filtering makes its iterators itself")
 
 
 def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
-from lightning_dlrover.report.status import EventLog, read_event_file
+from lightning_dlrover.report.event_log import EventLog, read_event_file
 
 
 def test_events_are_copied_once_each_and_kept_in_order(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:

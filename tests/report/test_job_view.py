@@ -23,16 +23,8 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     encode,
 )
-from lightning_dlrover.report.status import (
-    EventLog,
-    JobNotFoundError,
-    JobPlace,
-    find_job,
-    read_event_file,
-    read_job,
-    read_nodes,
-    show_status,
-)
+from lightning_dlrover.report.event_log import EventLog, JobNotFoundError, read_event_file
+from lightning_dlrover.report.status import JobPlace, find_job, read_job, read_nodes, show_status
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from waiting import TooLateError, eventually
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
-from lightning_dlrover.report.status import read_event_file
+from lightning_dlrover.report.event_log import read_event_file
 
 __all__ = ["Dlrover"]
 

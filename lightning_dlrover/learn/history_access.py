@@ -1,0 +1,61 @@
+"""Read and write the history of jobs for a running one, which goes on without it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+from lightning_dlrover.learn.history import HistoryError, JobEntry, JobHistory
+from lightning_dlrover.learn.job_memory import JobMemory, Past
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.warm_start import PastJob, descriptor_of
+
+__all__ = ["HistoryAccess"]
+
+log = logging.getLogger(__name__)
+
+HISTORY_EVERY_S = 30.0
+
+
+class HistoryAccess:
+    """Access to the job history for a running job. A failure is logged once, and training goes on."""
+
+    def __init__(self, history: JobHistory) -> None:
+        self._history = history
+        self._has_failed = False
+        self._written_at = time.monotonic()
+        self._found: dict[str, Sequence[PastJob]] = {}
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._written_at >= HISTORY_EVERY_S
+
+    def record(self, entry: JobEntry, memory: JobMemory) -> None:
+        self._written_at = time.monotonic()
+        with self._surviving("nothing of this job is remembered"):
+            self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
+
+    def past(self, key: str) -> Past:
+        found = Past()
+        with self._surviving("what this job has learned is looked for in its events only"):
+            found = Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
+        return found
+
+    def similar(self, profile: StepProfile, node_cores: float, key: str) -> Sequence[PastJob]:
+        """Return similar past jobs. The query runs once a job because its model does not change."""
+        if key not in self._found:
+            self._found[key] = ()
+            with self._surviving("this job starts without what others have learned"):
+                self._found[key] = self._history.similar(descriptor_of(profile, node_cores), but=key)
+        return self._found[key]
+
+    @contextlib.contextmanager
+    def _surviving(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except HistoryError as error:
+            if not self._has_failed:
+                log.warning("%s, training goes on: %s", consequence, error)
+            self._has_failed = True

@@ -1,0 +1,106 @@
+"""Order the samples of an epoch, equally on every worker.
+
+The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+
+__all__ = ["SampleOrder", "epoch_order"]
+
+STRIDE_OF_LAPS = 1_000_003
+"""Step added to an order's seed whenever a loader begins again within an epoch."""
+
+
+def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
+    """Return the sample indices of one epoch, int64, shape ``(num_samples,)``, equal for every worker and world size."""
+    if not shuffle:
+        return torch.arange(num_samples)
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+class SampleOrder:
+    """Orders of one loader's epochs. The newest one is kept.
+
+    Args:
+        sampler: the sampler of the user's loader.
+        dataset: the loader's dataset.
+        materialise: sends the order that the user's sampler drew on rank 0 to all workers.
+    """
+
+    def __init__(self, sampler: Any, dataset: Any, materialise: Callable[[list[int]], list[int]]) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self._dataset = dataset
+        self._materialise = materialise
+        self._shuffle = False
+        self._user_sampler: Any = None
+        if type(sampler) is DistributedSampler:
+            self._shuffle, self.seed = sampler.shuffle, sampler.seed
+        elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+            self._shuffle = True
+            if sampler.generator is not None:
+                self.seed = sampler.generator.initial_seed() % 2**62
+        elif type(sampler) is not SequentialSampler:
+            self._user_sampler = sampler
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._drawn_for: tuple[int, int] | None = None  # epoch and lap of the order that is kept
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._dataset if self._user_sampler is None else self._user_sampler)
+
+    def take_seed(self, seed: int) -> None:
+        """Adopt another worker's order. Otherwise scripts that seed each worker by its rank would have one order each."""
+        if seed != self.seed:
+            self.seed, self._drawn_for = seed, None
+
+    def forget(self) -> None:
+        """Draw the next order anew, even for the same epoch."""
+        self._drawn_for = None
+
+    def drawn(self, epoch: int) -> torch.Tensor | None:
+        """Return the order that a user's sampler drew for this epoch; None if it has not, or the seed gives the order."""
+        is_there = self._user_sampler is not None and self._drawn_for is not None and self._drawn_for[0] == epoch
+        return self._order if is_there else None
+
+    def take(self, order: torch.Tensor, epoch: int) -> None:
+        """Adopt the order that a user's sampler drew on another worker."""
+        self._order, self._drawn_for = order, (epoch, 0)
+
+    def of(self, epoch: int, lap: int = 0) -> torch.Tensor:
+        """Return the order of an epoch's samples, or that of one lap if a loader begins again within the epoch."""
+        if self._user_sampler is not None:
+            lap = 0  # rank 0 draws it, which is possible only at an epoch's start
+        if self._drawn_for != (epoch, lap):
+            if self._user_sampler is None:
+                self._order = epoch_order(self.num_samples, self._shuffle, self.seed + lap * STRIDE_OF_LAPS, epoch)
+            else:
+                if hasattr(self._user_sampler, "set_epoch"):
+                    self._user_sampler.set_epoch(epoch)
+                self._order = self._checked(self._materialise(list(self._user_sampler)), epoch)
+            self._drawn_for = epoch, lap
+        return self._order
+
+    def _checked(self, order: list[Any], epoch: int) -> torch.Tensor:
+        name = type(self._user_sampler).__name__
+        try:
+            indices = torch.tensor(order)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedLoaderError(f"sampler {name} gives {order[0]!r:.80}, not a sample's number: {error}") from error
+        if indices.dim() != 1 or indices.is_floating_point():
+            raise UnsupportedLoaderError(f"sampler {name} gives {order[:1]!r:.80}, not the numbers of samples")
+        if len(indices) < self.num_samples:
+            raise UnsupportedLoaderError(
+                f"sampler {name} gave {len(indices)} samples in epoch {epoch}, but its length is {self.num_samples}: "
+                "the batches of an epoch are counted before they are split over the workers, so its __len__ must be right"
+            )
+        return indices.to(torch.int64)

@@ -1,0 +1,144 @@
+"""Read the events of a job, and keep them in its run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, decode, encode
+
+__all__ = ["EVENTS_FILE", "EventLog", "JobNotFoundError", "first_traceback", "read_event_file", "read_events"]
+
+log = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+
+
+class JobNotFoundError(RuntimeError):
+    """No job of this name was found in the given place."""
+
+
+def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
+    """Return events in the order of their keys. Unreadable ones are left out."""
+    events = []
+    for entry in sorted(entries, key=lambda e: e.key):
+        try:
+            events.append(decode(EventRecord, entry.value, entry.key))
+        except RecordError:
+            continue  # a foreign value under our prefix must not hide the rest of the history
+    return events
+
+
+def read_event_file(file: Path) -> list[EventRecord]:
+    """Read the events of a run folder.
+
+    Raises:
+        JobNotFoundError: there is no such file.
+    """
+    if not file.is_file():
+        raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
+    events = []
+    for line in file.read_bytes().splitlines():
+        try:
+            events.append(decode(EventRecord, line, str(file)))
+        except RecordError:
+            continue  # the last line of a killed job may be incomplete
+    return events
+
+
+def first_traceback(file: Path) -> str | None:
+    """Return the traceback of the first worker in the newest group of failures, as recorded in the events."""
+    events = read_event_file(file) if file.exists() else []
+    rounds = [event.at for event in events if event.kind == "round"]
+    errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
+    recent = [e for e in errors if e.at >= max(rounds, default=0.0)] or errors[-1:]
+    return str(recent[0].data["traceback"]).rstrip() if recent else None
+
+
+@dataclass
+class EventLog:
+    """Copy a job's events from etcd into its run folder, each once. The file's former content is replaced.
+
+    Events already copied there by an earlier process are not reported as new.
+    """
+
+    mirror: Mirror
+    file: Path
+    _seen: set[str] = field(default_factory=set)
+    _revision: int = -1
+    _began: bool = False
+    _unwritten: bytes = b""
+    _failed: bool = False
+
+    def new(self) -> list[EventRecord]:
+        """Return events since the last call, or since an earlier process wrote the file.
+
+        They are in the file on return unless it cannot be written. A later call repeats failed writes: a full disk ends no job.
+        """
+        if self.mirror.revision == self._revision:
+            self._write()
+            return []
+        self._revision = self.mirror.revision
+        fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
+        self._seen.update(entry.key for entry in fresh)
+        events = read_events(fresh)
+        former: set[bytes] = set()
+        if not self._began:
+            with contextlib.suppress(OSError):  # missing or unreadable: all events are new
+                former = set(self.file.read_bytes().splitlines())
+        self._unwritten += b"".join(encode(event) + b"\n" for event in events)
+        self._write()
+        return [event for event in events if encode(event) not in former]
+
+    def _write(self) -> None:
+        if self._began and not self._unwritten:
+            return
+        try:
+            # Unbuffered, so that the number of bytes a full disk has accepted is exact.
+            with self.file.open("ab" if self._began else "wb", buffering=0) as stream:
+                self._began = True
+                while self._unwritten:
+                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
+            self._failed = False
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._failed:
+            log.warning("events are missing in %s for now, the job goes on: %s", self.file, error.strerror)
+        self._failed = True
+
+    def complete(self, client: EtcdClient) -> None:
+        """Complete the file from etcd. The watch may lag behind a job's last events.
+
+        Workers write their events independently, so some arrive late. Here they are sorted by time.
+        """
+        try:
+            last = [entry for entry in client.get_prefix(self.mirror.prefix)[1] if entry.key not in self._seen]
+        except EtcdError as error:
+            log.warning("the last events may be missing in %s: %s", self.file, error)
+            last = []
+        self._seen.update(entry.key for entry in last)
+        self._unwritten += b"".join(encode(event) + b"\n" for event in read_events(last))
+        self._write()
+        if self._unwritten:
+            return
+        unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+        try:
+            events = sorted(read_event_file(self.file), key=lambda event: event.at)
+            unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
+            unfinished.replace(self.file)
+        except JobNotFoundError as error:  # deleted meanwhile: the job's end must not depend on the file
+            log.warning("the events of the job are not kept: %s", error)
+        except OSError as error:
+            self._complain(error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
