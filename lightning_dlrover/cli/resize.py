@@ -16,13 +16,9 @@ from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
 from lightning_dlrover.output import show
 from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
-from lightning_dlrover.rdzv.etcd.operations import (
-    Put,
-    absent,
-    modified,
-)
-from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, RecordError, decode, encode
-from lightning_dlrover.report.status import connect_to_job, read_events, read_job
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, encode
+from lightning_dlrover.report.status import connect_to_job, read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -57,7 +53,7 @@ def divide_command(options: argparse.Namespace) -> int:
             client = stack.enter_context(connect_to_job(place, options.run_dir))
             view = read_job(client, place.keys).view
             _check_can_be_planned(place, view, None)
-            events = read_events(client.get_prefix(place.keys.events)[1])
+            events = Journal(client, place.keys).events()
             newest = next((event for event in reversed(events) if event.kind == "decision"), None)
             if newest is None:
                 raise UsageError(
@@ -167,16 +163,16 @@ def _plan_by_hand(
 ) -> None:
     """Write a plan that the job's own planner leaves alone; fields that are not given keep their planned values."""
     assert view.job is not None
-    while True:
-        entry = client.get(place.keys.plan)
-        unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
-        plan = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
-        with contextlib.suppress(RecordError):  # an unreadable plan is replaced
-            plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
-        if num_workers is not None:
-            plan = replace(plan, num_workers=num_workers, binding=True)
-        plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
-        if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
-            break
-    event = EventRecord("scale", time.time(), reason, {"num_workers": plan.num_workers, "source": "user", **settings})
-    client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))
+    unplanned = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
+    by_hand = {**settings, "source": "user", "reason": reason, "decision_id": 0}
+    if num_workers is not None:
+        by_hand |= {"num_workers": num_workers, "binding": True}
+
+    def planned(plan: PlanRecord | None) -> PlanRecord:
+        return replace(plan or unplanned, **by_hand, created_at=time.time())
+
+    journal = Journal(client, place.keys)
+    plan = journal.swap(PlanRecord, place.keys.plan, planned, read=readable).record  # an unreadable plan is replaced
+    assert plan is not None
+    data = {"num_workers": plan.num_workers, "source": "user", **settings}
+    journal.append(EventRecord("scale", time.time(), reason, data), f"cli-{socket.gethostname()}")

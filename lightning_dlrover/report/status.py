@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
 )
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.journal import read_events
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -69,7 +70,6 @@ __all__ = [
     "is_locked",
     "list_jobs",
     "read_event_file",
-    "read_events",
     "read_job",
     "read_job_file",
     "read_nodes",
@@ -353,17 +353,6 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         job=view.job,
     )
     return FoundJob(view, agents, controller, nodes, problems)
-
-
-def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
-    """Return events in the order of their keys. Unreadable ones are left out."""
-    events = []
-    for entry in sorted(entries, key=lambda e: e.key):
-        try:
-            events.append(decode(EventRecord, entry.value, entry.key))
-        except RecordError:
-            continue  # a foreign value under our prefix must not hide the rest of the history
-    return events
 
 
 def read_event_file(file: Path) -> list[EventRecord]:

@@ -19,6 +19,7 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Put,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
@@ -29,7 +30,6 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live import outbox
 from lightning_dlrover.rdzv.live.admission import (
     JobClosedError,
     MembershipConfig,
@@ -449,7 +449,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_EVENTS", 20)
+    monkeypatch.setattr(journal, "MAX_EVENTS", 20)
     workers = job_of(start, 2)
     keys = workers[0].membership.keys
     for number in range(60):
