@@ -16,8 +16,9 @@ from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
 from lightning_dlrover.output import show
 from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
+from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import DrainRecord, PlanRecord, encode
 from lightning_dlrover.report.status import connect_to_job, read_job
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ def divide_command(options: argparse.Namespace) -> int:
             view = read_job(client, place.keys).view
             _check_can_be_planned(place, view, None)
             events = Journal(client, place.keys).events()
-            newest = next((event for event in reversed(events) if event.kind == "decision"), None)
+            newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
             if newest is None:
                 raise UsageError(
                     f"job {name!r} has not said yet what it would gain: its planner, which needs a DLRoverCallback, decides "
                     f"for the first time after some steps; `dlrover explain {name}` shows when it has"
                 )
-            decision = Decision.from_data(newest.data)
+            decision = Decision.from_data(newest.document)
             able = options_of(decision)
             if not able:
                 raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
@@ -174,5 +175,4 @@ def _plan_by_hand(
     journal = Journal(client, place.keys)
     plan = journal.swap(PlanRecord, place.keys.plan, planned, read=readable).record  # an unreadable plan is replaced
     assert plan is not None
-    data = {"num_workers": plan.num_workers, "source": "user", **settings}
-    journal.append(EventRecord("scale", time.time(), reason, data), f"cli-{socket.gethostname()}")
+    journal.append(record_of(SizeRequested(plan.num_workers, "user", **settings), reason), f"cli-{socket.gethostname()}")

@@ -101,6 +101,7 @@ from lightning_dlrover.rdzv.group.purpose import (
     shown,
 )
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import FitResumed, StateRolledBack
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     from_fields,
@@ -373,7 +374,7 @@ class LiveTraining:
         """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
         done = self._settings.follow(self.world.membership.view.plan, self._loaders)
         if done is not None and self._rank == 0 and not self.is_standby:
-            self.world.event("settings", done.text, done.data)
+            self.world.event(*done)
 
     @property
     def untunable(self) -> dict[str, str]:
@@ -588,7 +589,7 @@ class LiveTraining:
         if self._rank == 0:
             self._add_partials(message["values"])
             text = f"went on from the state of step {newest} in a host's memory"
-            self.world.event("resume", text, {"global_step": newest})
+            self.world.event(FitResumed(newest), text)
         # Lightning drops values logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         self._trainer._logger_connector._first_loop_iter = False if self._loaders[0].cursor else None
         return True
@@ -1122,11 +1123,9 @@ class LiveTraining:
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:
-            self.world.event(
-                "rollback",
-                f"round {formation.round.number}: back at batch {restored.batch}, {undone} to do again",
-                {"round": formation.round.number, "batch": restored.batch, "batches": undone},
-            )
+            number = formation.round.number
+            rolled_back = StateRolledBack(number, restored.batch, undone)
+            self.world.event(rolled_back, f"round {number}: back at batch {restored.batch}, {undone} to do again")
         return True
 
     def _snapshot(self) -> dict[str, Any]:
@@ -1411,11 +1410,8 @@ class LiveTraining:
         fetcher.fetched, fetcher.done = progress, progress >= self._loaders[0].num_epoch_batches
         self._updates = self._trainer.global_step
         self._batch = self._batch_number
-        self.world.membership.event(
-            "resume",
-            f"went on from {record.path} at step {record.global_step}",
-            {"global_step": record.global_step},
-        )
+        resumed = FitResumed(record.global_step)
+        self.world.membership.event(resumed, f"went on from {record.path} at step {record.global_step}")
 
     def saved_checkpoint(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""

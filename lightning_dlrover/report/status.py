@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
 )
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerFailed, events_of
 from lightning_dlrover.rdzv.job.journal import read_events
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
@@ -375,10 +376,11 @@ def read_event_file(file: Path) -> list[EventRecord]:
 def first_traceback(file: Path) -> str | None:
     """Return the traceback of the first worker in the newest group of failures, as recorded in the events."""
     events = read_event_file(file) if file.exists() else []
-    rounds = [event.at for event in events if event.kind == "round"]
-    errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
-    recent = [e for e in errors if e.at >= max(rounds, default=0.0)] or errors[-1:]
-    return str(recent[0].data["traceback"]).rstrip() if recent else None
+    newest_round = max((record.at for record, _ in events_of(events, RoundFormed)), default=0.0)
+    failures = [(record.at, failed.traceback) for record, failed in events_of(events, WorkerFailed) if failed.traceback]
+    failures.sort(key=lambda failure: failure[0])
+    recent = [failure for failure in failures if failure[0] >= newest_round] or failures[-1:]
+    return recent[0][1].rstrip() if recent else None
 
 
 @dataclass

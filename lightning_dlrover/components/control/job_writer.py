@@ -16,6 +16,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent
+from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort
 from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
 from lightning_dlrover.rdzv.job.records import (
     JobRecord,
@@ -69,7 +70,7 @@ class JobWriter:
         text = f"{request.name} was killed for want of memory ({had}); "
         text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
         act = "enlarge" if given > had.memory_mb else "none"
-        self._office.add_event("memory", text, {"act": act, "node": request.name, "node_memory_mb": given})
+        self._office.add_event(NodeMemoryShort(act, request.name, given), text)
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
@@ -85,7 +86,7 @@ class JobWriter:
             return dataclasses.replace(job, phase="failed", message=reason[:2000])
 
         try:
-            if not self._office.add_event("error", f"the job has failed: {reason}"):
+            if not self._office.add_event(JobFailed(), f"the job has failed: {reason}"):
                 return False
             self._journal.swap(JobRecord, self._keys.job, failed, [self._office.is_ours])
             # Workers do the same when they leave an ended job; the last one may have left before.

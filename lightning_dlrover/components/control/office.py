@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 
@@ -20,10 +19,10 @@ from lightning_dlrover.rdzv.etcd.operations import (
     created,
     modified,
 )
+from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
-    EventRecord,
     Keys,
     NodeRecord,
     NodesRecord,
@@ -107,10 +106,9 @@ class Office:
         with contextlib.suppress(EtcdError):  # the next controller repeats it
             self._client.txn([self.is_ours], [Delete(key)])
 
-    def add_event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> bool:
+    def add_event(self, event: Event, text: str) -> bool:
         """Append to the job's history if this controller still acts."""
-        event = EventRecord(kind, time.time(), text[:2000], data or {})
-        return self._journal.append(event, "controller", [self.is_ours])
+        return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
 
     def publish(self, apps: Mapping[str, str], held_up: str) -> bool:
         """Update the controller's record. Return whether it has changed."""

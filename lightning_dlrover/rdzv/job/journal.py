@@ -106,7 +106,7 @@ class Journal:
         read: Reader[R] = read,
         timeout_s: float | None = None,
     ) -> Found[R]:
-        """Write `change` of a record's newest version, which nobody changes in between; return the resulting record.
+        """Write `change` of a record's newest version, with no other write in between; return the resulting record.
 
         If the answer to a write was lost and another process has written since, `change` is applied twice.
 

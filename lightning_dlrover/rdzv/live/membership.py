@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import (
@@ -27,6 +27,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
 )
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, read, readable
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
@@ -275,9 +276,9 @@ class Membership:
         """
         self._own.drain(reason)
 
-    def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+    def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""
-        self._outbox.add_event(kind, text, data)
+        self._outbox.add(record_of(event, text))
 
     def flush(self) -> None:
         """Write queued events now."""
@@ -385,7 +386,7 @@ class Membership:
     def _refresh(self) -> None:
         def bad(key: str, error: RecordError) -> None:
             log.error("run %s: ignored a record: %s", self._config.run_id, error)
-            self.event("error", f"ignored a record: {error}", {"key": key})
+            self.event(RecordIgnored(key), f"ignored a record: {error}")
 
         self._dirty = False
         entries = self._mirror.snapshot()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from typing import Any
 
 from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, Journal
 from lightning_dlrover.rdzv.job.records import EventRecord
@@ -23,11 +21,11 @@ class Outbox:
         self._results: deque[tuple[str, bytes]] = deque()  # results of searches that etcd does not hold yet
         self._lock = threading.Lock()
 
-    def add_event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+    def add(self, event: EventRecord) -> None:
         """Queue one line for the job's history; never blocks."""
         if len(self._events) >= MAX_EVENTS:
             return  # after such a long outage of etcd the older lines matter more
-        self._events.append(EventRecord(kind=kind, at=time.time(), text=text, data=data or {}))
+        self._events.append(event)
 
     def add_result(self, number: int, payload: bytes) -> None:
         self._results.append((f"{self._journal.keys.searches}{number}", payload))

@@ -44,7 +44,8 @@ class DoubtfulClient(EtcdClient):
 
 @pytest.fixture
 def doubtful(etcd: EmbeddedEtcd) -> Iterator[DoubtfulClient]:
-    with DoubtfulClient(EtcdConfig(etcd.endpoint)) as client:
+    client = DoubtfulClient(EtcdConfig(etcd.endpoint))
+    with client:
         yield client
 
 

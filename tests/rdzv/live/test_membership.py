@@ -20,6 +20,7 @@ from lightning_dlrover.rdzv.etcd.operations import (
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job import journal
+from lightning_dlrover.rdzv.job.events import UnknownEvent
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
@@ -432,7 +433,7 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
 def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     (worker,) = job_of(start, 1)
     for number in range(5):
-        worker.membership.event("test", str(number))
+        worker.membership.event(UnknownEvent({}, "test"), str(number))
     worker.membership.flush()
     texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
     assert texts == [str(number) for number in range(5)]
@@ -454,7 +455,7 @@ def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monke
     keys = workers[0].membership.keys
     for number in range(60):
         workers[0].client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
-    workers[1].membership.event("test", "newest")
+    workers[1].membership.event(UnknownEvent({}, "test"), "newest")
     workers[1].membership.flush()
     texts = [event.text for event in workers[1].membership.past_events()]
     assert len(texts) <= 22  # two workers may write at the same time
