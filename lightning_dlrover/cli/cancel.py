@@ -13,18 +13,14 @@ from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import (
-    Put,
-    modified,
-)
-from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, decode, encode
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, encode
 from lightning_dlrover.report.event_log import JobNotFoundError
 from lightning_dlrover.report.status import JOB_FILE, connect, is_locked, read_job, read_job_file
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
-    from lightning_dlrover.rdzv.job.records import Keys
     from lightning_dlrover.report.status import JobPlace
 
 
@@ -39,14 +35,15 @@ def cancel_command(options: argparse.Namespace) -> int:
         show(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
         return EXIT_OK
     with client:
+        journal = Journal(client, place.keys)
         view = read_job(client, place.keys).view  # raises an error if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
-        nodes = _ask_all_to_end(client, place.keys, "cancelled by `dlrover cancel`")
+        nodes = _ask_all_to_end(journal, "cancelled by `dlrover cancel`")
         has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
         _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
             _let_workers_leave(client, place, deadline)
-            _mark_as_cancelled(client, place.keys)
+            _mark_as_cancelled(journal)
             client.delete(place.keys.plan)
             client.delete_prefix(place.keys.drains)
     what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
@@ -107,16 +104,16 @@ def _wait_for_controller(
     return True
 
 
-def _ask_all_to_end(client: EtcdClient, keys: Keys, reason: str) -> NodesRecord:
+def _ask_all_to_end(journal: Journal, reason: str) -> NodesRecord:
     """Ask the job's controller, present or future, to end all nodes; return the updated record."""
-    while True:
-        entry = client.get(keys.nodes)
-        # A job started by torchrun has no nodes of ours.
-        nodes = decode(NodesRecord, entry.value, entry.key) if entry else NodesRecord("local", "")
-        nodes = replace(nodes, stop=nodes.stop or reason)
-        revision = entry.mod_revision if entry else 0
-        if client.txn([modified(keys.nodes) == revision], [Put(keys.nodes, encode(nodes))]).succeeded:
-            return nodes
+
+    def ending(nodes: NodesRecord | None) -> NodesRecord:
+        nodes = nodes or NodesRecord("local", "")  # a job started by torchrun has no nodes of ours
+        return replace(nodes, stop=nodes.stop or reason)
+
+    nodes = journal.swap(NodesRecord, journal.keys.nodes, ending).record
+    assert nodes is not None
+    return nodes
 
 
 def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> int:
@@ -168,12 +165,12 @@ def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> 
         time.sleep(0.2)
 
 
-def _mark_as_cancelled(client: EtcdClient, keys: Keys) -> None:
+def _mark_as_cancelled(journal: Journal) -> None:
     """Mark the job as failed, so that later queries and joiners find it cancelled."""
-    while (entry := client.get(keys.job)) is not None:
-        job = decode(JobRecord, entry.value, entry.key)
-        if job.phase in ("finished", "failed"):
-            return
-        failed = encode(replace(job, phase="failed", message="cancelled by `dlrover cancel`"))
-        if client.txn([modified(keys.job) == entry.mod_revision], [Put(keys.job, failed)]).succeeded:
-            return
+
+    def cancelled(job: JobRecord | None) -> JobRecord | None:
+        if job is None or job.phase in ("finished", "failed"):
+            return None
+        return replace(job, phase="failed", message="cancelled by `dlrover cancel`")
+
+    journal.swap(JobRecord, journal.keys.job, cancelled)

@@ -12,7 +12,8 @@ from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.learn.history import HistoryError
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, read_event_file, read_events
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, read_event_file
 from lightning_dlrover.report.explain import explain_text
 from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.pictures import plans_picture
@@ -52,7 +53,7 @@ def _events_of(options: argparse.Namespace) -> list[EventRecord]:
     try:
         place = find_place(options.job, options)
         with connect(place, timeout_s=2.0) as client:
-            if events := read_events(client.get_prefix(place.keys.events)[1]):
+            if events := Journal(client, place.keys).events():
                 return events
     except (EtcdError, JobNotFoundError):
         if options.endpoint:

@@ -16,13 +16,9 @@ from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
 from lightning_dlrover.output import show
 from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
-from lightning_dlrover.rdzv.etcd.operations import (
-    Put,
-    absent,
-    modified,
-)
-from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, PlanRecord, RecordError, decode, encode
-from lightning_dlrover.report.event_log import read_events
+from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.records import DrainRecord, PlanRecord, encode
 from lightning_dlrover.report.status import connect_to_job, read_job
 
 if TYPE_CHECKING:
@@ -58,14 +54,14 @@ def divide_command(options: argparse.Namespace) -> int:
             client = stack.enter_context(connect_to_job(place, options.run_dir))
             view = read_job(client, place.keys).view
             _check_can_be_planned(place, view, None)
-            events = read_events(client.get_prefix(place.keys.events)[1])
-            newest = next((event for event in reversed(events) if event.kind == "decision"), None)
+            events = Journal(client, place.keys).events()
+            newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
             if newest is None:
                 raise UsageError(
                     f"job {name!r} has not published its gain yet: its planner, which needs a DLRoverCallback, decides "
                     f"for the first time after some steps; `dlrover explain {name}` shows when it has"
                 )
-            decision = Decision.from_data(newest.data)
+            decision = Decision.from_data(newest.document)
             able = options_of(decision)
             if not able:
                 raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
@@ -168,16 +164,15 @@ def _plan_by_hand(
 ) -> None:
     """Write a plan that the job's own planner leaves alone; fields that are not given keep their planned values."""
     assert view.job is not None
-    while True:
-        entry = client.get(place.keys.plan)
-        unchanged = modified(place.keys.plan) == entry.mod_revision if entry else absent(place.keys.plan)
-        plan = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
-        with contextlib.suppress(RecordError):  # an unreadable plan is replaced
-            plan = decode(PlanRecord, entry.value, place.keys.plan) if entry else plan
-        if num_workers is not None:
-            plan = replace(plan, num_workers=num_workers, binding=True)
-        plan = replace(plan, **settings, source="user", reason=reason, decision_id=0, created_at=time.time())
-        if client.txn([unchanged], [Put(place.keys.plan, encode(plan))]).succeeded:
-            break
-    event = EventRecord("scale", time.time(), reason, {"num_workers": plan.num_workers, "source": "user", **settings})
-    client.put(f"{place.keys.events}{time.time_ns():020d}-cli-{socket.gethostname()}", encode(event))
+    unplanned = PlanRecord(len(view.survivors) or view.job.min_workers, "user", reason, binding=False)
+    by_hand = {**settings, "source": "user", "reason": reason, "decision_id": 0}
+    if num_workers is not None:
+        by_hand |= {"num_workers": num_workers, "binding": True}
+
+    def planned(plan: PlanRecord | None) -> PlanRecord:
+        return replace(plan or unplanned, **by_hand, created_at=time.time())
+
+    journal = Journal(client, place.keys)
+    plan = journal.swap(PlanRecord, place.keys.plan, planned, read=readable).record  # an unreadable plan is replaced
+    assert plan is not None
+    journal.append(record_of(SizeRequested(plan.num_workers, "user", **settings), reason), f"cli-{socket.gethostname()}")

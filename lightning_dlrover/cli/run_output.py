@@ -6,11 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.output import complain, printable, say
+from lightning_dlrover.rdzv.job.events import (
+    DecisionMade,
+    FitResumed,
+    HangFound,
+    MemoryShort,
+    RoundFormed,
+    SizeRequested,
+    StragglerFound,
+    WorkerLost,
+)
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 from lightning_dlrover.report.page import summary_text, write_report
 
 if TYPE_CHECKING:
     from lightning_dlrover.report.event_log import EventLog
+
+SHOWN = {
+    each.KIND
+    for each in (RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound)
+}
+"""Kinds of events that `dlrover run` prints."""
 
 
 class Announcer:
@@ -22,12 +38,12 @@ class Announcer:
 
     def __call__(self) -> None:
         for event in self._log.new():
-            if event.kind == "decision":
+            if event.kind == DecisionMade.KIND:
                 chosen, current = event.data.get("chosen"), event.data.get("current")
                 if chosen == current == self._stays_at:
                     continue
                 self._stays_at = chosen if chosen == current else None
-            if event.kind in ("round", "decision", "scale", "loss", "resume", "straggler", "memory", "hang") and event.text:
+            if event.kind in SHOWN and event.text:
                 say(printable(f"[{event.kind}] {event.text}"))
 
 
@@ -35,7 +51,7 @@ def write_final_report(run_id: str, folder: Path) -> None:
     """Write the report of a job that has ended into its run folder, unless nothing was trained."""
     file = folder / EVENTS_FILE
     events = read_event_file(file) if file.exists() else []
-    if not any(event.kind == "round" for event in events):
+    if not any(event.kind == RoundFormed.KIND for event in events):
         return  # nothing was trained; an empty report would only hide the error
     try:
         write_report(run_id, events, folder / "report.html")

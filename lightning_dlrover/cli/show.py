@@ -14,8 +14,8 @@ from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_proble
 from lightning_dlrover.cli.options import COUNTED
 from lightning_dlrover.output import show
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import RecordError, decode
-from lightning_dlrover.report.event_log import read_events
 from lightning_dlrover.report.status import list_jobs, read_job, read_nodes, show_status
 from lightning_dlrover.report.text_table import text_table
 
@@ -36,7 +36,7 @@ def status_command(options: argparse.Namespace) -> int:
         for entry in client.get_prefix(place.keys.profiles)[1]:
             with contextlib.suppress(RecordError):
                 profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
-        events = read_events(client.get_prefix(place.keys.events)[1])
+        events = Journal(client, place.keys).events()
         nodes = read_nodes(client, place.keys)
     status = show_status(place, found, profiles, events, nodes=nodes)
     show(json.dumps(status, indent=2) if options.json else _status_text(status))

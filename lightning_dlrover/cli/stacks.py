@@ -8,6 +8,7 @@ import time
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
 from lightning_dlrover.output import show
+from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.live.requests import (
     ask_for_stacks,
     read_stacks,
@@ -21,12 +22,13 @@ def stacks_command(options: argparse.Namespace) -> int:
         view = read_job(client, place.keys).view
         if not view.survivors:
             raise UsageError(f"job {place.run_id!r} has no workers that train; `dlrover status {place.run_id}` shows why")
+        journal = Journal(client, place.keys)
         deadline = time.monotonic() + options.timeout
-        while (request := ask_for_stacks(client, place.keys, "dlrover stacks", "asked for by `dlrover stacks`")) is None:
+        while (request := ask_for_stacks(journal, "dlrover stacks", "asked for by `dlrover stacks`")) is None:
             if time.monotonic() > deadline:
                 raise UsageError(f"workers of job {place.run_id!r} ask each other again and again; try again in a moment")
         while True:
-            answers = {w: a for w, a in read_stacks(client, place.keys).items() if a.request >= request.number}
+            answers = {w: a for w, a in read_stacks(journal).items() if a.request >= request.number}
             missing = [w for w in view.survivors if w not in answers]
             if not missing or time.monotonic() > deadline:
                 break

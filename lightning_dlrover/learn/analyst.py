@@ -48,6 +48,15 @@ from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.job.events import (
+    DecisionMade,
+    MemoryShort,
+    OutcomeJudged,
+    SettingsApplied,
+    TrainingStalled,
+    WindowMeasured,
+    events_of,
+)
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
@@ -232,7 +241,7 @@ class Analyst:
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:
             for window in windows:
-                self._membership.event("profile", "", dataclasses.asdict(window))
+                self._membership.event(WindowMeasured(dataclasses.asdict(window)), "")
 
     def _is_failed_trial(self, profile: StepProfile) -> bool:
         last = self._memory.decisions[-1] if self._memory.decisions else None
@@ -257,7 +266,7 @@ class Analyst:
         profile = news.profile
         limits = Limits(1, max(2, int(self._node_cores)))
         if job is not None:
-            enough = least_workers([event.data for event in events if event.kind == "memory"])
+            enough = least_workers((short.act, short.num_workers) for _, short in events_of(events, MemoryShort))
             limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers)
         if nodes is not None:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
@@ -295,8 +304,8 @@ class Analyst:
             windows,
             node_cores=self._node_cores,
             remaining_samples=news.remaining_samples,
-            resize_cost_s=_cost_s(events, "stall", DEFAULT_RESIZE_COST_S),
-            retune_cost_s=_cost_s(events, "settings", DEFAULT_RETUNE_COST_S),
+            resize_cost_s=_cost_s(events, TrainingStalled, DEFAULT_RESIZE_COST_S),
+            retune_cost_s=_cost_s(events, SettingsApplied, DEFAULT_RETUNE_COST_S),
             age_s=max(0.0, now - self._began_at),
             spent=self._memory.spent(self._intentions.objective, self._node_cores),
             past=self._memory.decisions,
@@ -348,7 +357,7 @@ class Analyst:
             decision = _rounded(decision)
             self._memory.decide(decision)
             if membership is not None:
-                membership.event("decision", decision.reason, decision.to_data())
+                membership.event(DecisionMade(decision.to_data()), decision.reason)
         if membership is None or by_hand:
             return
         num_workers = decision.chosen_workers if followed or advice is None else advice.chosen_workers
@@ -404,7 +413,7 @@ class Analyst:
         found = outcome(decision, math.exp(sum(map(math.log, after)) / len(after)))
         self._memory.outcomes.append(found)
         if self._membership is not None:
-            self._membership.event("outcome", found.text, dataclasses.asdict(found))
+            self._membership.event(OutcomeJudged(dataclasses.asdict(found)), found.text)
 
     # --- the history of jobs -----------------------------------------------------------------------------------------------
 
@@ -465,10 +474,11 @@ def _is_tuned(wish: PlanRecord, settings: Settings) -> bool:
     return all(a is None or a == h for a, h in zip(asked, has, strict=True))
 
 
-def _cost_s(events: Sequence[EventRecord], kind: str, default_s: float) -> float:
+def _cost_s(
+    events: Sequence[EventRecord], event_type: type[TrainingStalled] | type[SettingsApplied], default_s: float
+) -> float:
     """Return the median seconds of the job's own changes."""
-    found = [e.data.get("seconds") for e in events if e.kind == kind]
-    measured = [s for s in found if isinstance(s, float) and 0 <= s < math.inf]
+    measured = [change.seconds for _, change in events_of(events, event_type) if change.seconds >= 0]
     return median(measured) if measured else default_s
 
 

@@ -22,6 +22,7 @@ from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
+from lightning_dlrover.rdzv.job.events import DecisionMade, WindowMeasured, record_of
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     RecordError,
@@ -210,8 +211,8 @@ class JobHistory:
 
     def events(self, key: str) -> list[EventRecord]:
         """Return a job's history as the events from which a report is built, oldest first."""
-        found = [EventRecord("profile", window.at, "", dataclasses.asdict(window)) for window in self.windows(key)]
-        found += [EventRecord("decision", each.at, each.reason, each.to_data()) for each in self.decisions(key)]
+        found = [record_of(WindowMeasured(dataclasses.asdict(window)), "", window.at) for window in self.windows(key)]
+        found += [record_of(DecisionMade(each.to_data()), each.reason, each.at) for each in self.decisions(key)]
         return sorted(found, key=lambda event: event.at)
 
     def similar(self, descriptor: Descriptor, *, but: str = "") -> list[PastJob]:

@@ -11,6 +11,7 @@ from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
+from lightning_dlrover.rdzv.job.events import DecisionMade, OutcomeJudged, PlannerEvent, WindowMeasured, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord, from_fields
 
 __all__ = ["JobMemory", "Past"]
@@ -48,18 +49,18 @@ class JobMemory:
         windows = {window.at: window for window in past.windows}
         decisions = {decision.decision_id: decision for decision in past.decisions}
         outcomes = {found.decision_id: found for found in past.outcomes}
-        for event in events:
+        for _, event in events_of(events, PlannerEvent):
             try:
-                if event.kind == "profile":
-                    window = from_fields(StepProfile, event.data, "a profile")
+                if isinstance(event, WindowMeasured):
+                    window = from_fields(StepProfile, event.document, "a profile")
                     if problem := impossible_figure(window):
                         raise ValueError(f"{problem[0]} of a profile {problem[1]}")
                     windows[window.at] = window
-                elif event.kind == "decision":
-                    decision = Decision.from_data(event.data)
+                elif isinstance(event, DecisionMade):
+                    decision = Decision.from_data(event.document)
                     decisions[decision.decision_id] = decision
-                elif event.kind == "outcome":
-                    found = from_fields(Outcome, event.data, "an outcome")
+                elif isinstance(event, OutcomeJudged):
+                    found = from_fields(Outcome, event.document, "an outcome")
                     outcomes[found.decision_id] = found
             except (TypeError, ValueError, KeyError) as error:
                 log.warning("an event of the job's past cannot be read: %s", error)

@@ -20,6 +20,7 @@ from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import ModelCheckpoint
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import FitResumed
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.live.member import Formation, WorldError
 from lightning_dlrover.rdzv.live.rounds import View
@@ -168,11 +169,8 @@ class JobCheckpoints:
         self._loaders.lead_fetcher()
         self._position.updates = self._trainer.global_step
         self._position.batch = self._loaders.batch_number
-        self._world.membership.event(
-            "resume",
-            f"went on from {record.path} at step {record.global_step}",
-            {"global_step": record.global_step},
-        )
+        resumed = FitResumed(record.global_step)
+        self._world.membership.event(resumed, f"went on from {record.path} at step {record.global_step}")
 
     def _cannot_read(self, path: str, problem: str) -> str:
         return (

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.rdzv.job.events import SettingsApplied
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
-__all__ = ["Applied", "SettingsInForce"]
+__all__ = ["SettingsInForce"]
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,6 @@ class _Settings:
     def __str__(self) -> str:
         workers, ahead = ("+".join(map(str, of_loaders)) for of_loaders in (self.loader_workers, self.prefetch_factor))
         return f"{workers} loader workers, {ahead} batches ahead, {self.intra_op_threads} threads"
-
-
-@dataclass(frozen=True)
-class Applied:
-    """An applied change, as an event for the job's history."""
-
-    text: str
-    data: dict[str, Any]
 
 
 class SettingsInForce:
@@ -54,8 +46,12 @@ class SettingsInForce:
         self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
         self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
 
-    def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> Applied | None:
-        """Apply as much of the plan as possible. Call it between any two batches. Returns the change once it is complete."""
+    def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> tuple[SettingsApplied, str] | None:
+        """Apply as much of the plan as possible. Call it between any two batches.
+
+        Returns:
+            The change and its text, once it is complete.
+        """
         if plan is None or (plan is self._plan and loaders == self._loaders):
             return None
         if self._begun is None or self._begun[0] is not plan:
@@ -79,7 +75,7 @@ class SettingsInForce:
             return None
         seconds = sum(loader.workers.handover_s for loader in loaders) if now != before else 0.0
         text = f"{now} on each worker, instead of {before}" + (f"; not more loader workers: {refused}" if refused else "")
-        return Applied(text, {**asdict(now), "before": asdict(before), "seconds": seconds, "refused": refused})
+        return SettingsApplied(**asdict(now), before=asdict(before), seconds=seconds, refused=refused), text
 
     def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader) -> int | None:
         if plan.loader_workers is None or plan.source == "user":

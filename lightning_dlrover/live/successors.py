@@ -14,6 +14,7 @@ from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
 from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import FitResumed
 
 if TYPE_CHECKING:
     import lightning as L
@@ -79,7 +80,7 @@ class Successors:
             return False
         if rank == 0:
             text = f"went on from the state of step {step} in a host's memory"
-            self._world.event("resume", text, {"global_step": step})
+            self._world.event(FitResumed(step), text)
         self._state.mark_epoch_as_begun()
         return True
 

@@ -24,6 +24,7 @@ from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import StateRolledBack
 from lightning_dlrover.rdzv.live.member import Formation, WorldError
 from lightning_dlrover.tables.snapshot import SnapshotError
 
@@ -146,11 +147,9 @@ class TableRounds:
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:
-            self._world.event(
-                "rollback",
-                f"round {formation.round.number}: back at batch {restored.batch}, {undone} to do again",
-                {"round": formation.round.number, "batch": restored.batch, "batches": undone},
-            )
+            number = formation.round.number
+            rolled_back = StateRolledBack(number, restored.batch, undone)
+            self._world.event(rolled_back, f"round {number}: back at batch {restored.batch}, {undone} to do again")
         return True
 
     # --- snapshots --------------------------------------------------------------------------------------------------------

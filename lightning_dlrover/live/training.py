@@ -161,7 +161,7 @@ class LiveTraining:
         """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
         done = self._settings.follow(self.world.membership.view.plan, self.loaders.all)
         if done is not None and self.position.rank == 0 and not self.position.is_standby:
-            self.world.event("settings", done.text, done.data)
+            self.world.event(*done)
 
     def _follow_rounds(self) -> None:
         self._is_switching = True

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,14 +246,13 @@ _NAMES: dict[Act, str] = {
 }
 
 
-def least_workers(events: Sequence[Mapping[str, Any]]) -> int:
+def least_workers(remedies: Iterable[tuple[str, int]]) -> int:
     """Return how many workers the job needs so that each has enough memory, by earlier remedies; 0 if any number does.
 
     Args:
-        events: data of the job's events of kind "memory".
+        remedies: act and number of workers of each.
     """
-    numbers = [data.get("num_workers") for data in events if data.get("act") == "add_workers"]
-    return max((n for n in numbers if isinstance(n, int)), default=0)
+    return max((num_workers for act, num_workers in remedies if act == "add_workers"), default=0)
 
 
 def node_memory_bytes(worker_bytes: float, max_bytes: int) -> int:

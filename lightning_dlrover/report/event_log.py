@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerFailed, events_of
+from lightning_dlrover.rdzv.job.journal import read_events
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, decode, encode
 
-__all__ = ["EVENTS_FILE", "EventLog", "JobNotFoundError", "first_traceback", "read_event_file", "read_events"]
+__all__ = ["EVENTS_FILE", "EventLog", "JobNotFoundError", "first_traceback", "read_event_file"]
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +24,6 @@ EVENTS_FILE = "events.jsonl"
 
 class JobNotFoundError(RuntimeError):
     """No job of this name was found in the given place."""
-
-
-def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
-    """Return events in the order of their keys. Unreadable ones are left out."""
-    events = []
-    for entry in sorted(entries, key=lambda e: e.key):
-        try:
-            events.append(decode(EventRecord, entry.value, entry.key))
-        except RecordError:
-            continue  # a foreign value under our prefix must not hide the rest of the history
-    return events
 
 
 def read_event_file(file: Path) -> list[EventRecord]:
@@ -57,10 +46,11 @@ def read_event_file(file: Path) -> list[EventRecord]:
 def first_traceback(file: Path) -> str | None:
     """Return the traceback of the first worker in the newest group of failures, as recorded in the events."""
     events = read_event_file(file) if file.exists() else []
-    rounds = [event.at for event in events if event.kind == "round"]
-    errors = sorted((e for e in events if e.kind == "error" and "traceback" in e.data), key=lambda e: e.at)
-    recent = [e for e in errors if e.at >= max(rounds, default=0.0)] or errors[-1:]
-    return str(recent[0].data["traceback"]).rstrip() if recent else None
+    newest_round = max((record.at for record, _ in events_of(events, RoundFormed)), default=0.0)
+    failures = [(record.at, failed.traceback) for record, failed in events_of(events, WorkerFailed) if failed.traceback]
+    failures.sort(key=lambda failure: failure[0])
+    recent = [failure for failure in failures if failure[0] >= newest_round] or failures[-1:]
+    return recent[0][1].rstrip() if recent else None
 
 
 @dataclass

@@ -7,19 +7,40 @@ field is counted in `JobStory.num_skipped` and left out. Data that was never rec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_dlrover.perf.samples import STEP_PARTS
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
+from lightning_dlrover.rdzv.job.events import (
+    DecisionMade,
+    Event,
+    FitFinished,
+    JobFailed,
+    OutcomeJudged,
+    RecordIgnored,
+    RoundFormed,
+    SizeRequested,
+    TrainingStalled,
+    WindowMeasured,
+    WorkerFailed,
+    WorkerLost,
+    content_of,
+)
 from lightning_dlrover.rdzv.job.records import EventRecord
 
 __all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
 
-Told = TypeVar("Told")
+KINDS = {
+    each.KIND
+    for each in (
+        *(RoundFormed, TrainingStalled, WindowMeasured, DecisionMade, OutcomeJudged),
+        *(WorkerLost, SizeRequested, FitFinished, WorkerFailed),
+    )
+}
+"""Kinds of events that are drawn or counted. Others appear in the story with their sentence only."""
 
-KINDS = ("round", "stall", "profile", "decision", "outcome", "loss", "scale", "finished", "error")
 LATEST = 253_402_300_800.0  # the year 10000, the upper limit of calendars and axes
 LARGEST = 1e15  # upper limit of any quantity; larger ones come from broken records
 
@@ -129,35 +150,30 @@ class JobStory:
 def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
     """Build the story of one job. Events may be in any order, incomplete or broken."""
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
-    reader = _Reader(timed, num_skipped=len(events) - len(timed))
-    stalls: dict[int, float] = {}
-    for round_number, seconds in reader.each("stall", _stall):
-        stalls[round_number] = max(seconds, stalls.get(round_number, 0.0))
-    rounds: dict[int, Round] = {}
-    for event_round in reader.each("round", lambda event: _round(event, stalls)):
-        rounds.setdefault(event_round.number, event_round)
-    profiles = tuple(reader.each("profile", _profile))
-    decisions = tuple(reader.each("decision", _decision))
-    finished = list(reader.each("finished", lambda event: _whole(event.data["global_step"])))
-    losses: dict[str, Note] = {}
-    for worker_id, note in reader.each("loss", _loss):
-        losses.setdefault(worker_id, note)  # every survivor that detects it may report it
-    others = [Note(e.at, e.text or e.kind) for e in timed if e.kind not in KINDS]
+    told = _Told(num_skipped=len(events) - len(timed))
+    for record in timed:
+        if record.kind not in KINDS or (record.kind == SizeRequested.KIND and record.text):
+            told.notes.append(Note(record.at, record.text or record.kind))
+            continue
+        try:
+            told.add(record, content_of(record))
+        except (KeyError, ValueError):
+            told.num_skipped += 1
     # A window's event is written at its end, and the first step of the job precedes it.
-    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in profiles], default=0.0)
+    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in told.profiles], default=0.0)
     return JobStory(
         run_id=run_id,
         started_at=started_at,
         ended_at=max((e.at for e in timed), default=0.0),
-        rounds=tuple(rounds.values()),
-        profiles=profiles,
-        decisions=decisions,
-        losses=tuple(losses.values()),
-        notes=tuple(sorted((*reader.each("scale", _scale), *others), key=lambda note: note.at)),
-        errors=tuple(reader.each("error", _error)),
-        finished_step=finished[-1] if finished else None,
+        rounds=tuple(replace(r, stall_s=told.stalls.get(r.number)) for r in told.rounds.values()),
+        profiles=tuple(told.profiles),
+        decisions=tuple(told.decisions),
+        losses=tuple(told.losses.values()),
+        notes=tuple(told.notes),
+        errors=tuple(told.errors),
+        finished_step=told.finished_step,
         num_events=len(timed),
-        num_skipped=reader.num_skipped,
+        num_skipped=told.num_skipped,
     )
 
 
@@ -170,44 +186,53 @@ def outcome_of(story: JobStory, decision: Decision) -> Outcome | None:
     return outcome(decision, seconds / num_steps) if num_steps and seconds / num_steps else None
 
 
-class _Reader:
-    def __init__(self, events: Sequence[EventRecord], num_skipped: int) -> None:
-        self._events = events
-        self.num_skipped = num_skipped
+@dataclass
+class _Told:
+    """The parts of a story, as far as its events have been read."""
 
-    def each(self, kind: str, read: Callable[[EventRecord], Told]) -> Iterator[Told]:
-        for event in self._events:
-            if event.kind != kind:
-                continue
-            try:
-                yield read(event)
-            except (KeyError, TypeError, ValueError):
-                self.num_skipped += 1
+    num_skipped: int
+    stalls: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    profiles: list[Profile] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    losses: dict[str, Note] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    errors: list[Note] = field(default_factory=list)
+    finished_step: int | None = None
+
+    def add(self, record: EventRecord, event: Event) -> None:
+        """Add an event of one of the `KINDS`.
+
+        Raises:
+            ValueError, KeyError: a figure is impossible or missing.
+        """
+        at, text = record.at, record.text
+        match event:
+            case TrainingStalled():
+                number = _whole(event.round)
+                self.stalls[number] = max(_amount(event.seconds), self.stalls.get(number, 0.0))
+            case RoundFormed():
+                formed = Round(_whole(event.number), at, event.kind, len(event.members), event.reason or text, None)
+                self.rounds.setdefault(formed.number, formed)
+            case WindowMeasured():
+                self.profiles.append(_profile(at, event.document))
+            case DecisionMade():
+                self.decisions.append(_decision(event.document))
+            case WorkerLost():  # every survivor that detects the loss may report it
+                self.losses.setdefault(event.worker_id, Note(at, text or f"worker {event.worker_id} was lost"))
+            case SizeRequested():
+                self.notes.append(Note(at, f"{event.source} asked for {event.num_workers} workers"))
+            case WorkerFailed():
+                self.errors.append(Note(at, event.traceback or text))
+            case JobFailed() | RecordIgnored():
+                self.errors.append(Note(at, text))
+            case FitFinished():
+                self.finished_step = _whole(event.global_step)
 
 
-def _round(event: EventRecord, stalls: dict[int, float]) -> Round:
-    number = _whole(event.data["number"])
-    members = event.data["members"]
-    if not isinstance(members, list):
-        raise TypeError
-    return Round(
-        number=number,
-        at=event.at,
-        kind=str(event.data["kind"]),
-        num_workers=len(members),
-        reason=str(event.data.get("reason") or event.text),
-        stall_s=stalls.get(number),
-    )
-
-
-def _stall(event: EventRecord) -> tuple[int, float]:
-    return _whole(event.data["round"]), _amount(event.data["seconds"])
-
-
-def _profile(event: EventRecord) -> Profile:
-    data = event.data
+def _profile(at: float, data: Mapping[str, Any]) -> Profile:
     return Profile(
-        at=event.at,
+        at=at,
         round_number=_whole(data["round_number"]),
         settings=Settings(
             _whole(data["num_workers"]),
@@ -224,24 +249,11 @@ def _profile(event: EventRecord) -> Profile:
     )
 
 
-def _decision(event: EventRecord) -> Decision:
-    decision = Decision.from_data(event.data)
+def _decision(data: Mapping[str, Any]) -> Decision:
+    decision = Decision.from_data(data)
     if not 0 < decision.predicted_step_time_s <= LARGEST:
         raise ValueError
     return decision
-
-
-def _loss(event: EventRecord) -> tuple[str, Note]:
-    worker_id = str(event.data["worker_id"])
-    return worker_id, Note(event.at, event.text or f"worker {worker_id} was lost")
-
-
-def _scale(event: EventRecord) -> Note:
-    return Note(event.at, event.text or f"{event.data['source']} asked for {event.data['num_workers']} workers")
-
-
-def _error(event: EventRecord) -> Note:
-    return Note(event.at, str(event.data.get("traceback") or event.text))
 
 
 def _whole(value: Any) -> int:

@@ -25,6 +25,7 @@ from torch import nn
 from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import SnapshotLost, TablesMoved
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import (
     Formation,
@@ -179,9 +180,8 @@ class ElasticTables:
         moved = sum(m.region.num_values for m in moves if m.source != m.target)
         all_values = sum(table.rows * table.cols for table in (self.tables.plan or {}).values())
         self._world.event(
-            "reshard",
+            TablesMoved(formation.round.number, moved, all_values, seconds),
             f"round {formation.round.number}: {moved / max(1, all_values):.0%} of the tables' values moved, in {seconds:.2f} s",
-            {"round": formation.round.number, "values_moved": moved, "values": all_values, "seconds": seconds},
         )
 
     def hand_over(self, target: RoundRecord) -> None:
@@ -280,7 +280,7 @@ class ElasticTables:
         lost = sorted(set(newest.members) - {header.owner for header in found if header.name == newest.name})
         text = f"the snapshot of batch {newest.batch} cannot be used: no worker has the parts of {', '.join(lost)} any more"
         log.warning("run %s: %s", self._world.config.run_id, text)
-        self._world.event("snapshot", text, {"round": formation.round.number, "batch": newest.batch, "lost": lost})
+        self._world.event(SnapshotLost(formation.round.number, newest.batch, lost), text)
 
     def _states(self, formation: Formation, mine: Mapping[str, Part], reader: Mapping[str, str], batch: int) -> Restored:
         """Return every member's own packed state; members without one take the first member's that has one."""

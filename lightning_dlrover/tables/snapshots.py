@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import SnapshotCompleted
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.collectives import all_gather
@@ -246,10 +247,10 @@ class Snapshots:
             self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
             if self._formation.rank == 0:
                 taken = self.store.num_bytes
+                number = self._formation.round.number
                 self._world.event(
-                    "snapshot",
-                    f"round {self._formation.round.number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
-                    {"round": self._formation.round.number, "bytes_rank_0": taken, "replicas": len(self._neighbours.keepers)},
+                    SnapshotCompleted(number, taken, len(self._neighbours.keepers)),
+                    f"round {number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
                 )
         if self._is_for_disk and self._keep is not None and (paths := self.store.on_disk(self._keep)) is not None:
             self._on_disk_at = time.monotonic()

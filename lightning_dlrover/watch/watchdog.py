@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_dlrover.observe.stacks import (
     innermost_user_place,
@@ -41,12 +41,21 @@ from lightning_dlrover.planner.memory_growth import (
 )
 from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.job.events import (
+    Event,
+    HangFound,
+    MemoryShort,
+    NodeMemoryShort,
+    RoundFormed,
+    StragglerFound,
+    TrainingStalled,
+    events_of,
+)
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     PlanRecord,
     StacksRecord,
     StacksRequest,
-    from_fields,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +71,7 @@ POLL_S = 0.25
 DEFAULT_RESIZE_COST_S = 0.5
 """Seconds assumed until the job has measured a change of the world of its own."""
 
-REMEDIES = ("replace", "enlarge", "add_workers")
+REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")
 """Acts that end in another worker."""
 
 DEFAULT_LEAD_S = 30.0
@@ -268,13 +277,13 @@ class _Hangs:
         if excused or any(a.phase == "debugger" for a in found) or self._since > asked_at:
             log.info("no hang: %s", ", ".join(f"rank {a.global_rank} is in {a.phase}" for a in found))
             return
-        text, data = hang_event(request, found, missing)
-        self._membership.event("hang", text, data)
+        event, text = hang_event(request, found, missing)
+        self._membership.event(event, text)
         log.error("%s", text)
 
 
-def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return text and data of the event that reports a hang; equal stacks are kept once.
+def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: list[str]) -> tuple[HangFound, str]:
+    """Return the event that reports a hang, and its text; equal stacks are kept once.
 
     Args:
         missing: workers without an answer.
@@ -295,18 +304,12 @@ def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: lis
     room = MAX_EVENT_BYTES // max(1, len({a.stacks for a in answers}))
     for answer in (*others, *waiting):
         kept.setdefault(answer.stacks[:room], len(kept))
-    data = {
-        "request": request.number,
-        "asked_by": request.asked_by,
-        "reason": request.reason,
-        "workers": [
-            {**{k: v for k, v in asdict(a).items() if k not in ("stacks", "request")}, "stack": kept[a.stacks[:room]]}
-            for a in answers
-        ],
-        "missing": missing,
-        "stacks": list(kept),
-    }
-    return f"the job hangs: {request.reason}; {'; '.join(parts)}", data
+    workers = [
+        {**{k: v for k, v in asdict(a).items() if k not in ("stacks", "request")}, "stack": kept[a.stacks[:room]]}
+        for a in answers
+    ]
+    event = HangFound(request.number, request.asked_by, request.reason, workers, missing, list(kept))
+    return event, f"the job hangs: {request.reason}; {'; '.join(parts)}"
 
 
 # --- stragglers ---------------------------------------------------------------------------------------------------------------
@@ -346,9 +349,8 @@ class _Stragglers:
     def _judge(self, found: Straggler, worker: str, is_new: bool) -> None:
         membership = self._membership
         past = membership.past_events()
-        num_earlier = sum(e.kind == "straggler" and e.data.get("act") == "replace" for e in past)
-        stalls = [e.data.get("seconds") for e in past if e.kind == "stall"]
-        known = [s for s in stalls if isinstance(s, float) and 0 <= s < 3600]
+        num_earlier = sum(straggler.act == "replace" for _, straggler in events_of(past, StragglerFound))
+        known = [stall.seconds for _, stall in events_of(past, TrainingStalled) if 0 <= stall.seconds < 3600]
         replacement = judge_replacement(
             found, self._fit.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
         )
@@ -362,20 +364,17 @@ class _Stragglers:
             return
         record = membership.view.workers.get(worker)
         where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
-        membership.event(
-            "straggler",
-            f"{worker} ({where}) makes the others wait: {found.text}; {why}",
-            {
-                "worker_id": worker,
-                "act": act,
-                "why": why,
-                "round": self._fit.formation.round.number if self._fit.formation is not None else 0,
-                "step": self._fit.now.counts[0],
-                "saved_s": replacement.saved_s,
-                "cost_s": replacement.cost_s,
-                **asdict(found),
-            },
+        event = StragglerFound(
+            worker_id=worker,
+            act=act,
+            why=why,
+            round=self._fit.formation.round.number if self._fit.formation is not None else 0,
+            step=self._fit.now.counts[0],
+            saved_s=replacement.saved_s,
+            cost_s=replacement.cost_s,
+            **asdict(found),
         )
+        membership.event(event, f"{worker} ({where}) makes the others wait: {found.text}; {why}")
         log.warning("%s is a straggler: %s; %s", worker, found.text, why)
 
 
@@ -441,17 +440,14 @@ class _Memory:
         self._told, self._acted_at = (number, remedy.act), now
         if remedy.act == "none":
             return
-        membership.event(
-            "memory",
-            f"{membership.worker_id}: {remedy.reason}",
-            {
-                "worker_id": membership.worker_id,
-                "round": number,
-                "step": self._fit.now.counts[0],
-                **asdict(remedy),
-                **asdict(forecast),
-            },
+        event = MemoryShort(
+            worker_id=membership.worker_id,
+            round=number,
+            step=self._fit.now.counts[0],
+            **asdict(remedy),
+            **asdict(forecast),
         )
+        membership.event(event, f"{membership.worker_id}: {remedy.reason}")
         log.warning("memory of this worker: %s", remedy.reason)
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
@@ -461,29 +457,21 @@ class _Memory:
         """
         workers = self._membership.view.workers
         asked = [
-            (_round_of(e), e)
-            for e in past
-            if e.kind == "memory"
-            and e.data.get("act") in ("replace", "enlarge")
-            and isinstance(who := e.data.get("worker_id"), str)
-            and who not in workers
-            and 0 < _round_of(e) < self._first_round
+            short
+            for _, short in events_of(past, MemoryShort)
+            if short.act in ("replace", "enlarge") and short.worker_id not in workers and 0 < short.round < self._first_round
         ]
         if not asked:
             return None
-        asked_in, event = max(asked, key=lambda found: found[0])
+        newest = max(asked, key=lambda short: short.round)
         before: set[str] = set()
         between: set[str] = set()
-        for each in past:
-            members = each.data.get("members")
-            if each.kind == "round" and isinstance(members, list) and _round_of(each) < self._first_round:
-                (before if _round_of(each) <= asked_in else between).update(m for m in members if isinstance(m, str))
+        for _, formed in events_of(past, RoundFormed):
+            if formed.number < self._first_round:
+                (before if formed.number <= newest.round else between).update(formed.members)
         if between - before:
             return None  # another worker has taken that place
-        names = [f.name for f in fields(MemoryForecast)]
-        with contextlib.suppress(TypeError, ValueError):
-            return from_fields(MemoryForecast, {name: event.data.get(name) for name in names}, "an event")
-        return None
+        return MemoryForecast(**{f.name: getattr(newest, f.name) for f in fields(MemoryForecast)})
 
     def _carry_out(self, remedy: Remedy) -> bool:
         membership = self._membership
@@ -526,33 +514,23 @@ class _Memory:
         tried: list[Act] = []
         here = [w for w in windows if w.round_number == windows[-1].round_number][:NUM_SETTLING]
         level = max(w.memory_bytes for w in here)
-        for event in past:
-            done, before, grown = (event.data.get(name) for name in ("act", "level_bytes", "grown_bytes"))
-            if event.kind != "memory" or not isinstance(before, int) or not isinstance(grown, int):
-                continue
-            entered = windows[-1].round_number if done == "add_workers" else self._first_round
-            helped = level <= before - grown / 2
-            if done == "enlarge":
-                limit = event.data.get("limit_bytes")
-                helped = isinstance(limit, int) and windows[-1].memory_limit_bytes > limit
-            if done in REMEDIES and done not in tried and 0 < _round_of(event) < entered and not helped:
-                tried.append(done)
+        for _, short in events_of(past, MemoryShort):
+            entered = windows[-1].round_number if short.act == "add_workers" else self._first_round
+            helped = level <= short.level_bytes - short.grown_bytes / 2
+            if short.act == "enlarge":
+                helped = windows[-1].memory_limit_bytes > short.limit_bytes
+            if 0 < short.round < entered and not helped:
+                tried += [act for act in REMEDIES if act == short.act and act not in tried]
         return tried
-
-
-def _round_of(event: EventRecord) -> int:
-    """Return the round in an event; 0 if it has none."""
-    number = event.data.get("number" if event.kind == "round" else "round")
-    return number if isinstance(number, int) else 0
 
 
 def _lead_s(past: list[EventRecord]) -> float:
     """Return the seconds between the last request for a worker in this job and the round with it."""
     taken = DEFAULT_LEAD_S
     asked_at: float | None = None
-    for event in past:
-        if event.kind in ("memory", "straggler") and event.data.get("act") in REMEDIES:
-            asked_at = event.at
-        elif event.kind == "round" and event.data.get("kind") in ("replace", "grow") and asked_at is not None:
-            taken, asked_at = event.at - asked_at, None
+    for record, event in events_of(past, Event):
+        if isinstance(event, MemoryShort | NodeMemoryShort | StragglerFound) and event.act in REMEDIES:
+            asked_at = record.at
+        elif isinstance(event, RoundFormed) and event.kind in ("replace", "grow") and asked_at is not None:
+            taken, asked_at = record.at - asked_at, None
     return max(1.0, taken)

@@ -31,6 +31,7 @@ from lightning_dlrover.live.split import share
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.operations import Put
+from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
     EventRecord,
@@ -255,7 +256,7 @@ class Job:
 
     def stacks(self) -> dict[str, StacksRecord]:
         """Stack traces of each worker at the last request."""
-        return read_stacks(self._client, Keys(self.run_id))
+        return read_stacks(Journal(self._client, Keys(self.run_id)))
 
     @property
     def round_number(self) -> int:

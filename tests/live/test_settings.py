@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.settings import (
-    Applied,
     SettingsInForce,
 )
+from lightning_dlrover.rdzv.job.events import SettingsApplied
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
 PLAN = PlanRecord(1, "planner", "a test says so", binding=False, loader_workers=1, prefetch_factor=2)
@@ -31,11 +31,11 @@ def make_loader() -> ElasticLoader:
     return ElasticLoader(DataLoader(TensorDataset(torch.arange(100)), 1), 1, training=True)
 
 
-def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, num_batches: int = 10) -> list[Applied]:
+def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, num_batches: int = 10) -> list[SettingsApplied]:
     done = []
     for _ in range(num_batches):
         applied = settings.follow(plan, [loader])
-        done += [applied] if applied is not None else []
+        done += [applied[0]] if applied is not None else []
         next(loader)
     return done
 
@@ -59,10 +59,10 @@ def test_a_change_of_threads_is_not_charged_with_an_earlier_change_of_loader_wor
     try:
         next(loader)
         (loaders,) = follow(settings, PLAN, loader)
-        assert loaders.data["seconds"] > 0
+        assert loaders.seconds > 0
         more_threads = PlanRecord(1, "planner", "", binding=False, loader_workers=1, prefetch_factor=2, intra_op_threads=2)
         (threads,) = follow(settings, more_threads, loader)
-        assert threads.data["intra_op_threads"] == 2
-        assert threads.data["seconds"] == 0
+        assert threads.intra_op_threads == 2
+        assert threads.seconds == 0
     finally:
         loader.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from windows import MIB
@@ -186,6 +185,4 @@ def test_without_anybody_who_starts_workers_a_checkpoint_is_written() -> None:
 
 def test_workers_that_memory_asked_for_are_kept() -> None:
     assert least_workers([]) == 0
-    acts: list[dict[str, Any]] = [{"act": "add_workers", "num_workers": 3}, {"act": "replace", "num_workers": 0}]
-    acts.append({"act": "add_workers"})
-    assert least_workers(acts) == 3
+    assert least_workers([("add_workers", 3), ("replace", 4), ("add_workers", 2)]) == 3

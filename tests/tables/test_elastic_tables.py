@@ -13,6 +13,7 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 import torch
 
+from lightning_dlrover.rdzv.job.events import Event, SnapshotLost
 from lightning_dlrover.tables import elastic as module
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.elastic import (
@@ -45,14 +46,14 @@ def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkey
 
 
 def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    events: list[tuple[str, str]] = []
+    events: list[tuple[Event, str]] = []
     headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world = SimpleNamespace(  # type: ignore[assignment]
         worker_id="d",
         num_fits=1,
         config=SimpleNamespace(run_id="r"),
-        event=lambda kind, text, data: events.append((kind, text)),
+        event=lambda event, text: events.append((event, text)),
     )
     elastic._fit = 1
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
@@ -61,7 +62,7 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["d"], number=2), size=1, rank=0)
     assert elastic.roll_back(formation) is None
     text = "the snapshot of batch 5 cannot be used: no worker has the parts of c any more"
-    assert events == [("snapshot", text)]
+    assert events == [(SnapshotLost(2, 5, ["c"]), text)]
     assert text in caplog.text
 
 

@@ -16,6 +16,7 @@ import pytest
 from windows import MIB
 from windows import memory_window as window
 
+from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, events_of, record_of
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
@@ -60,12 +61,12 @@ class FakeMembership:
     def ask_for_checkpoint(self, reason: str) -> None:
         self.num_checkpoints += 1
 
-    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
-        self.events.append(EventRecord(kind, self.events[-1].at + 1 if self.events else 1.0, text, data))
+    def event(self, event: Event, text: str) -> None:
+        self.events.append(record_of(event, text, self.events[-1].at + 1 if self.events else 1.0))
 
     @property
     def acts(self) -> list[str]:
-        return [e.data["act"] for e in self.events]
+        return [short.act for _, short in events_of(self.events, MemoryShort)]
 
 
 class Growing:
@@ -150,7 +151,7 @@ def test_forecast_is_inherited_whatever_the_clocks_show(skew_s: float, is_succes
     assert first.acts[-1] == "replace"
     events = [replace(event, at=event.at + skew_s) for event in first.events]
     rounds = [["w"], ["second"], ["second", "third"]]
-    events += [EventRecord("round", 0.0, "", {"number": i, "members": members}) for i, members in enumerate(rounds, start=1)]
+    events += [record_of(RoundFormed(i, members, "grow"), "", 0.0) for i, members in enumerate(rounds, start=1)]
     successor = Growing(FakeMembership("second" if is_successor else "third", events=events), 2 if is_successor else 3)
     successor.mib = 900.0
     successor.train(2.0)

@@ -49,6 +49,7 @@ from lightning_dlrover.components.targets.target import (
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.job.events import NodesHeldUp
 from lightning_dlrover.rdzv.job.records import (
     HISTORY_TTL_S,
     ControllerRecord,
@@ -325,5 +326,5 @@ class Controller:
         if kind and kind != self._trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case
-                self._office.add_event("nodes", self._held_up)
+                self._office.add_event(NodesHeldUp(), self._held_up)
         self._trouble = kind

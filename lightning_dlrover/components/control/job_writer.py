@@ -15,20 +15,14 @@ from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
-    KeyValue,
-    Put,
-    absent,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent
+from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort
+from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
 from lightning_dlrover.rdzv.job.records import (
     JobRecord,
     Keys,
     PlanRecord,
     RecordError,
-    decode,
-    encode,
 )
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement
 
@@ -46,6 +40,7 @@ class JobWriter:
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
         self._client = client
         self._keys = keys
+        self._journal = Journal(client, keys)
         self._office = office
         self._mirror = mirror
         self._limits = limits
@@ -55,13 +50,13 @@ class JobWriter:
         least = self._limits.min_workers
         reason = f"start with the fewest workers, {least}"
         plan = PlanRecord(least, "initial", reason, binding=True, created_at=time.time())
-        self._client.txn([absent(self._keys.plan)], [Put(self._keys.plan, encode(plan))])
+        self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
 
     def ask_for_replacement(self, worker: str, reason: str) -> None:
         """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
         with contextlib.suppress(EtcdError):  # the next step repeats it
-            ask_for_replacement(self._client, self._keys, worker, reason, self._office.is_ours)
+            ask_for_replacement(self._journal, worker, reason, self._office.is_ours)
 
     def enlarge_nodes(self, request: EnlargeNodes) -> None:
         """Plan larger nodes. The plan keeps the new size for later controllers.
@@ -75,7 +70,7 @@ class JobWriter:
         text = f"{request.name} was killed for want of memory ({had}); "
         text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
         act = "enlarge" if given > had.memory_mb else "none"
-        self._office.add_event("memory", text, {"act": act, "node": request.name, "node_memory_mb": given})
+        self._office.add_event(NodeMemoryShort(act, request.name, given), text)
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
@@ -84,45 +79,40 @@ class JobWriter:
         Returns:
             False if another controller may act by now. That one decides whether the job has failed.
         """
-        key = self._keys.job
+
+        def failed(job: JobRecord | None) -> JobRecord | None:
+            if job is None or job.phase in ("finished", "failed"):
+                return None
+            return dataclasses.replace(job, phase="failed", message=reason[:2000])
+
         try:
-            acts = self._office.add_event("error", f"the job has failed: {reason}")
-            while acts and (entry := self._client.get(key)) is not None:
-                job = decode(JobRecord, entry.value, key)
-                if job.phase in ("finished", "failed"):
-                    break
-                failed = encode(dataclasses.replace(job, phase="failed", message=reason[:2000]))
-                unchanged = modified(key) == entry.mod_revision
-                if self._client.txn([self._office.is_ours, unchanged], [Put(key, failed)]).succeeded:
-                    break
-                acts = self._office.still_acts() is not False
-            if acts:  # workers do the same when they leave an ended job; the last one may have left before
-                self._client.txn([self._office.is_ours], [Delete(self._keys.plan)])
-                self._client.delete_prefix(self._keys.drains)
-            return acts
+            if not self._office.add_event(JobFailed(), f"the job has failed: {reason}"):
+                return False
+            self._journal.swap(JobRecord, self._keys.job, failed, [self._office.is_ours])
+            # Workers do the same when they leave an ended job; the last one may have left before.
+            self._office.delete(self._keys.plan)
+            self._client.delete_prefix(self._keys.drains)
+        except FenceLostError:
+            return False
         except (EtcdError, RecordError) as error:
             log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)
-            return True
+        return True
 
     def _plan_memory(self, memory_mb: int) -> int:
         """Plan nodes with this much memory, within the limits. Return the resulting size in MiB."""
-        key = self._keys.plan
-        while (entry := self._client.get(key)) is not None:
-            plan = decode(PlanRecord, entry.value, key)
+
+        def enlarged(plan: PlanRecord | None) -> PlanRecord | None:
+            if plan is None:
+                raise EtcdError(f"{self._keys.plan!r} was not written: it was deleted")
             wanted = dataclasses.replace(plan, node_memory_mb=min(memory_mb, self._limits.max_size.memory_mb))
-            larger, now = self._limits.size(wanted).memory_mb, self._limits.size(plan).memory_mb
-            if larger <= now:
-                return now
-            wanted = dataclasses.replace(wanted, created_at=time.time())
-            unchanged = modified(key) == entry.mod_revision
-            if self._client.txn([self._office.is_ours, unchanged], [Put(key, encode(wanted))]).succeeded:
-                # The next node's size comes from the mirror.
-                with contextlib.suppress(TimeoutError):
-                    self._mirror.wait_for(functools.partial(_newer, key, entry.mod_revision), MIRROR_S)
-                return larger
-            if not self._office.still_acts():
-                break
-        raise EtcdError(f"{key!r} was not written: it has gone, or another controller acts")
+            if self._limits.size(wanted).memory_mb <= self._limits.size(plan).memory_mb:
+                return None
+            return dataclasses.replace(wanted, created_at=time.time())
+
+        plan, revision = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
+        with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
+            self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, revision), MIRROR_S)
+        return self._limits.size(plan).memory_mb
 
 
 def _why_no_more_memory(size: NodeSize) -> str:
@@ -131,6 +121,6 @@ def _why_no_more_memory(size: NodeSize) -> str:
     return f"they may have no more than that (--mem MIN:MAX): {size.memory_mb} MiB"
 
 
-def _newer(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
-    """Return the key if it was written after `revision`."""
-    return seen[key] if key in seen and seen[key].mod_revision > revision else None
+def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
+    """Return the key if it was written at `revision` or later."""
+    return seen[key] if key in seen and seen[key].mod_revision >= revision else None

@@ -23,17 +23,16 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
-    Put,
     absent,
     modified,
 )
+from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     Keys,
     NodeRecord,
     NodesRecord,
     RecordError,
     decode,
-    encode,
 )
 from lightning_dlrover.rdzv.live.rounds import View
 
@@ -159,6 +158,7 @@ class Ledger:
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
         self._client = client
         self._keys = keys
+        self._journal = Journal(client, keys)
         self._office = office
         self._target = target
         self._limits = limits
@@ -174,7 +174,7 @@ class Ledger:
         Raises:
             ValueError: their nodes run on another kind of target, and may still be alive.
         """
-        revision, nodes = self._read_nodes()
+        nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
         _, entries = self._client.get_prefix(self._keys.each_node)
         records = {entry.key.removeprefix(self._keys.each_node): entry for entry in entries}
         self._num_taken = _highest_number(records)
@@ -212,7 +212,7 @@ class Ledger:
             EtcdError: the record was not written, or its fate is unknown.
             RecordError: the existing record of the nodes is unreadable.
         """
-        revision, nodes = self._read_nodes()
+        nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
         if nodes is None:  # the job's keys were deleted
             assert self.nodes is not None
             nodes = self.nodes
@@ -222,7 +222,7 @@ class Ledger:
         written = dataclasses.replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + name
         guard = [self._office.is_ours, modified(key) == revision, absent(own_key)]
-        if not self._client.txn(guard, [Put(key, encode(written)), Put(own_key, encode(record))]).succeeded:
+        if not self._journal.fenced_write({key: written, own_key: record}, guard):
             raise EtcdError(f"{key!r} was changed by another writer meanwhile")
         self.nodes = written
         self.entries[name] = NodeEntry(None, time.monotonic(), record.asked_at, size, saved=record)
@@ -267,17 +267,11 @@ class Ledger:
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
-            revision, newest_nodes = self._read_nodes()  # `dlrover cancel` may have written meanwhile
+            # `dlrover cancel` may have written meanwhile.
+            newest_nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
             nodes = dataclasses.replace(newest_nodes or nodes, **limits)  # type: ignore[arg-type]
             self._office.write(self._keys.nodes, nodes, revision)
         return nodes
-
-    def _read_nodes(self) -> tuple[int, NodesRecord | None]:
-        """Return the record of the nodes as a whole and its revision; 0 if there is none."""
-        entry = self._client.get(self._keys.nodes)
-        if entry is None:
-            return 0, None
-        return entry.mod_revision, decode(NodesRecord, entry.value, entry.key)
 
     def _checked_handle(self, name: str, record: NodeRecord) -> str | None:
         """Return the handle in a node's record if it can belong to this node. Any writer to etcd could change it."""

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 
@@ -17,19 +16,16 @@ from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
-    Put,
-    absent,
     created,
     modified,
 )
+from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
-    EventRecord,
     Keys,
     NodeRecord,
     NodesRecord,
-    RecordError,
-    decode,
     encode,
 )
 
@@ -57,6 +53,7 @@ class Office:
     def __init__(self, client: EtcdClient, keys: Keys, record: ControllerRecord) -> None:
         self._client = client
         self._keys = keys
+        self._journal = Journal(client, keys)
         self._record = record
         self._claim: Lease | None = None  # lease that may or may not hold the controller key
         self.lease, self._fence = self._take_over()
@@ -101,7 +98,7 @@ class Office:
             EtcdError: the record was not written, or its fate is unknown.
         """
         unchanged = [modified(key) == revision] if revision is not None else []
-        if not self._client.txn([self.is_ours, *unchanged], [Put(key, encode(record))]).succeeded:
+        if not self._journal.fenced_write({key: record}, [self.is_ours, *unchanged]):
             raise EtcdError(f"run {self._keys.run_id}: {key!r} was not written: another controller acts, or has written it")
 
     def delete(self, key: str) -> None:
@@ -109,11 +106,9 @@ class Office:
         with contextlib.suppress(EtcdError):  # the next controller repeats it
             self._client.txn([self.is_ours], [Delete(key)])
 
-    def add_event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> bool:
+    def add_event(self, event: Event, text: str) -> bool:
         """Append to the job's history if this controller still acts."""
-        event = EventRecord(kind, time.time(), text[:2000], data or {})
-        key = f"{self._keys.events}{time.time_ns():020d}-controller"
-        return self._client.txn([self.is_ours], [Put(key, encode(event))]).succeeded
+        return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
 
     def publish(self, apps: Mapping[str, str], held_up: str) -> bool:
         """Update the controller's record. Return whether it has changed."""
@@ -144,17 +139,16 @@ class Office:
         self._claim = lease = self._client.lease(LEASE_TTL_S)
         self._record = dataclasses.replace(self._record, apps={}, held_up="")
         try:
-            self._client.txn([absent(key)], [Put(key, encode(self._record), lease.id)])
-            entry = self._client.get(key)  # the current holder, even if the transaction's first answer was lost
+            fence = self._journal.claim(key, encode(self._record), lease.id)
         except EtcdError:
             with contextlib.suppress(EtcdError):  # otherwise the next attempt would find the key taken, by us
                 self._drop_claim()
             raise
-        if entry is not None and entry.lease_id == lease.id:
+        if fence:
             self._claim = None
-            return lease.keep_alive(), entry.create_revision
+            return lease.keep_alive(), fence
         self._drop_claim()
-        raise ControllerBusyError(_busy_text(self._client, self._keys))
+        raise ControllerBusyError(_busy_text(self._journal))
 
     def _drop_claim(self) -> None:
         if self._claim is not None:
@@ -163,23 +157,16 @@ class Office:
 
     def _holder_seems_dead(self) -> bool:
         """Whether the key's holder is a process of this host that no longer exists."""
-        entry = self._client.get(self._keys.controller)
-        if entry is None:
+        holder = self._journal.get(ControllerRecord, self._keys.controller, readable).record
+        if holder is None:
             return False
-        try:
-            record = decode(ControllerRecord, entry.value, entry.key)
-        except RecordError:
-            return False
-        return record.host == self._record.host and record.pid > 0 and not psutil.pid_exists(record.pid)
+        return holder.host == self._record.host and holder.pid > 0 and not psutil.pid_exists(holder.pid)
 
 
-def _busy_text(client: EtcdClient, keys: Keys) -> str:
-    entry = client.get(keys.controller)
-    who = "another controller"
-    if entry is not None:
-        with contextlib.suppress(RecordError):
-            record = decode(ControllerRecord, entry.value, entry.key)
-            who = f"process {record.pid} on {record.host}"
+def _busy_text(journal: Journal) -> str:
+    keys = journal.keys
+    holder = journal.get(ControllerRecord, keys.controller, readable).record
+    who = f"process {holder.pid} on {holder.host}" if holder is not None else "another controller"
     return (
         f"job {keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
         f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"

@@ -30,11 +30,10 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     KeyValue,
-    Put,
-    absent,
     created,
     modified,
 )
+from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     AgentNotice,
     AgentRecord,
@@ -43,7 +42,6 @@ from lightning_dlrover.rdzv.job.records import (
     Keys,
     RecordError,
     decode,
-    encode,
 )
 
 __all__ = ["AgentConvener", "RecordReader"]
@@ -116,6 +114,7 @@ class AgentConvener:
         """
         self._client = client
         self._keys = keys
+        self._journal = Journal(client, keys)
         self._agent_id = agent_id
         self._limits = limits
         self._last_call_s = last_call_s
@@ -168,13 +167,10 @@ class AgentConvener:
 
     def _win(self, watched: Mirror, lease: Lease) -> int:
         """Return the term that we have won, or 0."""
-        key, value = self._keys.agent_convener, self._agent_id.encode()
-        entry = watched.get(key)
-        if entry is None:
-            self._client.txn([absent(key)], [Put(key, value, lease.id)])
-            entry = self._client.get(key)
-        is_ours = entry is not None and (entry.value, entry.lease_id) == (value, lease.id)
-        return entry.create_revision if entry is not None and is_ours else 0
+        entry = watched.get(self._keys.agent_convener)
+        if entry is not None and entry.lease_id != lease.id:
+            return 0
+        return self._journal.claim(self._keys.agent_convener, self._agent_id.encode(), lease.id)
 
     def _convene(self, term: int) -> None:
         """Convene for as long as the election key is ours."""
@@ -221,7 +217,7 @@ class AgentConvener:
             if rest_s > 0:
                 return min(pause_s, rest_s)
             self._told_at = now
-            self._write(self._keys.agent_notice, encode(notice), entries, term)
+            self._write(self._keys.agent_notice, notice, entries, term)
             return min(pause_s, _RETRY_S)
         return pause_s
 
@@ -234,17 +230,17 @@ class AgentConvener:
             reason=f"{len(members)} nodes were waiting",
             created_at=time.time(),
         )
-        if self._write(self._keys.agent_round, encode(round_), entries, term):
+        if self._write(self._keys.agent_round, round_, entries, term):
             logger.info("round %d of %d nodes", round_.number, len(members))
 
-    def _write(self, key: str, value: bytes, entries: dict[str, KeyValue], term: int) -> bool:
+    def _write(self, key: str, record: AgentNotice | AgentRound, entries: dict[str, KeyValue], term: int) -> bool:
         keys = self._keys
         # A round and its confirmation depend on each other, so each write is conditional on both.
         seen: list[Compare] = [
             modified(name) == (entries[name].mod_revision if name in entries else 0)
             for name in (keys.agent_round, keys.agent_notice)
         ]
-        return self._client.txn([created(keys.agent_convener) == term, *seen], [Put(key, value)]).succeeded
+        return self._journal.fenced_write({key: record}, [created(keys.agent_convener) == term, *seen])
 
     def _view(self, entries: dict[str, KeyValue]) -> AgentView:
         keys, read = self._keys, self._reader.read

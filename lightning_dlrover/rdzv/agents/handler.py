@@ -266,7 +266,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: etcd could not be reached within `close_timeout`.
         """
         with self._rendezvous_errors():
-            self._run.close("closed by an agent", time.monotonic() + self._config.close_timeout_s)
+            self._run.close("closed by an agent", self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
         """Number of agents for which this one should restart its workers.
@@ -480,7 +480,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._run.delete_own_workers()
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
-            self._run.close(_NODES_FINISHED, time.monotonic() + 2.0)
+            self._run.close(_NODES_FINISHED, timeout_s=2.0)
         words: list[Op] = []
         if not self._is_live:
             # The sign-off has a lease of its own, which expires after the convener has read it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from typing import TypeVar
@@ -12,8 +11,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError, Rende
 from lightning_dlrover.rdzv.agents.convener import RecordReader
 from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, Put, absent, modified
+from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, absent
+from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     AgentRound,
@@ -21,8 +20,6 @@ from lightning_dlrover.rdzv.job.records import (
     Keys,
     RecordError,
     WorkerRecord,
-    decode,
-    encode,
 )
 
 __all__ = ["RunRecords"]
@@ -36,6 +33,7 @@ class RunRecords:
     def __init__(self, client: EtcdClient, keys: Keys, run_id: str, agent_id: str, reader: RecordReader) -> None:
         self._client = client
         self._keys = keys
+        self._journal = Journal(client, keys)
         self._run_id = run_id
         self._agent_id = agent_id
         self._reader = reader
@@ -63,34 +61,26 @@ class RunRecords:
         records = [self.read(AgentRecord, entry) for entry in entries]
         return [record for record in records if record is not None and record.agent_id != self._agent_id]
 
-    def close(self, reason: str, deadline: float) -> None:
-        while True:
-            try:
-                if self._try_to_close(reason):
-                    return
-            except EtcdUnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)  # a full etcd refuses writes at once
-            if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time")
+    def close(self, reason: str, timeout_s: float) -> None:
+        """Let no further round form."""
 
-    def _try_to_close(self, reason: str) -> bool:
-        """Try to close the run; return False if another agent has written in between."""
-        entry = self._client.get(self._keys.agent_round)
-        round_ = self.read(AgentRound, entry) or AgentRound(0, [], "complete")
-        if round_.state == "closed":
-            return True
-        closed = dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
-        unchanged = modified(self._keys.agent_round) == (entry.mod_revision if entry else 0)
-        return self._client.txn([unchanged], [Put(self._keys.agent_round, encode(closed))]).succeeded
+        def closed(round_: AgentRound | None) -> AgentRound | None:
+            round_ = round_ or AgentRound(0, [], "complete")
+            if round_.state == "closed":
+                return None
+            return dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+
+        try:
+            self._journal.swap(AgentRound, self._keys.agent_round, closed, read=self.read, timeout_s=timeout_s)
+        except ContentionError as error:
+            raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
 
     def delete_own_workers(self) -> None:
         _, found = self._client.get_prefix(self._keys.workers)
         for kv in found:
-            with contextlib.suppress(RecordError):  # a record that cannot be read is not ours
-                if decode(WorkerRecord, kv.value, kv.key).agent_id == self._agent_id:
-                    self._client.txn([], [Delete(kv.key)])
+            worker = readable(WorkerRecord, kv)
+            if worker is not None and worker.agent_id == self._agent_id:
+                self._client.txn([], [Delete(kv.key)])
 
     def tidy_up(self, is_live: bool) -> None:
         """Remove the records that only agents need, if this was the last agent."""

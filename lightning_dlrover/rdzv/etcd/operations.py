@@ -27,6 +27,11 @@ class Compare:
     result: Literal["equal", "greater"]
     revision: int
 
+    def holds(self, entry: KeyValue | None) -> bool:
+        """Whether it is true of the key's entry, None if there is none."""
+        found = (entry.create_revision if self.target == "create" else entry.mod_revision) if entry is not None else 0
+        return found > self.revision if self.result == "greater" else found == self.revision
+
 
 @dataclass(frozen=True)
 class _RevisionOf:

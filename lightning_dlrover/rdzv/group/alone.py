@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,7 @@ from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.transfer import Packed
+from lightning_dlrover.rdzv.job.events import Event
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation, WorldError
 
@@ -115,7 +116,7 @@ class LoneWorld:
     def keep_for_successors(self, step: int, packed: Packed) -> None:
         pass
 
-    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+    def event(self, event: Event, text: str) -> None:
         pass
 
     def report_error(self, error: BaseException) -> None:

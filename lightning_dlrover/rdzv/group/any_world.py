@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.transfer import Packed
+from lightning_dlrover.rdzv.job.events import Event
 from lightning_dlrover.rdzv.live.member import Formation, WorldError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class AnyWorld(Protocol):
 
     def listen_for_sigterm(self) -> None: ...
 
-    def event(self, kind: str, text: str, data: dict[str, Any]) -> None: ...
+    def event(self, event: Event, text: str) -> None: ...
 
     def report_error(self, error: BaseException) -> None: ...
 

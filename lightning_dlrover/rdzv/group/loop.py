@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
 from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
+from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 __all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
@@ -110,17 +111,9 @@ class Pace:
         formation = self._world.formation
         if formation is not None and formation.rank == 0 and since:
             seconds = time.perf_counter() - since
-            self._world.event(
-                "stall",
-                f"round {formation.round.number}: {seconds:.3f} s between steps",
-                {
-                    "round": formation.round.number,
-                    "seconds": seconds,
-                    "kind": formation.round.kind,
-                    "workers_before": workers,
-                    "workers_after": formation.size,
-                },
-            )
+            round_ = formation.round
+            stalled = TrainingStalled(round_.number, seconds, round_.kind, workers, formation.size)
+            self._world.event(stalled, f"round {round_.number}: {seconds:.3f} s between steps")
 
     def _check_every(self) -> int:
         return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
@@ -354,7 +347,7 @@ class _Loop:
         if step <= found[0][1]:
             return
         if resume(left, source, rank, [0], self._load, self._gathered, self._world.is_failure) and rank == 0:
-            self._world.event("resume", f"went on from the state of step {step} in a host's memory", {"global_step": step})
+            self._world.event(FitResumed(step), f"went on from the state of step {step} in a host's memory")
 
     def _gathered(self, mine: Any) -> list[Any]:
         return transfer.all_gather(mine) if self._formation.size > 1 else [mine]

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.failures import is_group_failure
-from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.job.events import WorkerFailed, events_of
 from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.member import EvictedError, Formation, MembershipError, WorldError
 from lightning_dlrover.rdzv.live.membership import Membership
@@ -39,7 +39,8 @@ class Reports:
     def error(self, error: BaseException) -> None:
         """See `World.report_error`."""
         if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
-            error.add_note(f"\nThe first to fail was {first.text}\n{first.data.get('traceback', '')}")
+            text, failed = first
+            error.add_note(f"\nThe first to fail was {text}\n{failed.traceback}")
         if is_group_failure(error) and (lost := self._lost_members()):
             error.add_note(
                 f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
@@ -49,16 +50,8 @@ class Reports:
         text = "".join(traceback.format_exception(error))
         worker_id, formation = self._membership.worker_id, self._formation()
         with contextlib.suppress(EtcdError):
-            self._membership.event(
-                "error",
-                f"worker {worker_id}: {type(error).__name__}: {error}"[:500],
-                {
-                    "worker_id": worker_id,
-                    "rank": formation.rank if formation is not None else 0,
-                    "traceback": text[-20000:],
-                    "at": time.time(),
-                },
-            )
+            failed = WorkerFailed(worker_id, formation.rank if formation is not None else 0, text[-20000:], time.time())
+            self._membership.event(failed, f"worker {worker_id}: {type(error).__name__}: {error}"[:500])
             self._membership.flush()
 
     def wait(self, what: str) -> None:
@@ -71,7 +64,7 @@ class Reports:
             self._run_id,
             worker_id,
             waits_for,
-            f"; the first to fail was {first.text}" if first is not None else "",
+            f"; the first to fail was {first[0]}" if first is not None else "",
         )
 
     def _lost_members(self) -> list[str]:
@@ -85,11 +78,11 @@ class Reports:
                 self._membership.wait_for(lambda view: set(members) - view.workers.keys() or None, 1.0, "the loss of a worker")
         return [member for member in members if member not in self._membership.view.workers]
 
-    def _first_failure(self) -> EventRecord | None:
-        """Return the report of the first peer that failed with an error."""
+    def _first_failure(self) -> tuple[str, WorkerFailed] | None:
+        """Return text and report of the first peer that failed with an error."""
         formation = self._formation()
         peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
         with contextlib.suppress(EtcdError):
             events = self._membership.past_events() if peers else []
-            return next((e for e in events if e.kind == "error" and e.data.get("worker_id") in peers), None)
+            return next(((r.text, failed) for r, failed in events_of(events, WorkerFailed) if failed.worker_id in peers), None)
         return None

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
 from lightning_dlrover.rdzv.job.records import JobRecord, RecordError
 from lightning_dlrover.rdzv.live.member import Formation, MembershipError
 from lightning_dlrover.rdzv.live.membership import Membership
@@ -66,7 +67,7 @@ class JobStanding:
         except (EtcdError, RecordError) as error:
             log.warning("run %s: could not record that no worker can join: %s", self._run_id, error)
         if reason:
-            self._membership.event("unjoinable", f"no worker can join: {reason}"[:500], {"reason": reason[:1000]})
+            self._membership.event(StateClosed(reason[:1000]), f"no worker can join: {reason}"[:500])
 
     def consequence_of_refusal(self) -> str:
         """See `World.consequence_of_refusal`."""
@@ -151,7 +152,7 @@ class JobStanding:
             )
             self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
             if formation is not None and formation.rank == 0:
-                self._membership.event("finished", f"finished after {num_steps} steps", {"global_step": num_steps})
+                self._membership.event(FitFinished(num_steps), f"finished after {num_steps} steps")
                 self._membership.flush()
         except (EtcdError, RecordError) as error:
             # The work is done. An outage of etcd now, or garbage in it, must not turn it into a failure.

@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -59,6 +58,7 @@ from lightning_dlrover.rdzv.group.reports import Reports
 from lightning_dlrover.rdzv.group.standing import JobStanding
 from lightning_dlrover.rdzv.group.transfer import Packed
 from lightning_dlrover.rdzv.group.votes import Vote
+from lightning_dlrover.rdzv.job.events import Event, StateKept
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
@@ -328,7 +328,7 @@ class World:
         if first == self.worker_id:
             num_bytes = self._left_state.write(step, packed)
             text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"
-            self.event("kept", text, {"global_step": step, "bytes": num_bytes})
+            self.event(StateKept(step, num_bytes), text)
 
     def leave(self) -> None:
         """Leave the process group and remove this worker from the job's records."""
@@ -350,9 +350,9 @@ class World:
         """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
         drain_on_sigterm(self.membership, self.config.wait_timeout_s)
 
-    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+    def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""
-        self.membership.event(kind, text, data)
+        self.membership.event(event, text)
 
     def report_error(self, error: BaseException) -> None:
         """Report to the job and to the agent why this worker is about to fail, and to the user which worker failed first."""

@@ -7,19 +7,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import is_loopback
-from lightning_dlrover.rdzv.etcd.operations import Put, absent
-from lightning_dlrover.rdzv.job.records import (
-    HISTORY_TTL_S,
-    JobRecord,
-    Keys,
-    RecordError,
-    RoundRecord,
-    WorkerRecord,
-    decode,
-    encode,
-)
+from lightning_dlrover.rdzv.etcd.operations import absent
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, JobRecord, RecordError, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.member import MembershipError
 from lightning_dlrover.rdzv.live.rounds import Patience
 
@@ -46,34 +37,33 @@ class MembershipConfig:
     patience: Patience = field(default_factory=Patience)
 
 
-def enter_job(client: EtcdClient, keys: Keys, config: MembershipConfig) -> None:
+def enter_job(journal: Journal, config: MembershipConfig) -> None:
     """Create the job's record if there is none, and check that this worker may join.
 
     Raises:
         JobClosedError: the job has ended.
         MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
     """
-    entry = client.get(keys.job)
-    if entry is None:
-        job = JobRecord(
-            phase="starting",
-            live=True,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            version=config.version,
-            created_at=time.time(),
-        )
-        client.txn([absent(keys.job)], [Put(keys.job, encode(job))])
-        entry = client.get(keys.job)
-    if entry is None:
-        raise MembershipError(f"run {config.run_id!r}: {keys.job!r} vanished while joining; start the worker again")
+    keys = journal.keys
     try:
-        job = decode(JobRecord, entry.value, keys.job)
-        if (round_entry := client.get(keys.round)) is not None:
-            decode(RoundRecord, round_entry.value, keys.round)
+        job = journal.get(JobRecord, keys.job).record
+        if job is None:
+            first = JobRecord(
+                phase="starting",
+                live=True,
+                min_workers=config.min_workers,
+                max_workers=config.max_workers,
+                version=config.version,
+                created_at=time.time(),
+            )
+            journal.fenced_write({keys.job: first}, [absent(keys.job)])
+            job = journal.get(JobRecord, keys.job).record
+        if job is None:
+            raise MembershipError(f"run {config.run_id!r}: {keys.job!r} vanished while joining; start the worker again")
+        journal.get(RoundRecord, keys.round)
     except RecordError as error:
         raise MembershipError(f"run {config.run_id!r} cannot be joined: {error}") from error
-    if job.unfinished_fit and not client.get_prefix(keys.workers)[1]:
+    if job.unfinished_fit and not journal.client.get_prefix(keys.workers)[1]:
         raise MembershipError(
             f"run {config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
             "only the first can be resumed; start a new run with another --rdzv-id"

@@ -56,12 +56,7 @@ class Write:
 
     def may_succeed(self, entries: Entries) -> bool:
         """Whether its conditions hold in this copy of the records."""
-        for compare in self.compare:
-            entry = entries.get(compare.key)
-            revision = (entry.create_revision if compare.target == "create" else entry.mod_revision) if entry else 0
-            if not (revision > compare.revision if compare.result == "greater" else revision == compare.revision):
-                return False
-        return True
+        return all(compare.holds(entries.get(compare.key)) for compare in self.compare)
 
 
 class Convener:
@@ -98,7 +93,7 @@ class Convener:
             return None
         proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
         current = entries.get(self._keys.round)
-        guard = modified(self._keys.round) == current.mod_revision if current else absent(self._keys.round)
+        guard = modified(self._keys.round) == (current.mod_revision if current else 0)
         fence = created(self._keys.convener) == election.create_revision
         return Write("round", (fence, guard), (Put(self._keys.round, encode(proposal)),), proposal)
 

@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import (
@@ -26,12 +26,9 @@ from lightning_dlrover.rdzv.etcd.errors import (
     EtcdUnavailableError,
 )
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    KeyValue,
-    Put,
-    absent,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, read, readable
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     CheckpointRequest,
@@ -47,7 +44,6 @@ from lightning_dlrover.rdzv.job.records import (
     StacksRequest,
     WorkerRecord,
     WorkerState,
-    decode,
     encode,
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
@@ -111,7 +107,8 @@ class Membership:
         self._view_since = time.monotonic()
         self._buried: set[str] = set()  # workers that this one has buried
         self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and its view
-        self._outbox = Outbox(client, self.keys, self.worker_id)
+        self._journal = Journal(client, self.keys)
+        self._outbox = Outbox(self._journal, self.worker_id)
         self._closing = False
         self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
         self._convener = Convener(self.keys, self.worker_id, self._own.lease.id, config.patience)
@@ -128,7 +125,7 @@ class Membership:
             JobClosedError: the job has ended.
             MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
         """
-        enter_job(self._client, self.keys, self._config)
+        enter_job(self._journal, self._config)
         self._refresh()
         refuse_loopback(self._config, self._view.workers.values())
         state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
@@ -192,11 +189,10 @@ class Membership:
         Every worker does this as it closes, possibly several at once. If all were killed, the records expire with their common
         lifetime.
         """
-        entry = self._client.get(self.keys.job)
-        with contextlib.suppress(RecordError):
-            if entry is not None and decode(JobRecord, entry.value, entry.key).phase in ("finished", "failed"):
-                self._client.delete(self.keys.plan)
-                self._client.delete_prefix(self.keys.drains)
+        job = self._journal.get(JobRecord, self.keys.job, readable).record
+        if job is not None and job.phase in ("finished", "failed"):
+            self._client.delete(self.keys.plan)
+            self._client.delete_prefix(self.keys.drains)
 
     # --- views and waiting ---------------------------------------------------------------------------------------------
 
@@ -280,48 +276,44 @@ class Membership:
         """
         self._own.drain(reason)
 
-    def event(self, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
+    def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""
-        self._outbox.add_event(kind, text, data)
+        self._outbox.add(record_of(event, text))
 
     def flush(self) -> None:
         """Write queued events now."""
         self._outbox.write()
 
-    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
+    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> None:
         """Compare-and-swap the job record until `change` of its newest version is stored."""
-        return self._swap(self.keys.job, JobRecord, lambda job: change(job) if job else None)
+        self._swap(JobRecord, self.keys.job, lambda job: change(job) if job else None)
 
-    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
         """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
-        return self._swap(self.keys.plan, PlanRecord, change)
+        self._swap(PlanRecord, self.keys.plan, change)
 
     def put_checkpoint(self, record: CheckpointRecord) -> None:
-        self._swap(self.keys.checkpoint, CheckpointRecord, lambda _: record)
+        self._swap(CheckpointRecord, self.keys.checkpoint, lambda _: record)
 
     def checkpoint_request(self) -> int:
         """Return the number of the newest checkpoint request, 0 if there is none."""
-        entry = self._mirror.snapshot().get(self.keys.checkpoint_request)
-        with contextlib.suppress(RecordError):
-            return decode(CheckpointRequest, entry.value, entry.key).number if entry is not None else 0
-        return 0
+        request = readable(CheckpointRequest, self._mirror.get(self.keys.checkpoint_request))
+        return request.number if request is not None else 0
 
     def ask_for_checkpoint(self, reason: str) -> None:
         """Ask all workers to save a checkpoint between two steps."""
         self._swap(
-            self.keys.checkpoint_request,
             CheckpointRequest,
+            self.keys.checkpoint_request,
             lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
         )
 
     def newest_job(self) -> JobRecord | None:
         """Read the job's record from etcd, bypassing the view."""
-        entry = self._client.get(self.keys.job)
-        return decode(JobRecord, entry.value, entry.key) if entry else None
+        return self._journal.get(JobRecord, self.keys.job).record
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
-        entry = self._client.get(self.keys.checkpoint)
-        return decode(CheckpointRecord, entry.value, entry.key) if entry else None
+        return self._journal.get(CheckpointRecord, self.keys.checkpoint).record
 
     def put_search(self, number: int, record: SearchRecord) -> None:
         """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
@@ -331,8 +323,7 @@ class Membership:
 
     def search(self, number: int) -> SearchRecord | None:
         """Return the result of the script's search with this number, None before there is one."""
-        entry = self._mirror.snapshot().get(f"{self.keys.searches}{number}")
-        return decode(SearchRecord, entry.value, entry.key) if entry is not None else None
+        return read(SearchRecord, self._mirror.get(f"{self.keys.searches}{number}"))
 
     def has_controller(self) -> bool:
         return self._mirror.get(self.keys.controller) is not None
@@ -347,33 +338,23 @@ class Membership:
     @property
     def nodes(self) -> NodesRecord | None:
         """A controller's record of the job's nodes; None if there is none or it cannot be read."""
-        entry = self._mirror.snapshot().get(self.keys.nodes)
-        with contextlib.suppress(RecordError):
-            return decode(NodesRecord, entry.value, entry.key) if entry is not None else None
-        return None
+        return readable(NodesRecord, self._mirror.get(self.keys.nodes))
 
     def past_events(self) -> list[EventRecord]:
         """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
-        events = []
-        for entry in sorted(self._client.get_prefix(self.keys.events)[1], key=lambda e: e.key):
-            with contextlib.suppress(RecordError):
-                events.append(decode(EventRecord, entry.value, entry.key))
-        return events
+        return self._journal.events()
 
     def replace(self, worker_id: str, reason: str) -> bool:
         """Request a worker's replacement; False if it is gone or was drained already."""
-        return ask_for_replacement(self._client, self.keys, worker_id, reason)
+        return ask_for_replacement(self._journal, worker_id, reason)
 
     def stacks_request(self) -> StacksRequest | None:
         """Return the newest request for stack traces, None if there is none."""
-        entry = self._mirror.snapshot().get(self.keys.stacks_request)
-        with contextlib.suppress(RecordError):
-            return decode(StacksRequest, entry.value, entry.key) if entry is not None else None
-        return None
+        return readable(StacksRequest, self._mirror.get(self.keys.stacks_request))
 
     def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
         """Request a stack trace from every worker; see `ask_for_stacks`."""
-        return ask_for_stacks(self._client, self.keys, self.worker_id, reason, after)
+        return ask_for_stacks(self._journal, self.worker_id, reason, after)
 
     def put_stacks(self, record: StacksRecord) -> None:
         """Publish this worker's stack traces, bound to its lease."""
@@ -381,7 +362,7 @@ class Membership:
 
     def stacks(self, request: int) -> dict[str, StacksRecord]:
         """Return the responses to a request so far, by worker."""
-        answers = read_stacks(self._client, self.keys)
+        answers = read_stacks(self._journal)
         return {worker: answer for worker, answer in answers.items() if answer.request == request}
 
     def put_profile(self, payload: bytes) -> None:
@@ -405,7 +386,7 @@ class Membership:
     def _refresh(self) -> None:
         def bad(key: str, error: RecordError) -> None:
             log.error("run %s: ignored a record: %s", self._config.run_id, error)
-            self.event("error", f"ignored a record: {error}", {"key": key})
+            self.event(RecordIgnored(key), f"ignored a record: {error}")
 
         self._dirty = False
         entries = self._mirror.snapshot()
@@ -466,16 +447,6 @@ class Membership:
         decided_s = round(time.monotonic() - self._view_since, 3)
         announce(view, round_, decided_s, self._buried, self.event)
 
-    def _swap(self, key: str, record_type: type[R], change: Callable[[R | None], R | None]) -> R:
-        for _ in range(100):
-            entry = self._client.get(key)
-            current = decode(record_type, entry.value, key) if entry else None
-            updated = change(current)
-            if updated is None or updated == current:
-                if current is None:
-                    raise MembershipError(f"run {self._config.run_id!r}: {key!r} does not exist")
-                return current
-            compare = modified(key) == entry.mod_revision if entry else absent(key)
-            if self._client.txn([compare], [Put(key, encode(updated))]).succeeded:
-                return updated
-        raise MembershipError(f"run {self._config.run_id!r}: {key!r} was changed by others 100 times in a row while writing it")
+    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> None:
+        if self._journal.swap(record_type, key, change).record is None:
+            raise MembershipError(f"run {self._config.run_id!r}: {key!r} does not exist")

@@ -136,7 +136,7 @@ class OwnRecord:
             # A worker that waits for admission misses nothing while it is away.
             if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
                 return False
-        nobody_went_on = modified(self._keys.round) == entry.mod_revision if entry else absent(self._keys.round)
+        nobody_went_on = modified(self._keys.round) == (entry.mod_revision if entry else 0)
         lease = self._client.lease(self._lease_ttl_s)
         ops = [Put(self.key, encode(self._record), lease.id)]
         if self._drain_reason:

@@ -15,6 +15,7 @@ from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.transfer import pack
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import FitFinished
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import WorldError
 
@@ -33,7 +34,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "close_to_joiners": ("",),
     "compared": (lambda: Purpose("test"),),
     "connect": (RoundRecord(1, [], "", "start", planned=True), "name", []),
-    "event": ("kind", "text", {}),
+    "event": (FitFinished(3), "text"),
     "finish": (3,),
     "guard": (None,),
     "has_finished_fit": (1,),

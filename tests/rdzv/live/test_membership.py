@@ -19,6 +19,8 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Put,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job import journal
+from lightning_dlrover.rdzv.job.events import UnknownEvent
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
@@ -29,7 +31,6 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live import outbox
 from lightning_dlrover.rdzv.live.admission import (
     JobClosedError,
     MembershipConfig,
@@ -432,7 +433,7 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
 def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     (worker,) = job_of(start, 1)
     for number in range(5):
-        worker.membership.event("test", str(number))
+        worker.membership.event(UnknownEvent({}, "test"), str(number))
     worker.membership.flush()
     texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
     assert texts == [str(number) for number in range(5)]
@@ -449,12 +450,12 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
 
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_EVENTS", 20)
+    monkeypatch.setattr(journal, "MAX_EVENTS", 20)
     workers = job_of(start, 2)
     keys = workers[0].membership.keys
     for number in range(60):
         workers[0].client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
-    workers[1].membership.event("test", "newest")
+    workers[1].membership.event(UnknownEvent({}, "test"), "newest")
     workers[1].membership.flush()
     texts = [event.text for event in workers[1].membership.past_events()]
     assert len(texts) <= 22  # two workers may write at the same time

@@ -1,0 +1,384 @@
+"""The lines of a job's history by kind: what each one holds, and its form in `EventRecord.data`.
+
+Workers of a newer release may write kinds that this one does not know, and fields beside the known ones. Both are kept in etcd
+and in the run folder as they are; a reader gets an `UnknownEvent`, or the fields that it knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, from_fields
+
+__all__ = [
+    "DecisionMade",
+    "Event",
+    "FitFinished",
+    "FitResumed",
+    "HangFound",
+    "JobFailed",
+    "MemoryShort",
+    "NodeMemoryShort",
+    "NodesHeldUp",
+    "OutcomeJudged",
+    "PlannerEvent",
+    "RecordIgnored",
+    "RoundFormed",
+    "SettingsApplied",
+    "SizeRequested",
+    "SnapshotCompleted",
+    "SnapshotLost",
+    "StateClosed",
+    "StateKept",
+    "StateRolledBack",
+    "StragglerFound",
+    "TablesMoved",
+    "TrainingStalled",
+    "UnknownEvent",
+    "WindowMeasured",
+    "WorkerFailed",
+    "WorkerLost",
+    "content_of",
+    "events_of",
+    "record_of",
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the history, apart from its time and its sentence for people. A field that is None is not written."""
+
+    KIND: ClassVar[str]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The fields as `EventRecord.data` holds them."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+E = TypeVar("E", bound=Event)
+
+# --- rounds and workers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoundFormed(Event):
+    KIND = "round"
+    number: int
+    members: list[str]
+    kind: str  # RoundRecord.kind
+    planned: bool = False
+    reason: str = ""
+    cause: dict[str, list[str]] = field(default_factory=dict)  # see `rounds.cause`
+    decided_s: float = 0.0  # seconds from the last change of the records to the write of the round
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    KIND = "loss"
+    worker_id: str
+    round: int = 0  # newest round with the worker
+    evidence: str = ""
+    decided_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingStalled(Event):
+    """The job's pause between two steps for a change of the workers."""
+
+    KIND = "stall"
+    round: int
+    seconds: float
+    kind: str = ""  # RoundRecord.kind
+    workers_before: int = 0
+    workers_after: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    KIND = "error"
+    worker_id: str
+    rank: int = 0
+    traceback: str = ""
+    at: float = 0.0  # time on the worker's clock
+
+
+@dataclass(frozen=True)
+class RecordIgnored(Event):
+    KIND = "error"
+    key: str
+
+
+@dataclass(frozen=True)
+class JobFailed(Event):
+    KIND = "error"
+
+
+@dataclass(frozen=True)
+class StateClosed(Event):
+    """The state cannot be handed over to joiners any more."""
+
+    KIND = "unjoinable"
+    reason: str
+
+
+# --- plans and nodes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SizeRequested(Event):
+    """A plan made by hand."""
+
+    KIND = "scale"
+    num_workers: int
+    source: str
+    loader_workers: int | None = None
+    intra_op_threads: int | None = None
+    prefetch_factor: int | None = None
+    node_cpus: int | None = None
+    node_memory_mb: int | None = None
+
+
+@dataclass(frozen=True)
+class SettingsApplied(Event):
+    KIND = "settings"
+    loader_workers: list[int]  # one per loader
+    prefetch_factor: list[int]
+    intra_op_threads: int
+    before: dict[str, Any]
+    seconds: float
+    refused: str
+
+
+@dataclass(frozen=True)
+class NodesHeldUp(Event):
+    KIND = "nodes"
+
+
+@dataclass(frozen=True)
+class PlannerEvent(Event):
+    """Figures of `perf/` or `planner/`, as their own dataclasses write and read them."""
+
+    document: dict[str, Any]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.document
+
+
+@dataclass(frozen=True)
+class WindowMeasured(PlannerEvent):
+    """A `StepProfile`."""
+
+    KIND = "profile"
+
+
+@dataclass(frozen=True)
+class DecisionMade(PlannerEvent):
+    """A `Decision`."""
+
+    KIND = "decision"
+
+
+@dataclass(frozen=True)
+class OutcomeJudged(PlannerEvent):
+    """An `Outcome`."""
+
+    KIND = "outcome"
+
+
+# --- findings of the watchdog -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HangFound(Event):
+    KIND = "hang"
+    request: int  # number of the request for stacks
+    asked_by: str
+    reason: str
+    workers: list[dict[str, Any]]  # fields of each StacksRecord; `stack` is the index of its stack
+    missing: list[str]  # workers without an answer
+    stacks: list[str]
+
+
+@dataclass(frozen=True)
+class StragglerFound(Event):
+    KIND = "straggler"
+    worker_id: str
+    act: str
+    why: str
+    round: int
+    step: int
+    saved_s: float
+    cost_s: float
+    # See `planner.stragglers.Straggler`.
+    global_rank: int
+    part: str
+    own_s: float
+    others_s: float
+    ratio: float
+    lost_s: float
+    step_time_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class MemoryShort(Event):
+    """A worker is about to run out of memory."""
+
+    KIND = "memory"
+    worker_id: str
+    round: int
+    step: int
+    # See `planner.memory_growth.Remedy` and `MemoryForecast`.
+    act: str
+    reason: str
+    num_workers: int
+    node_memory_bytes: int
+    level_bytes: int
+    grown_bytes: int
+    limit_bytes: int
+    bytes_per_step: float
+    steps_left: float
+    earliest_steps_left: float
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class NodeMemoryShort(Event):
+    """A node was killed for want of memory."""
+
+    KIND = "memory"
+    act: str
+    node: str
+    node_memory_mb: int
+
+
+# --- state --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateKept(Event):
+    """The state was left in a host's memory."""
+
+    KIND = "kept"
+    global_step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FitResumed(Event):
+    KIND = "resume"
+    global_step: int
+
+
+@dataclass(frozen=True)
+class StateRolledBack(Event):
+    KIND = "rollback"
+    round: int
+    batch: int
+    batches: int  # batches to do again
+
+
+@dataclass(frozen=True)
+class FitFinished(Event):
+    KIND = "finished"
+    global_step: int
+
+
+@dataclass(frozen=True)
+class TablesMoved(Event):
+    KIND = "reshard"
+    round: int
+    values_moved: int
+    values: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SnapshotCompleted(Event):
+    """The first snapshot of a round is complete."""
+
+    KIND = "snapshot"
+    round: int
+    bytes_rank_0: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class SnapshotLost(Event):
+    KIND = "snapshot"
+    round: int
+    batch: int
+    lost: list[str]  # workers whose parts no worker has
+
+
+# --- encoding -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnknownEvent(PlannerEvent):
+    """An event of a kind that this release does not know."""
+
+    kind: str
+
+
+_ALL: tuple[type[Event], ...] = (
+    *(RoundFormed, WorkerLost, TrainingStalled, WorkerFailed, RecordIgnored, JobFailed, StateClosed),
+    *(SizeRequested, SettingsApplied, NodesHeldUp, WindowMeasured, DecisionMade, OutcomeJudged),
+    *(HangFound, StragglerFound, MemoryShort, NodeMemoryShort),
+    *(StateKept, FitResumed, StateRolledBack, FitFinished, TablesMoved, SnapshotCompleted, SnapshotLost),
+)
+_TYPES = {kind: [known for known in _ALL if kind == known.KIND] for kind in {known.KIND for known in _ALL}}
+
+
+def record_of(event: Event, text: str, at: float | None = None) -> EventRecord:
+    """Return the record of an event.
+
+    Args:
+        text: sentence for people.
+        at: seconds since the epoch; None: now.
+    """
+    kind = event.kind if isinstance(event, UnknownEvent) else event.KIND
+    return EventRecord(kind, time.time() if at is None else at, text, event.data)
+
+
+def content_of(record: EventRecord) -> Event:
+    """Return the event that a record holds; an `UnknownEvent` if its kind is unknown.
+
+    Raises:
+        RecordError: a field is missing, or has another type.
+    """
+    types = _TYPES.get(record.kind)
+    if types is None:
+        return UnknownEvent(record.data, record.kind)
+    if issubclass(types[0], PlannerEvent):
+        return types[0](record.data)
+    # Several events may share a kind. The first one whose required fields are all there is meant.
+    meant = next((known for known in types if _required(known) <= record.data.keys()), types[0])
+    fields = {f.name: record.data[f.name] for f in dataclasses.fields(meant) if f.name in record.data}
+    return from_fields(meant, fields, f"an event of kind {record.kind!r}")
+
+
+def events_of(records: Iterable[EventRecord], event_type: type[E]) -> Iterator[tuple[EventRecord, E]]:
+    """Yield the events of one type with their records. Those that cannot be read are left out."""
+    kinds = {known.KIND for known in _ALL if issubclass(known, event_type)}
+    for record in records:
+        if record.kind in _TYPES and record.kind not in kinds:
+            continue
+        try:
+            event = content_of(record)
+        except RecordError:
+            continue
+        if isinstance(event, event_type):
+            yield record, event
+
+
+def _required(event_type: type[Event]) -> set[str]:
+    missing = dataclasses.MISSING
+    return {f.name for f in dataclasses.fields(event_type) if f.default is missing and f.default_factory is missing}

@@ -1,0 +1,192 @@
+"""Read and write a job's records in etcd: the one place for compare-and-swap, fenced writes, elections and the history.
+
+Workers, agents, controllers and commands all call etcd synchronously, so one object serves them all. Three kinds of writes are
+transactions of their own elsewhere, because another step than "read again and repeat" follows their failure:
+
+- `live/convener.py` decides on a mirror's copy of all records, and its writes are valid for that copy's revision only.
+- `OwnRecord` and `Registration` have one writer, bound to a lease: a failed write means that the lease may be lost.
+- Deletions at the end of a process or of a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, absent, modified
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RecordError, decode, encode
+
+__all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable"]
+
+R = TypeVar("R")
+Reader = Callable[[type[R], KeyValue | None], R | None]
+
+CONTENTION_S = 30.0
+"""Seconds to compete with other writers of a record."""
+
+RETRY_PAUSE_S = 0.1
+"""Seconds between two attempts while etcd does not answer. A full etcd refuses writes at once."""
+
+MAX_EVENTS = 4000
+"""Maximum number of events kept per job; the oldest are removed first."""
+
+TRIM_EVERY = 50
+"""Events that a process writes between two removals of the oldest ones. It also trims with its first event, because many
+processes write only a few."""
+
+
+class FenceLostError(EtcdError):
+    """The condition under which this process may write no longer holds."""
+
+
+class ContentionError(EtcdError):
+    """Other processes changed a record each time before this one could write it."""
+
+
+class Found(NamedTuple, Generic[R]):
+    """A record and the revision of its last write. None and 0: there is none."""
+
+    record: R | None
+    revision: int
+
+
+def read(record_type: type[R], entry: KeyValue | None) -> R | None:
+    """Return the record of an entry, None if there is no entry.
+
+    Raises:
+        RecordError: the entry holds another value.
+    """
+    return decode(record_type, entry.value, entry.key) if entry is not None else None
+
+
+def readable(record_type: type[R], entry: KeyValue | None) -> R | None:
+    """Return the record of an entry, None if there is no entry or it holds another value."""
+    try:
+        return read(record_type, entry)
+    except RecordError:
+        return None
+
+
+def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:
+    """Return events in the order of their keys. A foreign value under our prefix must not hide the rest of the history."""
+    ordered = sorted(entries, key=lambda entry: entry.key)
+    return [event for entry in ordered if (event := readable(EventRecord, entry)) is not None]
+
+
+class Journal:
+    """The records of one job."""
+
+    def __init__(self, client: EtcdClient, keys: Keys) -> None:
+        self.client = client
+        self.keys = keys
+        self._num_appended = 0
+
+    def get(self, record_type: type[R], key: str, read: Reader[R] = read) -> Found[R]:
+        """Read a record.
+
+        Args:
+            read: another way to read an entry, such as `readable`.
+
+        Raises:
+            RecordError: the key holds another value.
+        """
+        entry = self.client.get(key)
+        return Found(read(record_type, entry), entry.mod_revision if entry is not None else 0)
+
+    def swap(
+        self,
+        record_type: type[R],
+        key: str,
+        change: Callable[[R | None], R | None],
+        fence: Sequence[Compare] = (),
+        read: Reader[R] = read,
+        timeout_s: float | None = None,
+    ) -> Found[R]:
+        """Write `change` of a record's newest version, with no other write in between; return the resulting record.
+
+        If the answer to a write was lost and another process has written since, `change` is applied twice.
+
+        Args:
+            change: returns None, or the record as it is, to leave it unchanged.
+            fence: conditions without which nothing may be written.
+            read: another way to read an entry, such as `readable`.
+            timeout_s: seconds to repeat writes, also while etcd does not answer. None: an unreachable or full etcd is an error
+                at once, because training must not wait for it.
+
+        Raises:
+            RecordError: the key holds another value.
+            FenceLostError: a condition of `fence` does not hold.
+            ContentionError: other processes wrote first until the timeout.
+            EtcdUnavailableError: etcd does not answer; the record may or may not have been written.
+        """
+        limit_s = CONTENTION_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        lost: dict[bytes, R] = {}  # writes without an answer
+        while True:
+            try:
+                entry = self.client.get(key)
+                if entry is not None and entry.value in lost:
+                    return Found(lost[entry.value], entry.mod_revision)
+                now = Found(read(record_type, entry), entry.mod_revision if entry is not None else 0)
+                updated = change(now.record)
+                if updated is None or updated == now.record:
+                    return now
+                value = encode(updated)
+                may_arrive_late = value in lost
+                lost[value] = updated
+                done = self.client.txn(
+                    [*fence, modified(key) == now.revision], [Put(key, value)], [Get(each.key) for each in fence]
+                )
+            except EtcdUnavailableError:
+                if timeout_s is None or time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_PAUSE_S)
+                continue
+            if done.succeeded:
+                return Found(updated, done.revision)
+            if not may_arrive_late:
+                del lost[value]
+            seen = {entry.key: entry for entry in done.values}
+            if not all(each.holds(seen.get(each.key)) for each in fence):
+                raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
+            if time.monotonic() >= deadline:
+                raise ContentionError(
+                    f"{key!r} was not written: others have changed it for {limit_s:g} s, each time before this process could; "
+                    "end the program that keeps writing it"
+                )
+
+    def fenced_write(self, records: Mapping[str, Any], fence: Sequence[Compare]) -> bool:
+        """Write records by key, all or none, while every condition holds. Return whether they were written.
+
+        Raises:
+            EtcdUnavailableError: etcd does not answer; they may or may not have been written.
+        """
+        return self.client.txn(fence, [Put(key, encode(record)) for key, record in records.items()]).succeeded
+
+    def claim(self, key: str, value: bytes, lease_id: int) -> int:
+        """Bind a free election key to a lease. Return its create revision if that lease holds it now, else 0."""
+        self.client.txn([absent(key)], [Put(key, value, lease_id)])
+        entry = self.client.get(key)  # the holder, even if the transaction's first answer was lost
+        return entry.create_revision if entry is not None and entry.lease_id == lease_id else 0
+
+    def append(self, event: EventRecord, writer: str, fence: Sequence[Compare] = ()) -> bool:
+        """Add a line to the job's history while every condition holds. Return whether it was added.
+
+        Raises:
+            EtcdUnavailableError: etcd does not answer; the line may or may not have been added.
+        """
+        if not self.fenced_write({f"{self.keys.events}{time.time_ns():020d}-{writer}": event}, fence):
+            return False
+        self._num_appended += 1
+        if self._num_appended % TRIM_EVERY == 1:
+            with contextlib.suppress(EtcdError):  # a later line removes them
+                self.client.trim_prefix(self.keys.events, MAX_EVENTS)
+        return True
+
+    def events(self) -> list[EventRecord]:
+        """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
+        return read_events(self.client.get_prefix(self.keys.events)[1])
