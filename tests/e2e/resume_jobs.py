@@ -74,7 +74,7 @@ class JoinedInARoundAfterALoss(SavesTogether):
     """Lets a test kill a worker after the round that admits another one has formed, or inside the hook."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.live is not None and not self.live.is_saving:
+        if self.live is not None and not self.live.position.is_saving:
             self.recorder.moment("hook")  # while the state for a joiner is captured
         super().on_save_checkpoint(checkpoint)
 
