@@ -85,10 +85,6 @@ OF_OTHERS = {
 """Names of torch, torchmetrics and Python, and attributes that we set on objects of theirs."""
 
 
-HOLDERS = ("lightning_names.py", "strategy.py")
-"""Files with private names of Lightning. A strategy is derived from Lightning's own and overrides such names."""
-
-
 class Parabola:
     """The hooks of a module that a fit needs. The class for each package is derived from it and the package's own."""
 
@@ -197,7 +193,7 @@ def test_other_files_use_no_private_name_of_lightning() -> None:
     for file in sorted(package.rglob("*.py")):
         room = file.relative_to(package).parts[0]
         # The rendezvous and the nodes cannot import Lightning. The tables have torchrec's private names, in two files.
-        if room in ("components", "rdzv", "tables") or file.name in HOLDERS:
+        if room in ("components", "rdzv", "tables") or file.name in ("lightning_names.py", "strategy.py"):
             continue
         tree = ast.parse(file.read_text())
         used = {*private_names(tree)}
