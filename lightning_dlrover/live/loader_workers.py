@@ -350,10 +350,7 @@ class LoaderWorkers:
     def close(self) -> None:
         """End all loader workers."""
         self.discard()
-        feeds = (self._feed, *self._dismissed)
-        for feed in feeds:
-            feed.dismiss()
-        for feed in feeds:
+        for feed in (self._feed, *self._dismissed):
             feed.end()
         self._dismissed = []
 
