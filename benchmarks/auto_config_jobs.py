@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
-from lightning_dlrover.learn import analyst
-from lightning_dlrover.planner import autoscale, plan
+from lightning_dlrover.planner import autoscale, trial
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["GLOBAL_BATCH", "JOBS", "POLICIES"]
@@ -180,13 +179,12 @@ class Recorder(L.Callback):
 def forget_load() -> None:
     """Restore the policy from before load was an input: other programs are not noticed, and no trial is given up early."""
     setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
-    plan.FAR_OUT = math.inf
+    trial.FAR_OUT = math.inf
 
 
 def judge_by_windows() -> None:
     """Restore an earlier policy: a trial is given up after a whole window and a fit, if it is slower than its interval."""
-    setattr(callback.DLRoverCallback, "_is_failed_trial", lambda *_: False)  # noqa: B010
-    setattr(analyst.Analyst, "_retreat", lambda *_: False)  # noqa: B010
+    setattr(callback.DLRoverCallback, "_watch_trial", lambda *_: None)  # noqa: B010
     setattr(autoscale, "_break_even_s", lambda *_: None)  # noqa: B010
 
 

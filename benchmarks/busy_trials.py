@@ -43,7 +43,8 @@ from statistics import fmean, median
 from auto_config_jobs import POLICIES
 from jobs import AUTO_CONFIG_JOBS, START_TIMEOUT_S, STEP_TIMEOUT_S, LiveJob, Step, Workspace, describe_machine, result_line
 
-from lightning_dlrover.planner.plan import PROOF_S, STEPS_OF_PROOF, Decision, Settings
+from lightning_dlrover.planner.plan import Decision, Settings
+from lightning_dlrover.planner.trial import PROOF_S, STEPS_OF_PROOF
 
 NONE = "none"
 BAD = 1.5  # slowdown from which a trial is bad
@@ -120,6 +121,9 @@ def stints_of(steps: Sequence[Step], decisions: Sequence[Decision]) -> Stints:
             stints.append((settings, []))
         stints[-1][1].extend(on_the_way)
         on_the_way = []
+    changes = [decision.chosen for decision in decisions if decision.is_change]
+    if on_the_way and changes:
+        stints.append((changes[-1], on_the_way))  # the time has ended before the change
     return stints
 
 
@@ -308,16 +312,18 @@ class Burners:
 
 @contextlib.contextmanager
 def _job(space: Workspace, endpoint: str, name: str, policy: str, size: Size) -> Iterator[LiveJob]:
-    end = space.folder / f"{name}.end"
     plan_every_s = 0.0 if policy == NONE else size.plan_every_s
-    arguments = ["--job=deep", f"--window-s={size.window_s}", f"--plan-every-s={plan_every_s}", f"--until={end}"]
+    arguments = [
+        "--job=deep",
+        f"--window-s={size.window_s}",
+        f"--plan-every-s={plan_every_s}",
+        f"--until={space.folder / 'never'}",
+    ]
     if policy != NONE:
         arguments.append(f"--policy={policy}")
     with space.live_job(name, endpoint, "1:1", arguments, AUTO_CONFIG_JOBS) as job:
         job.environment["DLROVER_HISTORY"] = "off"
-        yield job
-        end.touch()
-        job.wait_until_ended(STEP_TIMEOUT_S)
+        yield job  # it is ended by force: steps may take seconds
 
 
 def run(space: Workspace, endpoint: str, name: str, policy: str, load: Load, size: Size) -> Run:
