@@ -38,7 +38,7 @@ GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192}
 JOBS = ("dense", "embedding", "input")
 """Jobs that need different configurations."""
 
-POLICIES = ("ours", "windows", "careless")
+POLICIES = ("ours", "blind", "slow", "careless")
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -176,24 +176,25 @@ class Recorder(L.Callback):
             trainer.should_stop = bool(stop)
 
 
-def forget_load() -> None:
-    """Restore the policy from before load was an input: other programs are not noticed, and no trial is given up early."""
+def ignore_load() -> None:
+    """Hide other programs from the planner."""
     setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
-    trial.FAR_OUT = math.inf
 
 
-def judge_by_windows() -> None:
-    """Restore an earlier policy: a trial is given up after a whole window and a fit, if it is slower than its interval."""
+def give_up_by_windows() -> None:
+    """Give a trial up only after a whole window and a fit, if it is slower than its interval, as an earlier planner did."""
     setattr(callback.DLRoverCallback, "_watch_trial", lambda *_: None)  # noqa: B010
     setattr(autoscale, "_break_even_s", lambda *_: None)  # noqa: B010
 
 
 def main() -> None:
     options = Options.from_command_line()
-    if options.policy == "careless":
-        forget_load()
-    elif options.policy == "windows":
-        judge_by_windows()
+    if options.policy in ("blind", "slow", "careless"):
+        ignore_load()
+    if options.policy == "slow":
+        give_up_by_windows()
+    elif options.policy == "careless":
+        trial.FAR_OUT = math.inf  # no trial is given up
     L.seed_everything(7, verbose=False)
     module: L.LightningModule
     data: Dataset[Any]

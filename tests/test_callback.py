@@ -21,8 +21,8 @@ from lightning_dlrover.learn.analyst import Analyst
 from lightning_dlrover.live.training import remaining_batches
 from lightning_dlrover.observe.profiler import StepProfiler
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.planner import trial as trial_module
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation
 
@@ -198,7 +198,7 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
 
 
 def test_trial_of_threads_far_too_slow_is_given_up_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_module, "PROOF_S", 0.0)
+    monkeypatch.setattr(callback_module, "TrialWatch", lambda: TrialWatch(min_s=0.0))
     given_up: list[Decision] = []
     monkeypatch.setattr(Analyst, "give_up", lambda _, trial, step_s: given_up.append(trial))
     threads = torch.get_num_threads()

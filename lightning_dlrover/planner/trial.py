@@ -43,7 +43,8 @@ class TrialWatch:
     Windows judge all other trials: new workers and loader workers need some steps until they are at full speed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_steps: int = STEPS_OF_PROOF, min_s: float = PROOF_S) -> None:
+        self._min_steps, self._min_s = min_steps, min_s
         self._trial: Decision | None = None
         self._newest_s: deque[float] = deque()
 
@@ -60,11 +61,11 @@ class TrialWatch:
             return None
         newest_s = self._newest_s
         newest_s.append(step_s)
-        while len(newest_s) > STEPS_OF_PROOF and sum(newest_s) - newest_s[0] >= PROOF_S:
+        while len(newest_s) > self._min_steps and sum(newest_s) - newest_s[0] >= self._min_s:
             newest_s.popleft()
-        missing = [0.0] * (STEPS_OF_PROOF - len(newest_s))
+        missing = [0.0] * (self._min_steps - len(newest_s))
         usual_s = median([*missing, *newest_s])
-        return usual_s if sum(newest_s) >= PROOF_S and has_failed(trial, usual_s) else None
+        return usual_s if sum(newest_s) >= self._min_s and has_failed(trial, usual_s) else None
 
 
 def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float) -> Decision:
