@@ -48,6 +48,7 @@ from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.trial import PROOF_S, STEPS_OF_PROOF, TrialWatch
 
 NONE = "none"
+LASTING = ("careless", "slow")  # policies whose bad trials last
 BAD = 1.5  # slowdown from which a trial is bad
 STEPS_BEFORE = 50  # steps before a trial with which it is compared
 NUM_WINDOWS = 3  # windows that judge a trial which is not given up
@@ -250,17 +251,20 @@ def describe_proofs(tallies: Tallies, window_s: float) -> str:
     lines = []
     trial_s = NUM_WINDOWS * window_s
 
-    def runs(policy: str, odd: int) -> list[Run]:
-        return [run for (_, of), tally in tallies.items() if of == policy for run in tally.runs[odd::2]]
+    def runs(odd: int) -> tuple[list[Run], list[Run]]:
+        """Return the beginnings of all jobs, until their first change, and the jobs in which bad trials last."""
+        beginnings = [Run((), 0, run.stints[:1]) for tally in tallies.values() for run in tally.runs[odd::2]]
+        lasting = [run for (_, policy), tally in tallies.items() if policy in LASTING for run in tally.runs[odd::2]]
+        return beginnings, lasting
 
-    chosen = best_proof(runs(NONE, 0), runs("careless", 0), trial_s)
+    chosen = best_proof(*runs(0), trial_s)
     for title, proof in (("chosen in even rounds", chosen), ("in force", IN_FORCE)):
         for odd, name in enumerate(("even", "odd")):
-            alarms, total = false_alarms(runs(NONE, odd), proof, trial_s)
-            after = sorted(delays(runs("careless", odd), proof))
+            quiet, bad = runs(odd)
+            alarms, total = false_alarms(quiet, proof, trial_s)
             lines.append(
                 f"proof {title}: {proof.min_steps} steps and {proof.min_s:g} s; in {name} rounds {alarms} of {total} stretches "
-                f"without a change alarmed, {len(after)} bad trials given up after {after} steps"
+                f"without a change alarmed, bad trials given up after {sorted(delays(bad, proof))} steps"
             )
     return "\n".join(lines)
 
