@@ -56,6 +56,7 @@ def plan(
     field = Field.of(situation, model, limits, objective, memory, rules)
     search = _Search(situation, limits, objective, rules, field)
     index, explored, reason = search.choose()
+    home = search.best_measured() if explored else field.now
     if objective.budget is not None and field.cost_per_hour[field.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: what a GPU costs is unknown (gpu_hour)"
     return Decision(
@@ -64,7 +65,7 @@ def plan(
         current=field.settings[field.now],
         chosen=field.settings[index],
         reason=reason,
-        candidates=field.candidates(keep=(field.now, index)),
+        candidates=field.candidates(keep=(field.now, index, home)),
         observed_step_time_s=situation.current.step_time_s,
         predicted_step_time_s=float(field.step_s[index]),
         explored=explored,
@@ -77,7 +78,7 @@ def plan(
         node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
         node_memory_bytes=field.node_memory_bytes[index],
         break_even_s=_break_even_s(field, index) if explored else None,
-        fallback=field.settings[search.best_measured()] if explored else None,
+        fallback=field.settings[home] if explored else None,
     )
 
 
