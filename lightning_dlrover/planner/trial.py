@@ -15,7 +15,7 @@ FAR_OUT = 1.5
 """Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
 
 STEPS_OF_PROOF = 3
-PROOF_S = 0.2
+PROOF_S = 0.5
 """Minimum number and minimum duration of the newest steps whose median shows whether a trial has failed.
 
 On a shared core a step of any settings is slow now and then. Two slow steps are the median of three, whatever the third one.
