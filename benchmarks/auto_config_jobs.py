@@ -9,7 +9,6 @@ input      a small model with samples that are fetched (a wait) and decoded (a c
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import time
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
-from lightning_dlrover.learn import analyst
-from lightning_dlrover.planner import autoscale
+from lightning_dlrover.planner import autoscale, trial
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["GLOBAL_BATCH", "JOBS", "POLICIES"]
@@ -40,7 +38,7 @@ GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192}
 JOBS = ("dense", "embedding", "input")
 """Jobs that need different configurations."""
 
-POLICIES = ("ours", "windows", "careless")
+POLICIES = ("ours", "blind", "slow", "careless")
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -178,26 +176,25 @@ class Recorder(L.Callback):
             trainer.should_stop = bool(stop)
 
 
-def forget_load() -> None:
-    """Restore the policy from before load was an input: other programs are not noticed, and no trial is given up early."""
+def ignore_load() -> None:
+    """Hide other programs from the planner."""
     setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
-    # `planner.plan` is a function of that package, too.
-    setattr(importlib.import_module("lightning_dlrover.planner.plan"), "FAR_OUT", math.inf)  # noqa: B010
 
 
-def judge_by_windows() -> None:
-    """Restore an earlier policy: a trial is given up after a whole window and a fit, if it is slower than its interval."""
-    setattr(callback.DLRoverCallback, "_is_failed_trial", lambda *_: False)  # noqa: B010
-    setattr(analyst.Analyst, "_retreat", lambda *_: False)  # noqa: B010
+def give_up_by_windows() -> None:
+    """Give a trial up only after a whole window and a fit, if it is slower than its interval, as an earlier planner did."""
+    setattr(callback.DLRoverCallback, "_watch_trial", lambda *_: None)  # noqa: B010
     setattr(autoscale, "_break_even_s", lambda *_: None)  # noqa: B010
 
 
 def main() -> None:
     options = Options.from_command_line()
-    if options.policy == "careless":
-        forget_load()
-    elif options.policy == "windows":
-        judge_by_windows()
+    if options.policy in ("blind", "slow", "careless"):
+        ignore_load()
+    if options.policy == "slow":
+        give_up_by_windows()
+    elif options.policy == "careless":
+        trial.FAR_OUT = math.inf  # no trial is given up
     L.seed_everything(7, verbose=False)
     module: L.LightningModule
     data: Dataset[Any]

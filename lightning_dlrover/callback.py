@@ -43,7 +43,8 @@ from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
-from lightning_dlrover.planner.plan import PROOF_S, STEPS_OF_PROOF, Settings, has_failed
+from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.strategy import DLRoverStrategy
 from lightning_dlrover.watch.watchdog import (
     HangPatience,
@@ -109,6 +110,7 @@ class DLRoverCallback(Callback):
         self._intentions = Intentions(plan_every_s, objective, history_url(history))
         self._profiler: StepProfiler | None = None
         self._analyst: Analyst | None = None
+        self._trial_watch = TrialWatch()
         self._strategy: DLRoverStrategy | None = None
         self._watch: ForwardWatch | None = None  # records the first step
         self._descriptors = Descriptors()
@@ -151,12 +153,13 @@ class DLRoverCallback(Callback):
         profiler, strategy = self._profiler, self._strategy
         assert profiler is not None
         assert strategy is not None
-        profiler.step_ended(self._place(trainer, strategy), batches_done(trainer))
+        place = self._place(trainer, strategy)
+        profiler.step_ended(place, batches_done(trainer))
+        self._watch_trial(place, profiler.newest_step_s)
         if self._watch is not None:
             self._descriptors = self._watch.descriptors(_num_own_samples(_loader(trainer)))
             self._watch = None
-        is_due = profiler.age_s >= self._window_s and profiler.num_steps >= 3
-        if (is_due or self._is_failed_trial(profiler)) and (profile := self._close_window(trainer)):
+        if profiler.age_s >= self._window_s and profiler.num_steps >= 3 and (profile := self._close_window(trainer)):
             pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
         self._batch_ended = time.perf_counter()
 
@@ -188,18 +191,16 @@ class DLRoverCallback(Callback):
             self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
         return self._place_now
 
-    def _is_failed_trial(self, profiler: StepProfiler) -> bool:
-        """Whether the newest steps show that the settings on trial are far too slow. A whole window would take seconds."""
+    def _watch_trial(self, place: Place, step_s: float | None) -> None:
+        """Give a trial up once its steps are far too slow."""
         assert self._analyst is not None
-        assert self._place_now is not None
-        trial, place = self._analyst.trial, self._place_now
-        if trial is None:
-            return False
+        trial = self._analyst.trial
+        if trial is None or step_s is None:
+            return
         ahead = place.prefetch_factor if place.loader_workers else 0
-        if trial.chosen != Settings(place.num_workers, place.loader_workers, place.intra_op_threads, ahead):
-            return False
-        step_s = profiler.newest_step_s(STEPS_OF_PROOF, PROOF_S)
-        return step_s is not None and has_failed(trial, step_s)
+        settings = Settings(place.num_workers, place.loader_workers, place.intra_op_threads, ahead)
+        if (usual_s := self._trial_watch.step_ended(trial, settings, step_s)) is not None:
+            self._analyst.give_up(trial, usual_s)
 
     def _close_window(self, trainer: L.Trainer) -> StepProfile | None:
         assert self._profiler is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.profiler import StepProfiler
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation
 
@@ -197,18 +197,17 @@ def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monke
         assert place == record.number
 
 
-def test_window_of_a_trial_far_too_slow_ends_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Settings(1, 0, torch.get_num_threads(), 0)
-    before = Settings(1, 0, runs.intra_op_threads + 1, 0)
-    candidate = Candidate(runs, 1e-9, 1e-9, 1e-9, 1.0, 0.0, measured=False, feasible=True)
-    trial = Decision(1, 0.0, before, runs, "a trial", (candidate,), 1e-9, 1e-9, explored=True)
-    monkeypatch.setattr(callback_module, "PROOF_S", 0.0)
-    num_windows = []
-    for number, each in enumerate(
-        (None, trial, replace(trial, chosen=before, candidates=(replace(candidate, settings=before),)))
-    ):
-        monkeypatch.setattr(Analyst, "trial", each)
-        folder = tmp_path / str(number)
-        trainer(folder, DLRoverCallback(window_s=1000.0, plan_every_s=0), max_steps=20).fit(Model(), loader())
-        num_windows.append((folder / "metrics.csv").read_text().count("\n") - 1)
-    assert num_windows == [1, 7, 1]  # the last window ends with the fit, and so does the third one's
+def test_trial_of_threads_far_too_slow_is_given_up_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_module, "TrialWatch", lambda: TrialWatch(min_s=0.0))
+    given_up: list[Decision] = []
+    monkeypatch.setattr(Analyst, "give_up", lambda _, trial, step_s: given_up.append(trial))
+    threads = torch.get_num_threads()
+    for number, more in enumerate((0, 1)):
+        before, runs = Settings(1, 0, threads - 1, 0), Settings(1, 0, threads + more, 0)
+        candidate = Candidate(runs, 1e-9, 1e-9, 1e-9, 1.0, 0.0, measured=False, feasible=True)
+        trial = Decision(number, 0.0, before, runs, "a trial", (candidate,), 1e-9, 1e-9, explored=True)
+        monkeypatch.setattr(Analyst, "trial", trial)
+        callback = DLRoverCallback(window_s=1000.0, plan_every_s=0)
+        trainer(tmp_path / str(number), callback, max_steps=5).fit(Model(), loader())
+    # The first step has no duration, and two are needed. The second job does not run with the threads of its trial.
+    assert [trial.decision_id for trial in given_up] == [0, 0, 0]

@@ -39,13 +39,14 @@ from lightning_dlrover.learn.profile_log import (
 )
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.autoscale import plan, retreat
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, has_failed, outcome
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, outcome
 from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
+from lightning_dlrover.planner.trial import STEPS_OF_PROOF, has_failed, retreat
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import (
@@ -104,6 +105,14 @@ class _News:
     untunable: Collection[str]  # exceptions, by their names in `Settings`
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A trial with steps far too slow."""
+
+    trial: Decision
+    step_time_s: float
+
+
 class Analyst:
     """Background thread of one worker.
 
@@ -139,7 +148,7 @@ class Analyst:
         self._num_submitted = self._num_digested = 0
         self._last: Decision | None = None
         self._trial: Decision | None = None
-        self._inbox: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_News | _Failure | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
         self._thread.start()
 
@@ -168,6 +177,11 @@ class Analyst:
         self._num_submitted += 1
         self._inbox.put(_News(profile, remaining_samples, tunable, untunable))
 
+    def give_up(self, trial: Decision, step_time_s: float) -> None:
+        """Return from a failed trial without waiting for a window or a fit, which take seconds on a busy machine."""
+        self._num_submitted += 1
+        self._inbox.put(_Failure(trial, step_time_s))
+
     def close(self, end: Literal["running", "finished", "failed"], timeout_s: float = 10.0) -> Decision | None:
         """End the thread after it has processed all submitted windows. Return the last decision.
 
@@ -190,7 +204,10 @@ class Analyst:
         away = False
         while (news := self._inbox.get()) is not None:
             try:
-                self._digest(news)
+                if isinstance(news, _Failure):
+                    self._abandon(news)
+                else:
+                    self._digest(news)
                 away = False
             except EtcdError as error:
                 if not away:
@@ -235,8 +252,7 @@ class Analyst:
         is_time = has_failed or (waited and self._num_in_place >= WINDOWS_PER_DECISION)
         if every_s and is_time and not self._is_under_way(profile):
             self._planned_at = time.monotonic()
-            if not (has_failed and self._retreat(profile)):
-                self._plan(news)
+            self._plan(news)
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:
@@ -388,18 +404,21 @@ class Analyst:
 
         membership.update_plan(planned)
 
-    def _retreat(self, profile: StepProfile) -> bool:
-        """Leave a failed trial for settings that each worker can apply by itself. Returns whether it was left."""
-        membership, trial = self._membership, self._memory.decisions[-1]
+    def _abandon(self, failure: _Failure) -> None:
+        trial, membership = failure.trial, self._membership
         wish = membership.view.plan if membership is not None else None
-        if membership is None or wish is None or wish.decision_id != trial.decision_id or wish.source != "planner":
-            return False
-        if trial.home.num_workers != trial.chosen.num_workers:
-            return False
-        decision = retreat(trial, profile.step_time_s, decision_id=self._memory.next_id, at=time.time())
+        if membership is None or wish is None or self._memory.trial is not trial:
+            return
+        if wish.source != "planner" or wish.decision_id != trial.decision_id:
+            return  # something else is planned already
+        window = _window_of(trial.chosen, failure.step_time_s, self._memory.windows[-1])
+        self._memory.add(window)
+        self._log([window])
+        self._conclude(trial, failure.step_time_s)
+        self._place, self._planned_at = None, time.monotonic()
         followed = membership.has_controller()
+        decision = retreat(trial, failure.step_time_s, decision_id=self._memory.next_id, at=time.time())
         self._publish(decision, wish, by_hand=False, followed=followed, advice=None if followed else self._last)
-        return True
 
     def _judge(self, settings: Settings) -> None:
         """Record the outcome of the last change, after its settings have been measured."""
@@ -410,7 +429,10 @@ class Analyst:
         after = [w.step_time_s for w in self._memory.windows if settings_of(w) == settings and w.at > decision.at]
         if not after:
             return
-        found = outcome(decision, math.exp(sum(map(math.log, after)) / len(after)))
+        self._conclude(decision, math.exp(sum(map(math.log, after)) / len(after)))
+
+    def _conclude(self, decision: Decision, step_time_s: float) -> None:
+        found = outcome(decision, step_time_s)
         self._memory.outcomes.append(found)
         if self._membership is not None:
             self._membership.event(OutcomeJudged(dataclasses.asdict(found)), found.text)
@@ -459,6 +481,24 @@ class Analyst:
             descriptor=descriptor_of(windows[-1], self._node_cores),
         )
         self._history.record(entry, self._memory)
+
+
+def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> StepProfile:
+    """Return a window of a few steps whose parts were not measured."""
+    parts: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
+    return replace(
+        like,
+        num_steps=STEPS_OF_PROOF,
+        num_workers=settings.num_workers,
+        local_batch=math.ceil(like.global_batch / settings.num_workers),
+        loader_workers=settings.loader_workers,
+        intra_op_threads=settings.intra_op_threads,
+        prefetch_factor=settings.prefetch_factor,
+        step_time_s=step_time_s,
+        samples_per_s=like.global_batch / step_time_s,
+        at=time.time(),
+        **parts,
+    )
 
 
 def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 
@@ -92,6 +91,7 @@ class StepProfiler:
         self._times = times
         self._window: _Window | None = None
         self._last_end: float | None = None
+        self._newest_step_s: float | None = None
         self._paused_s = 0.0
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
@@ -121,13 +121,15 @@ class StepProfiler:
         self.resume()
         times = self._times
         window = self._window
+        if self._last_end is not None:
+            self._newest_step_s = max(0.0, now - self._last_end - self._paused_s)
         if window is None or window.place != place:
             self._window = _Window(place, step, now, cpu_use(self._memory.children), place.settling_steps - 1)
         elif window.to_settle:
             window.to_settle -= 1
             window.first_step, window.started = step, now
-        elif self._last_end is not None:
-            window.step_times_s.append(max(0.0, now - self._last_end - self._paused_s))
+        elif self._newest_step_s is not None:
+            window.step_times_s.append(self._newest_step_s)
             for part in PARTS:
                 window.parts[part] += getattr(times, f"{part}_s")
         times.reset()
@@ -137,19 +139,10 @@ class StepProfiler:
     def num_steps(self) -> int:
         return len(self._window.step_times_s) if self._window else 0
 
-    def newest_step_s(self, min_steps: int, min_s: float) -> float | None:
-        """Return the median of the window's newest steps: `min_steps` of them, or more until they span `min_s`.
-
-        None if the window is too short.
-        """
-        times_s = self._window.step_times_s if self._window else []
-        number, span_s = 0, 0.0
-        while number < min_steps or span_s < min_s:
-            if number == len(times_s):
-                return None
-            number += 1
-            span_s += times_s[-number]
-        return median(times_s[-number:])
+    @property
+    def newest_step_s(self) -> float | None:
+        """Seconds of the last step, whether or not it counts; None for the first one."""
+        return self._newest_step_s
 
     @property
     def age_s(self) -> float:

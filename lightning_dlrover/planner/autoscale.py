@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from lightning_dlrover.perf import MemoryModel
 from lightning_dlrover.planner.field import INTERVAL_SIGMAS, Field
 from lightning_dlrover.planner.objective import Objective
-from lightning_dlrover.planner.plan import Decision, Settings, has_failed, step_text
+from lightning_dlrover.planner.plan import Decision, Settings, step_text
 from lightning_dlrover.planner.situation import DEFAULT_RULES, Model, Rules, Situation
 from lightning_dlrover.planner.space import Limits
+from lightning_dlrover.planner.trial import has_failed
 
-__all__ = ["plan", "retreat"]
+__all__ = ["plan"]
 
 Floats = NDArray[np.float64]
 
@@ -55,6 +56,7 @@ def plan(
     field = Field.of(situation, model, limits, objective, memory, rules)
     search = _Search(situation, limits, objective, rules, field)
     index, explored, reason = search.choose()
+    home = search.best_measured() if explored else field.now
     if objective.budget is not None and field.cost_per_hour[field.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: the price of a GPU is unknown (gpu_hour)"
     return Decision(
@@ -63,7 +65,7 @@ def plan(
         current=field.settings[field.now],
         chosen=field.settings[index],
         reason=reason,
-        candidates=field.candidates(keep=(field.now, index)),
+        candidates=field.candidates(keep=(field.now, index, home)),
         observed_step_time_s=situation.current.step_time_s,
         predicted_step_time_s=float(field.step_s[index]),
         explored=explored,
@@ -76,7 +78,7 @@ def plan(
         node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
         node_memory_bytes=field.node_memory_bytes[index],
         break_even_s=_break_even_s(field, index) if explored else None,
-        fallback=field.settings[search.best_measured()] if explored else None,
+        fallback=field.settings[home] if explored else None,
     )
 
 
@@ -84,53 +86,6 @@ def _break_even_s(field: Field, index: int) -> float:
     """Return the step time up to which the settings are no worse than the present ones: longer where they cost less."""
     now_s = max(field.situation.current.step_time_s, float(field.step_s[field.now]))
     return now_s * max(1.0, float(field.step_s[index] / field.loss[index]))
-
-
-def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float) -> Decision:
-    """Return from a failed trial to the best settings measured before it.
-
-    Needs no model: a fit takes seconds on a busy machine, and the trial's slow steps would go on meanwhile.
-
-    Args:
-        step_time_s: step time of the trial.
-    """
-    known = {candidate.settings: candidate for candidate in trial.candidates}
-    home = known[trial.home]
-    left_s = trial.left_s / trial.observed_step_time_s * step_time_s if trial.left_s is not None else None
-    failed = replace(
-        trial.choice,
-        step_time_s=step_time_s,
-        low_s=step_time_s,
-        high_s=step_time_s,
-        samples_per_s=home.samples_per_s * home.step_time_s / step_time_s,
-        worth_s=0.0,
-        measured=True,
-        note="runs now",
-        on_front=False,
-    )
-    reason = (
-        f"{describe_change(trial.chosen, trial.home)}: given up after a few steps of {step_text(step_time_s)}; "
-        f"{step_text(trial.choice.step_time_s)} were predicted ({step_text(trial.choice.low_s)} to "
-        f"{step_text(trial.choice.high_s)}), and {step_text(trial.observed_step_time_s)} measured before"
-    )
-    return replace(
-        trial,
-        decision_id=decision_id,
-        at=at,
-        current=trial.chosen,
-        chosen=trial.home,
-        reason=reason,
-        candidates=tuple(sorted((home, failed), key=lambda candidate: candidate.settings)),
-        observed_step_time_s=step_time_s,
-        predicted_step_time_s=home.step_time_s,
-        explored=False,
-        num_considered=2,
-        left_s=left_s,
-        node_cores=0.0,
-        node_memory_bytes=0,
-        break_even_s=None,
-        fallback=None,
-    )
 
 
 @dataclass(frozen=True)

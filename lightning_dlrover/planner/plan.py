@@ -12,28 +12,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "PROOF_S",
-    "STEPS_OF_PROOF",
-    "Candidate",
-    "Decision",
-    "Outcome",
-    "Settings",
-    "give_up_above_s",
-    "has_failed",
-    "outcome",
-    "step_text",
-]
-
-FAR_OUT = 1.5
-"""Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
-
-STEPS_OF_PROOF = 3
-PROOF_S = 0.2
-"""Minimum number and minimum duration of the newest steps that show whether a trial has failed.
-
-On a shared core, one or two steps of any settings are slow now and then.
-"""
+__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "step_text"]
 
 LARGEST = 1e18
 """Largest magnitude accepted for any quantity. Larger values come from a broken record: infinity, or an int beyond float."""
@@ -118,8 +97,9 @@ class Decision:
 
     @property
     def home(self) -> Settings:
-        """Settings to return to if the chosen ones fail."""
-        return self.fallback or self.current
+        """Settings to return to if the chosen ones fail, as soon as possible: no workers join or leave."""
+        fallback = self.fallback
+        return fallback if fallback is not None and fallback.num_workers == self.chosen_workers else self.current
 
     @property
     def current_workers(self) -> int:
@@ -189,20 +169,6 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
         before = decision.observed_step_time_s / observed_step_time_s
         text += f"; {before:.2f} times as fast as with {decision.current.short}"
     return Outcome(decision.decision_id, observed_step_time_s, ratio, expected, text)
-
-
-def has_failed(decision: Decision, step_time_s: float) -> bool:
-    """Return whether a trial's steps are so slow that a few of them are enough to abandon it."""
-    return step_time_s > give_up_above_s(decision)
-
-
-def give_up_above_s(decision: Decision) -> float:
-    """Return the step time above which a trial has failed; infinite unless `decision` is a trial."""
-    if not decision.explored or not decision.is_change:
-        return math.inf
-    # The interval of a prediction may be wide. A trial that is as slow as its end is of no use either.
-    usual_s = decision.break_even_s or max(decision.choice.high_s, decision.observed_step_time_s)
-    return FAR_OUT * usual_s
 
 
 def step_text(seconds: float) -> str:

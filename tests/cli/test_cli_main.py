@@ -70,8 +70,8 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--partition", "p", "script.py"], "--partition: only with --target slurm"),
         (["run", "--target", "moon", "script.py"], "invalid choice: 'moon'"),
         (["run", "--work-dir", "/", "--notice", "0", "script.py"], "--work-dir, --notice: only with --target slurm or"),
-        (["run", "--cpus", "5000", "script.py"], "--cpus 5000, and only"),
-        (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, and only"),
+        (["run", "--cpus", "5000", "script.py"], "--cpus 5000, but only"),
+        (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, but only"),
         (["run", "--gpus", "tesla:1", "script.py"], "--gpus 'tesla:1' is not a number of GPUs"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "'0' is not N or N:MAX"),
         (["run", "--target", "slurm", "--cpus", "4:2", "script.py"], "'4:2' is not N or N:MAX"),
@@ -162,7 +162,7 @@ def test_a_port_that_is_not_etcd_is_named_within_seconds(dlrover: RunCli) -> Non
 def test_run_refuses_an_empty_value(dlrover: RunCli, option: str) -> None:
     code, _, errors = dlrover("run", option, "", "script.py")
     assert code == 2
-    assert f"argument {option}: its value is empty, as of a variable that is not set" in errors
+    assert f"argument {option}: its value is empty, perhaps an unset variable" in errors
     assert not Path("runs").exists()
 
 

@@ -108,7 +108,7 @@ def test_a_job_whose_etcd_was_on_another_host_is_not_gone_on_with_here(dlrover: 
     JobPlace("job", "192.0.2.1:2379").write(folder, "slurm", "mark")
     code, _, errors = dlrover("run", "--target", "slurm", "--rdzv-id", "job", "script.py")
     assert code == 2
-    assert "its etcd on 192.0.2.1, and its nodes look for it there: go on with the job on that host" in errors
+    assert "used an etcd on 192.0.2.1, and its nodes still look for it there: resume the job on that host" in errors
     assert (folder / "etcd").exists()
 
 

@@ -323,21 +323,51 @@ def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
     assert not job.decisions()[-1].explored
 
 
-def test_failed_trial_is_left_without_a_fit(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = start(with_controller=False)  # workers stay, so each worker can apply the trial by itself
+def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start(with_controller=False)  # workers stay
     while job.settings == START:
         job.run(1)
-    [trial] = [d for d in job.decisions() if d.is_change]
-    assert [job.analyst.trial] == [trial]
+    trial = job.analyst.trial
+    assert trial is not None
+    assert trial.chosen == job.settings
 
     def fit(*_: object, **__: object) -> StepTimeModel:
         raise AssertionError("a fit takes seconds on a busy machine")
 
     monkeypatch.setattr(StepTimeModel, "fit", fit)
-    job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
-    assert job.settings == START
+    num_windows = len(job.events("profile"))
+    for _ in range(3):
+        job.analyst.give_up(trial, 9.0)  # three slow steps in a row
+    job._wait_until_digested()
+    job.membership.flush()
+    plan = job.membership.view.plan
+    assert plan is not None
+    assert (plan.loader_workers, plan.intra_op_threads) == (START.loader_workers, START.intra_op_threads)
     assert job.analyst.trial is None
     assert "given up" in job.decisions()[-1].reason
+    # Its step time is known from now on, to later rank 0s, too.
+    assert [e.data["observed_step_time_s"] for e in job.events("outcome")] == [9.0]
+    [failed] = job.events("profile")[num_windows:]
+    assert (failed.data["step_time_s"], failed.data["intra_op_threads"]) == (9.0, trial.chosen.intra_op_threads)
+    job.analyst.give_up(trial, 9.0)
+    job._wait_until_digested()
+    job.membership.flush()
+    assert len(job.events("outcome")) == 1
+
+
+def test_manual_plan_is_not_overruled_by_a_failed_trial(start: StartJob, client: EtcdClient, keys: Keys) -> None:
+    job = start(with_controller=False)
+    while job.settings == START:
+        job.run(1)
+    trial = job.analyst.trial
+    assert trial is not None
+    by_hand = PlanRecord(1, "user", "by hand", binding=True, created_at=time.time(), loader_workers=3)
+    client.put(keys.plan, encode(by_hand))
+    job.membership.wait_for(lambda view: view.plan == by_hand or None, 15.0, "the plan")
+    job.analyst.give_up(trial, 9.0)
+    job._wait_until_digested()
+    job.membership.flush()
+    assert job.membership.view.plan == by_hand
 
 
 def test_trial_counts_as_such_until_three_windows_have_judged_it(start: StartJob) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, give_up_above_s, has_failed, outcome
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, outcome
 
 seconds = st.floats(1e-6, 1e6)
 some_settings = st.builds(Settings, st.integers(1, 64), st.integers(0, 8), st.integers(0, 16), st.integers(0, 8))
@@ -111,16 +111,3 @@ def test_a_decision_is_not_judged_by_an_impossible_time(observed_s: float) -> No
 def test_no_job_runs_with_a_negative_number_of_anything(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         replace(ONE_WORKER, **{name: -1})
-
-
-def test_trial_fails_far_above_the_step_time_with_which_it_would_break_even() -> None:
-    assert give_up_above_s(replace(GROW, break_even_s=0.05)) == pytest.approx(1.5 * 0.05)
-    # An older record has no such time. Steps above both its interval and the steps before it are no use to any objective.
-    assert give_up_above_s(GROW) == pytest.approx(1.5 * 0.08)
-    assert (has_failed(GROW, 0.119), has_failed(GROW, 0.121)) == (False, True)
-    assert give_up_above_s(replace(GROW, observed_step_time_s=0.05)) == pytest.approx(1.5 * 0.06)
-
-
-def test_known_settings_and_settings_that_stay_never_fail() -> None:
-    assert give_up_above_s(replace(GROW, explored=False)) == math.inf
-    assert give_up_above_s(replace(GROW, chosen=ONE_WORKER)) == math.inf

@@ -74,7 +74,7 @@ class Growing:
 
     def __init__(self, membership: FakeMembership, round_number: int = 1) -> None:
         live: Any = SimpleNamespace(
-            world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, progress=SimpleNamespace(counts=(0,))
+            world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, now=SimpleNamespace(counts=(0,))
         )
         self.watch = _Memory(live)
         self.window = replace(WINDOW, round_number=round_number)
