@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from fake_target import FakeTarget
 from waiting import TooLateError, run_until
 
 from lightning_dlrover.components.control.controller import Controller
@@ -26,13 +27,7 @@ from lightning_dlrover.components.control.reconcile import (
     Limits,
     Patience,
 )
-from lightning_dlrover.components.targets.target import (
-    App,
-    AppStatus,
-    NodeSize,
-    NotTakenError,
-    TargetError,
-)
+from lightning_dlrover.components.targets.target import NodeSize, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
@@ -95,106 +90,19 @@ class Fault:
             raise self.error(f"at request {self.at}")
 
 
-@dataclass
-class Scheduler:
-    """A scheduler that is a separate process, like Slurm, and runs the jobs it has accepted."""
-
-    statuses: dict[str, AppStatus] = field(default_factory=dict)  # status by handle
-    nodes: dict[str, str] = field(default_factory=dict)  # node by handle
-    sizes: dict[str, NodeSize] = field(default_factory=dict)  # size by node
-    late: list[str] = field(default_factory=list)  # requested, but not accepted before `deliver`
-    out_of_memory: set[str] = field(default_factory=set)  # handles
-
-    def submit(self, node: str) -> str:
-        handle = f"{len(self.nodes) + 1}/{node}"
-        self.nodes[handle], self.statuses[handle] = node, "running"
-        return handle
-
-    def deliver(self) -> None:
-        for node in self.late:
-            self.submit(node)
-        self.late.clear()
-
-    @property
-    def living(self) -> list[str]:
-        return [handle for handle, status in self.statuses.items() if status == "running"]
-
-
-class SchedulerTarget:
-    """The controller's interface to the scheduler."""
-
-    name = "fake"
-    outlives_controller = True
-
-    def __init__(self, scheduler: Scheduler, fault: Fault) -> None:
-        self._scheduler = scheduler
-        self.start = fault.around(self._start)
-        self.cancel = fault.around(self._cancel)
-        self.answers = True
-        self.loses_requests = False
-        self.refuses = False
-        self.ends_at_once = True  # end as soon as they are cancelled
-        self.wanted_back: set[str] = set()
-        self.num_cancels = 0
-
-    def open(self, mark: str) -> None:
-        pass
-
-    def owns(self, node: str, handle: str) -> bool:
-        return re.fullmatch(rf"\d+/{node}", handle) is not None
-
-    def _start(self, node: str, size: NodeSize) -> str:
-        self._scheduler.sizes[node] = size
-        if self.refuses:
-            raise NotTakenError("quota exceeded")
-        if self.loses_requests:
-            self._scheduler.late.append(node)
-            raise TargetError("no answer")
-        return self._scheduler.submit(node)
-
-    def apps(self) -> list[App]:
-        if not self.answers:
-            raise TargetError("no answer")
-        return [App(node, h, self._scheduler.statuses[h] == "running") for h, node in self._scheduler.nodes.items()]
-
-    def status(self, handle: str) -> AppStatus:
-        return self._scheduler.statuses[handle]
-
-    def _cancel(self, handles: Iterable[str]) -> None:
-        self.num_cancels += 1
-        if not self.answers:
-            raise TargetError("no answer")
-        for handle in handles:
-            if self._scheduler.statuses[handle] == "running" and self.ends_at_once:
-                self._scheduler.statuses[handle] = "failed"
-
-    def ran_out_of_memory(self, handle: str) -> bool:
-        assert handle in self._scheduler.nodes
-        return handle in self._scheduler.out_of_memory
-
-    def wants_back(self, handle: str) -> bool:
-        assert handle in self._scheduler.nodes
-        return handle in self.wanted_back
-
-    def logs(self, handle: str) -> list[Path]:
-        assert handle in self._scheduler.nodes
-        return []
-
-    def close(self) -> None:
-        pass
-
-
 class Job:
     """A job with controllers that may be killed; the test writes the records of its nodes and workers."""
 
-    def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault) -> None:
+    def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault, folder: Path) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
         self.patience = QUICK
         self.silent: set[str] = set()  # nodes without started workers
         self.registers = True  # whether new nodes' workers register
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
-        self.scheduler = Scheduler()
-        self.target = SchedulerTarget(self.scheduler, fault)
+        # The scheduler is a separate process, like Slurm's, and keeps its nodes when a controller is killed.
+        self.target = FakeTarget(folder, outlives_controller=True)
+        self.target.start = fault.around(self.target.start)  # type: ignore[method-assign]
+        self.target.cancel = fault.around(self.target.cancel)  # type: ignore[method-assign]
         self.controller: Controller | None = None
         self.client: EtcdClient | None = None
         self.end: Give | None = None
@@ -240,19 +148,19 @@ class Job:
         def step() -> None:
             self.live()
             self.step()
-            names = [node for handle, node in self.scheduler.nodes.items()]
+            names = self.target.submissions
             assert len(set(names)) == len(names), f"a node was started twice: {names}"
 
         try:
             run_until(step, found, what, timeout_s)
         except TooLateError as error:
-            raise AssertionError(f"{error}: {self.scheduler.statuses}, {self.members}") from None
+            raise AssertionError(f"{error}: {self.target.nodes}, {self.members}") from None
 
     # --- nodes ---------------------------------------------------------------------------------------------------------
 
     def live(self) -> None:
         """Act as the workers: register, form rounds as the plan requires, leave."""
-        running = [self.scheduler.nodes[handle] for handle in self.scheduler.living]
+        running = self.target.living
         if not self.registers:
             self.silent |= set(running) - self.registered
         living = [node for node in running if node not in self.silent]
@@ -289,12 +197,9 @@ class Job:
         self.hand.delete(f"{self.keys.agents}agent-{node}")
         self.registered.discard(node)
         if node_ends:
-            self.scheduler.statuses[self.handle(node)] = "succeeded"
+            self.target.nodes[node] = "succeeded"
         else:
             self.silent.add(node)
-
-    def handle(self, node: str) -> str:
-        return next(handle for handle in self.scheduler.living if self.scheduler.nodes[handle] == node)
 
     def plan(self, num_workers: int) -> None:
         self.hand.put(self.keys.plan, encode(PlanRecord(num_workers, "user", "", True)))
@@ -311,7 +216,7 @@ class Job:
 
     def trains_with(self, num_workers: int, without: str = "") -> Callable[[], bool]:
         def look() -> bool:
-            return len(self.members) == len(self.scheduler.living) == num_workers and without not in self.members
+            return len(self.members) == len(self.target.living) == num_workers and without not in self.members
 
         return look
 
@@ -332,14 +237,14 @@ def add_drain_replace_and_lose(job: Job) -> None:
     job.drain(replaced, once_replaced=True)
     job.run_until("another one in place of the replaced", job.trains_with(2, without=replaced))
     killed = job.members[1]
-    job.scheduler.statuses[job.handle(killed)] = "failed"
+    job.target.nodes[killed] = "failed"
     job.run_until("another one in place of the killed", job.trains_with(2, without=killed))
-    starved = job.handle(job.members[0])
-    job.scheduler.out_of_memory.add(starved)
-    job.scheduler.statuses[starved] = "failed"
+    starved = job.members[0]
+    job.target.out_of_memory.add(starved)
+    job.target.nodes[starved] = "failed"
 
     def all_are_larger() -> bool:
-        sizes = [job.scheduler.sizes[node].memory_mb for node in job.members]
+        sizes = [job.target.sizes[node].memory_mb for node in job.members]
         return sizes == [2 * SIZE.memory_mb] * 2
 
     job.run_until("two larger nodes", lambda: job.trains_with(2)() and all_are_larger())
@@ -352,7 +257,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
     assert job.end.exit_code == 0
     assert job.controller is not None
     job.controller.close()
-    assert job.scheduler.living == []
+    assert job.target.living == []
 
 
 def cancel_what_is_not_wanted(job: Job) -> None:
@@ -361,29 +266,29 @@ def cancel_what_is_not_wanted(job: Job) -> None:
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
     wanted_back = job.members[0]
-    job.target.wanted_back = {job.handle(wanted_back)}
+    job.target.wanted_back = {wanted_back}
     job.run_until("another one in place of the one that is wanted back", job.trains_with(2, without=wanted_back))
     hung = job.members[1]
     job.leave(hung, node_ends=False)
     job.run_until("another one in place of the one that hangs", job.trains_with(2, without=hung))
     job.registers = False
     job.plan(3)
-    job.run_until("a third node", lambda: len(job.scheduler.living) == 3)
+    job.run_until("a third node", lambda: len(job.target.living) == 3)
     job.registers = True
     job.plan(2)
     job.run_until("the end of the one that there is no room for", job.trains_with(2))
-    job.scheduler.submit("node90")
+    job.target.submit("node90")
     job.run_until("the end of the one that nobody has asked for", job.trains_with(2, without="node90"))
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
     assert job.end == Give(1, "enough")
-    assert job.scheduler.living == []
+    assert job.target.living == []
 
 
 @pytest.fixture
-def make_job(etcd: EmbeddedEtcd, run_id: str, request: pytest.FixtureRequest) -> Callable[..., Job]:
+def make_job(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Job]:
     def make(kill_at: int = 0, error: type[BaseException] = Killed) -> Job:
-        job = Job(etcd, Keys(f"{run_id}-{kill_at}"), Fault(kill_at, error=error))
+        job = Job(etcd, Keys(f"{run_id}-{kill_at}"), Fault(kill_at, error=error), tmp_path)
         request.addfinalizer(job.close)
         return job
 
@@ -403,13 +308,13 @@ def test_a_controller_may_be_killed_before_and_after_every_request(
     whole = make_job()
     life(whole)
     num_requests = whole.fault.num_requests
-    assert len(whole.scheduler.nodes) == num_nodes
+    assert len(whole.target.nodes) == num_nodes
     assert num_requests > 40
     for kill_at in range(1, num_requests, every):
         job = make_job(kill_at)
         life(job)
         # One name may be lost between its record and its request.
-        assert len(job.scheduler.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
+        assert len(job.target.nodes) == num_nodes, f"killed at request {kill_at} of {num_requests}"
         assert job.num_kills == 1
 
 
@@ -434,29 +339,29 @@ def test_the_next_controller_goes_on_with_the_nodes_of_one_that_was_killed(make_
     for _ in range(20):
         job.live()
         job.step()
-    assert sorted(job.scheduler.nodes.values()) == ["node1", "node2"]
+    assert sorted(job.target.nodes) == ["node1", "node2"]
     assert job.trains_with(2)()
 
 
 def test_a_node_that_was_taken_on_though_nobody_heard_of_it_is_found(make_job: MakeJob) -> None:
     job = make_job()
     job.target.loses_requests = True
-    job.run_until("a lost request", lambda: job.scheduler.late)
-    job.scheduler.deliver()
+    job.run_until("a lost request", lambda: job.target.late)
+    job.target.deliver()
     job.run_until("a worker", job.trains_with(1))
-    assert list(job.scheduler.nodes.values()) == ["node1"]
+    assert list(job.target.nodes) == ["node1"]
     assert job.records()["node1"].handle == "1/node1"
 
 
 def test_a_node_that_comes_after_it_was_given_up_is_ended(make_job: MakeJob) -> None:
     job = make_job()
     job.target.loses_requests = True
-    job.run_until("a lost request", lambda: job.scheduler.late)
+    job.run_until("a lost request", lambda: job.target.late)
     job.target.loses_requests = False
     job.run_until("another node", job.trains_with(1))
     assert job.members == ["node2"]
-    job.scheduler.deliver()
-    job.run_until("the end of the late one", lambda: job.scheduler.statuses["2/node1"] == "failed")
+    job.target.deliver()
+    job.run_until("the end of the late one", lambda: job.target.nodes["node1"] == "failed")
     job.run_until("calm", job.trains_with(1))
     assert job.members == ["node2"]
 
@@ -469,7 +374,7 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
     job.controller._cancellations.cancel(["node1"])
     job.bury()
     assert job.records()["node1"].cancelled
-    assert job.scheduler.living == ["1/node1"]
+    assert job.target.living == ["node1"]
     job.target.answers = True
     job.run_until("its end, and another one", job.trains_with(1, without="node1"))
 
@@ -477,12 +382,48 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
 def test_a_node_that_the_scheduler_wants_back_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
-    job.target.wanted_back = {"1/node1"}
+    job.target.wanted_back = {"node1"}
     rounds = job.round_number
     job.run_until("another one in its place", job.trains_with(1, without="node1"))
     assert job.members == ["node2"]
-    assert job.scheduler.statuses["1/node1"] == "succeeded"
+    assert job.target.nodes["node1"] == "succeeded"
     assert job.round_number == rounds + 1
+
+
+@pytest.mark.parametrize("change", ["replace", "shrink", "finish"])
+def test_no_node_is_added_for_one_whose_planned_end_etcd_shows_late(make_job: MakeJob, change: str) -> None:
+    """The scheduler reports the node's end while the controller's mirror still shows the worker, the plan and the job."""
+    job = make_job()
+    job.plan(2)
+    job.run_until("two workers", job.trains_with(2))
+    if change == "replace":
+        job.drain("node1", once_replaced=True)
+        job.run_until("a third node", lambda: len(job.target.living) == 3)
+    assert job.controller is not None
+    mirror = job.controller._mirror
+    apply, may_apply = mirror._apply, threading.Event()
+    mirror._apply = lambda events: (may_apply.wait(), apply(events))[1]  # type: ignore[method-assign]
+    num_nodes = len(job.target.nodes)
+    if change == "shrink":
+        job.plan(1)
+    if change == "finish":
+        job.hand.put(job.keys.job, encode(JobRecord("finished", True, 1, 3, "0")))
+        for node in job.members:
+            job.leave(node)
+    else:
+        job.live()
+    began = time.monotonic()
+    while time.monotonic() - began < 4 * QUICK.settle_s:
+        job.step()
+    assert job.end is None
+    assert len(job.target.nodes) == num_nodes
+    may_apply.set()
+    if change == "finish":
+        job.run_until("the end", lambda: job.end is not None)
+        assert job.end == Give(0, "the job has finished", is_trained=True)
+    else:
+        job.run_until("calm", job.trains_with(1 if change == "shrink" else 2, without="node1" if change == "replace" else ""))
+    assert len(job.target.nodes) == num_nodes
 
 
 def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job: MakeJob) -> None:
@@ -495,19 +436,19 @@ def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job
     job.target.answers = True
     for _ in range(20):
         job.step()
-    assert len(job.scheduler.nodes) == 2
+    assert len(job.target.nodes) == 2
 
 
 def test_a_scheduler_that_takes_no_more_nodes_is_asked_again_while_others_train(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
-    job.target.refuses = True
+    job.target.refuses = "quota exceeded"
     job.plan(2)
     for _ in range(30):
         job.live()
         job.step()
     assert job.end is None
-    job.target.refuses = False
+    job.target.refuses = ""
     job.run_until("the second worker", job.trains_with(2))
 
 
@@ -563,7 +504,7 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     former.end_nodes()
     former.close()
     job.run_until("three workers", job.trains_with(3))
-    assert sorted(job.scheduler.nodes.values()) == ["node1", "node2", "node3"]
+    assert sorted(job.target.nodes) == ["node1", "node2", "node3"]
 
 
 def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(make_job: MakeJob) -> None:
@@ -648,7 +589,7 @@ def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_j
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.bury()
-    other = SchedulerTarget(job.scheduler, Fault())
+    other = job.target.successor()
     other.name = "other"
     with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); go on with it there \(--target fake, and what"):
         Controller(job.hand, job.keys, other, Limits(1, 3))
@@ -662,7 +603,7 @@ def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: Make
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
     assert job.end == Give(1, "enough")
-    assert job.scheduler.living == []
+    assert job.target.living == []
 
 
 def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> None:

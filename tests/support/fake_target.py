@@ -90,7 +90,8 @@ class FakeTarget:
         for node in map(self._node, handles):
             self.cancelled.append(node)
             if self.nodes[node] in ("pending", "running") and self.ends_at_once:
-                self.nodes[node] = "cancelled"
+                # Slurm and Kubernetes report a cancelled node as failed, TorchX does not.
+                self.nodes[node] = "failed" if self.outlives_controller else "cancelled"
 
     def ran_out_of_memory(self, handle: str) -> bool:
         return self._node(handle) in self.out_of_memory

@@ -141,7 +141,15 @@ class Controller:
         self._observer.note_plan_by_hand(view)
         job_view = self._job_view(view, may_act)
         self._held_up = why_none_is_added(job_view, self._patience) if may_act else ""
-        end = self._act(reconcile(job_view, self._patience), job_view.size)
+        actions = reconcile(job_view, self._patience)
+        if may_act and any(isinstance(action, AddNode | Give) for action in actions):
+            # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
+            if self._has_caught_up():
+                job_view = self._job_view(self._observer.view(), may_act)
+                actions = reconcile(job_view, self._patience)
+            else:
+                actions = [action for action in actions if not isinstance(action, AddNode | Give)]
+        end = self._act(actions, job_view.size)
         self._output.show(self._ledger)
         if may_act:
             self._ledger.save()
@@ -229,6 +237,14 @@ class Controller:
             state = "is back" if healthy else "cannot be reached, nodes are left as they are"
             log.warning("run %s: etcd %s", self._run_id, state)
         return healthy
+
+    def _has_caught_up(self) -> bool:
+        """Whether our copy of the job's keys shows all that etcd had a moment ago."""
+        try:
+            self._mirror.catch_up(self._patience.settle_s)
+        except (EtcdError, TimeoutError):
+            return False
+        return True
 
     def _compare(self, may_act: bool) -> None:
         """Reconcile the scheduler's list with the ledger: nodes of unknown fate, and strays."""

@@ -112,6 +112,17 @@ class Mirror:
                 if self._closed.is_set():
                     raise EtcdError(f"the mirror of {self.prefix!r} was closed while a caller waited for a change")
 
+    def catch_up(self, timeout_s: float) -> None:
+        """Wait until the copy shows every write that etcd has accepted before this call.
+
+        Raises:
+            TimeoutError: it does not within `timeout_s`.
+            EtcdError: etcd does not answer, or the mirror was closed meanwhile.
+        """
+        revision, *found = self._client.newest_in(self.prefix, timeout_s)
+        truth = tuple(found)
+        self.wait_for(lambda keys: True if self.revision >= revision or _extent(keys) == truth else None, timeout_s)
+
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
         """End and join the threads; `on_change` is not called afterwards."""
         self._closed.set()
@@ -217,8 +228,7 @@ class Mirror:
                 self._healthy = False
                 continue
             self._healthy = True
-            with self._changed:
-                copy = (len(self._keys), max((kv.mod_revision for kv in self._keys.values()), default=0))
+            copy = _extent(self.snapshot())
             truth = (found[0], found[1])
             if truth == copy:
                 suspect = None
@@ -235,3 +245,8 @@ class Mirror:
             stream = self._stream
         if stream is not None:
             stream.cancel()
+
+
+def _extent(keys: dict[str, KeyValue]) -> tuple[int, int]:
+    """Return the number of keys and their newest `mod_revision`."""
+    return len(keys), max((kv.mod_revision for kv in keys.values()), default=0)

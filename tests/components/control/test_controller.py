@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_target import FakeTarget
 from waiting import run_until
 
 from lightning_dlrover.components.control.controller import Controller
@@ -20,12 +21,7 @@ from lightning_dlrover.components.control.reconcile import (
     Limits,
     Patience,
 )
-from lightning_dlrover.components.targets.target import (
-    ANY_SIZE,
-    App,
-    AppStatus,
-    NodeSize,
-)
+from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
@@ -65,67 +61,6 @@ ValueError: bad
 E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed
   exitcode  : 1 (pid: 7)
 """
-
-
-@dataclass
-class FakeTarget:
-    """Nodes that start at once and end on request."""
-
-    folder: Path
-    name: str = "fake"
-    outlives_controller: bool = False
-    nodes: dict[str, AppStatus] = field(default_factory=dict)
-    cancelled: list[str] = field(default_factory=list)
-    is_closed: bool = False
-    refuses: str = ""
-    sizes: dict[str, NodeSize] = field(default_factory=dict)
-    out_of_memory: set[str] = field(default_factory=set)
-
-    def open(self, mark: str) -> None:
-        assert mark
-
-    def owns(self, node: str, handle: str) -> bool:
-        return handle == node
-
-    def apps(self) -> list[App]:
-        return [App(node, node, status == "running") for node, status in self.nodes.items()]
-
-    def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
-        if self.refuses:
-            raise RuntimeError(self.refuses)
-        assert node not in self.nodes
-        self.nodes[node], self.sizes[node] = "running", size
-        self.log(node).touch()
-        return node
-
-    def status(self, handle: str) -> AppStatus:
-        return self.nodes[handle]
-
-    def cancel(self, handles: Iterable[str]) -> None:
-        for handle in handles:
-            self.nodes[handle] = "cancelled"
-            self.cancelled.append(handle)
-
-    def ran_out_of_memory(self, handle: str) -> bool:
-        assert handle in self.nodes
-        return handle in self.out_of_memory
-
-    def wants_back(self, handle: str) -> bool:
-        assert handle in self.nodes
-        return False
-
-    def logs(self, handle: str) -> list[Path]:
-        return [self.log(handle)]
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def log(self, node: str) -> Path:
-        return self.folder / f"{node}.log"
-
-    @property
-    def living(self) -> list[str]:
-        return [node for node, status in self.nodes.items() if status == "running"]
 
 
 class Job:
@@ -600,9 +535,10 @@ def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJ
     assert job.run_to_its_end().exit_code == 0
 
 
-def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("refusal", [NotTakenError, RuntimeError])  # TorchX may raise anything
+def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob, refusal: type[Exception]) -> None:
     job = make_job()
-    job.target.refuses = "quota exceeded"
+    job.target.refuses, job.target.refusal = "quota exceeded", refusal
     end = job.run_to_its_end()
     assert end.exit_code == 1
     assert "quota exceeded" in end.reason
@@ -628,7 +564,7 @@ def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client:
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     entry = client.get(keys.controller)
     assert entry is not None
-    assert decode(ControllerRecord, entry.value, entry.key).apps == {"node1": "node1", "node2": "node2"}
+    assert decode(ControllerRecord, entry.value, entry.key).apps == {"node1": "1/node1", "node2": "2/node2"}
 
 
 def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
@@ -800,7 +736,7 @@ def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
     job.target.start = lambda node, size: (seen.append(record(node)), start(node, size))[1]  # type: ignore[assignment, func-returns-value, method-assign, misc]
     job.run_until("a node", lambda: job.target.living)
     assert [(r.state, r.handle) for r in seen] == [("asked", "")]
-    assert (record("node1").state, record("node1").handle) == ("started", "node1")
+    assert (record("node1").state, record("node1").handle) == ("started", "1/node1")
     job.train_with("node1")
     job.stays(lambda: True, steps=2)
     job.fail("node1", FAILED)

@@ -16,31 +16,25 @@ import psutil
 import pytest
 from waiting import eventually
 
+from lightning_dlrover.components import elastic
 from lightning_dlrover.components.control.post_mortem import examine
-from lightning_dlrover.components.targets.local import (
-    LocalTarget,
-    NodeSpec,
-)
-from lightning_dlrover.components.targets.machine.control_groups import (
-    MemoryGroups,
-    NoMemoryGroupsError,
-)
-from lightning_dlrover.components.targets.target import (
-    NodeSize,
-    NotTakenError,
-)
+from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
+from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeTarget = Callable[..., LocalTarget]
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["DLROVER_NODE"] != "node3":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(f"pids {os.getpid()} {helper.pid} {os.getppid()}", flush=True)
 while True:
     time.sleep(1)
 """
+"""A worker that SIGTERM does not end, except that of the third node."""
 
 
 def is_alive(pid: int) -> bool:
@@ -97,12 +91,22 @@ def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
     assert "ValueError: bad" in output(target, handle)
 
 
+def replace_agent(monkeypatch: pytest.MonkeyPatch, folder: Path, shell: str) -> None:
+    """Let nodes run a few lines of shell, where a test is about processes and not about agents."""
+    agent = folder / "agent"
+    agent.write_text(f"#!/bin/bash\n{shell}\n")
+    agent.chmod(0o755)
+    monkeypatch.setattr(elastic, "_python", lambda image: str(agent))
+
+
 @pytest.mark.parametrize("code, status", [(0, "succeeded"), (3, "failed")])
-def test_node_outlives_the_files_torchx_cannot_write(make_target: MakeTarget, tmp_path: Path, code: int, status: str) -> None:
+def test_node_outlives_the_files_torchx_cannot_write(
+    make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str
+) -> None:
     """A full disk leaves an agent's error file empty, and no room for TorchX's own."""
     end = tmp_path / "end"
-    source = f"import os, sys, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\nsys.exit({code})"
-    target = make_target(source)
+    replace_agent(monkeypatch, tmp_path, f"until [ -e {end} ]; do sleep 0.01; done\nexit {code}")
+    target = make_target("")
     handle = target.start("node1")
     [log, *_] = target.logs(handle)
     log.with_name("error.json").touch()
@@ -114,16 +118,27 @@ def test_node_outlives_the_files_torchx_cannot_write(make_target: MakeTarget, tm
     target.cancel([handle])
 
 
-def test_cancelling_leaves_nothing_of_the_node_and_spares_everything_else(make_target: MakeTarget) -> None:
+def test_nodes_end_with_all_their_processes_and_no_others(make_target: MakeTarget) -> None:
     target = make_target(STUBBORN, grace_s=1.0)
-    handles = [target.start("node1"), target.start("node2")]
-    first, second = (pids(target, handle) for handle in handles)
+    handles = [target.start(f"node{number}") for number in (1, 2, 3)]
+    first, second, third = (pids(target, handle) for handle in handles)
+
+    def lose_agent(number: int) -> None:
+        _, _, agent = (first, second, third)[number]
+        psutil.Process(agent).kill()
+        eventually(lambda: target.status(handles[number]) == "failed", "the node to fail", 60)
+
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as unrelated:
         try:
+            lose_agent(2)
+            eventually(lambda: not is_alive(third[0]), "the end of the worker, which was asked to", 60)
+            assert all(is_alive(pid) for pid in [*first, *second, unrelated.pid])
             target.cancel([handles[0]])
             assert not any(is_alive(pid) for pid in first)
             assert all(is_alive(pid) for pid in [*second, unrelated.pid])
             assert target.status(handles[0]) not in ("pending", "running")
+            lose_agent(1)
+            assert all(is_alive(pid) for pid in second[:2])
             target.close()
             assert not any(is_alive(pid) for pid in second)
             assert is_alive(unrelated.pid)
@@ -131,33 +146,12 @@ def test_cancelling_leaves_nothing_of_the_node_and_spares_everything_else(make_t
             unrelated.kill()
 
 
-def test_closing_ends_the_orphans_of_an_agent_that_was_killed(make_target: MakeTarget) -> None:
-    target = make_target(STUBBORN, grace_s=0.5)
-    handle = target.start("node1")
-    worker, helper, agent = pids(target, handle)
-    psutil.Process(agent).kill()
-    eventually(lambda: target.status(handle) == "failed", "the node to fail", 60)
-    assert is_alive(worker)
-    target.close()
-    assert not is_alive(worker)
-    assert not is_alive(helper)
-
-
-def test_a_worker_whose_agent_was_killed_is_asked_to_end(make_target: MakeTarget) -> None:
-    target = make_target(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""), grace_s=1.0)
-    handles = [target.start("node1"), target.start("node2")]
-    (worker, _, agent), other = (pids(target, handle) for handle in handles)
-    psutil.Process(agent).kill()
-    eventually(lambda: target.status(handles[0]) == "failed", "the node to fail", 60)
-    eventually(lambda: not is_alive(worker), "the worker to end", 60)
-    assert all(is_alive(pid) for pid in other)
-
-
-def test_in_a_hurry_there_is_no_grace(make_target: MakeTarget) -> None:
+def test_in_a_hurry_there_is_no_grace(make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_agent(monkeypatch, tmp_path, f"exec {sys.executable} {tmp_path}/script.py")
     hurry = threading.Event()
     target = make_target(STUBBORN, grace_s=3600.0, hurry=hurry)
     handle = target.start("node1")
-    started = pids(target, handle)
+    started = pids(target, handle)[:2]
     threading.Timer(0.2, hurry.set).start()
     target.cancel([handle])
     assert not any(is_alive(pid) for pid in started)
@@ -165,16 +159,13 @@ def test_in_a_hurry_there_is_no_grace(make_target: MakeTarget) -> None:
 
 def test_a_node_ends_with_the_process_that_started_it(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    script.write_text(STUBBORN)
     source = f"""
 import time
 from pathlib import Path
-from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
-from lightning_dlrover.components.control.post_mortem import examine
-from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
 from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
 target = LocalTarget(NodeSpec({str(script)!r}, (), {etcd.endpoint!r}, {run_id!r}, "/dlrover", 1, 1), Path({str(tmp_path)!r}))
-handle = target.start("node1")
+handle = target.start("node3")
 while not any("pids" in file.read_text() for file in target.logs(handle)):
     time.sleep(0.05)
 print("".join(file.read_text() for file in target.logs(handle)), flush=True)
