@@ -40,7 +40,7 @@ quick: setup
 
 # Most tests wait for processes rather than compute, so more of them run at a time than there are cores.
 # Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
-SIDE_BY_SIDE := -n 5 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n 4
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ os.environ["DLROVER_HISTORY"] = "off"
 WAITING = ("e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
 """Test folders whose tests mostly wait for processes."""
 
+TOGETHER = {
+    "e2e/test_grouped_workers.py",
+    "e2e/test_slurm_jobs.py",
+    "rdzv/test_security.py",
+    "rdzv/test_torchelastic_contract.py",
+    "tables/test_resharding.py",
+}
+"""Test files with a fixture that costs seconds. Each runs in one process."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
@@ -42,9 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    if any(item.get_closest_marker(name) is not None for name in ("long", "xdist_group")):
+    place = item.path.relative_to(TESTS)
+    if place.as_posix() in TOGETHER or item.get_closest_marker("long") is not None:
         return 0
-    return 1 if item.path.relative_to(TESTS).parts[0] in WAITING else 2
+    return 1 if place.parts[0] in WAITING else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand tests out one by one in the order above, and the files of `TOGETHER` as a whole."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.removeprefix("tests/") in TOGETHER else nodeid
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,7 @@ def wait_for_first_round(run: Run) -> None:
     run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=90)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
@@ -104,6 +105,7 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
     assert report.exists()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced(dlrover: Dlrover, tmp_path: Path) -> None:
@@ -206,6 +208,7 @@ def test_a_worker_whose_agent_is_killed_while_it_imports_torch_ends(dlrover: Dlr
     assert run.wait_for_exit(60) == 0, run.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_script_that_always_fails_in_training_is_not_started_for_ever(dlrover: Dlrover) -> None:
     run = dlrover.start("--workers", "1:1", SCRIPT, "--fail-at", 3)
@@ -266,6 +269,7 @@ def test_a_job_is_followed_and_cancelled_from_outside(dlrover: Dlrover, tmp_path
     dlrover.assert_all_ended()
 
 
+@pytest.mark.long
 def test_two_runs_of_one_job_cannot_exist(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     run = dlrover.start("--workers", "1:1", SCRIPT, "--until", until)
@@ -290,6 +294,7 @@ def test_two_runs_of_one_job_cannot_exist(dlrover: Dlrover, tmp_path: Path) -> N
     assert "holds an earlier job's files" in again.stderr
 
 
+@pytest.mark.long
 def test_no_secret_of_a_job_is_seen_anywhere(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     (tmp_path / "etcd").mkdir()

@@ -146,6 +146,7 @@ def test_every_write_of_an_undisturbed_job_is_a_failpoint(make_job: MakeJob, etc
     assert not scenario.ended
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_convener_may_be_killed_at_each_of_its_writes(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
     assert_fired(play_all(make_job, etcd, KILLS))

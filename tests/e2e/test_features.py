@@ -165,6 +165,7 @@ def assert_same_metrics(job: Job, alone: Job) -> None:
         assert record["metrics"] == pytest.approx(validated, rel=1e-5), record
 
 
+@pytest.mark.long
 def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
     alone = one_device_alone(make_job, epochs=6)
     job = make_job(Feature("one_device", epochs=6), script=run_feature)
@@ -198,6 +199,7 @@ def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
     assert_same_metrics(job, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, moments",
     [
@@ -654,6 +656,7 @@ def test_a_worker_with_another_model_is_refused_and_the_job_goes_on(make_job: Ma
     assert_all_agree(job, 8 * STEPS_PER_EPOCH)
 
 
+@pytest.mark.long
 def test_a_job_all_of_whose_workers_died_goes_on_from_its_newest_checkpoint(make_job: MakeJob) -> None:
     job = make_job(Feature("resume", epochs=4), script=run_feature)
     worker = job.start()

@@ -70,9 +70,6 @@ def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
             agent.kill_with_workers()
 
 
-pytestmark = pytest.mark.xdist_group("grouped_workers")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: None, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an undisturbed job of one worker."""

@@ -10,6 +10,7 @@ from dlrover_process import Dlrover
 SCRIPT = Path(__file__).with_name("unlucky_script.py")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "hook",

@@ -44,6 +44,7 @@ def cluster(
         yield running
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("has_volcano", [pytest.param(False, marks=pytest.mark.on_demand), True], ids=["plain", "volcano"])
 def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
@@ -89,6 +90,7 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
     assert len(losses) == 1, [event.text for event in losses]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
 def test_a_job_that_torchx_starts_has_a_controller_and_nodes_that_are_apps_of_volcano(

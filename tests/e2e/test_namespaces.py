@@ -107,6 +107,7 @@ def run_in_namespace(recorder: Recorder, settings: tuple[str, PlainSettings]) ->
     run_plain_loop(recorder, settings[1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["etcd", "peers", "both"])
 def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody_and_another_takes_its_place_when_it_is_back(

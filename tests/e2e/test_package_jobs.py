@@ -61,6 +61,7 @@ def assert_survives_changes(job: Job, settings: PackageSettings) -> None:
     assert logged == list(range(settings.num_steps))
 
 
+@pytest.mark.long
 def test_job_of_pytorch_lightning_alone_survives_changes(make_job: MakeJob, tmp_path: Path) -> None:
     alone = environment(tmp_path, "pytorch_lightning", blocked="lightning")
     assert_survives_changes(make_job(SETTINGS, script=train_with, environment=alone), SETTINGS)

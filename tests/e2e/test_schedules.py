@@ -135,6 +135,7 @@ def _kill_while_forming(action: Action, job: Job) -> None:
     victims[action.victim % len(victims)].kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
 def test_every_sample_is_trained_on_exactly_once_whatever_happens(first: int, make_job: Callable[..., Job]) -> None:
     schedules = [random_schedule(seed) for seed in range(first, first + BATCH)]

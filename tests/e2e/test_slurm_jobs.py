@@ -21,10 +21,7 @@ from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing_packages()), reason=missing_packages()),
-    pytest.mark.xdist_group("slurm"),
-]
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,7 @@ OTHER_TABLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(list(OTHER_TABLES), 4))
 def test_other_models_grow_shrink_and_survive_a_kill(new_job: MakeJob, name: str) -> None:
     settings = OTHER_TABLES[name]
@@ -205,6 +206,7 @@ def test_a_worker_is_killed_while_another_joins(new_job: MakeJob, moment: str, v
     assert_fine(new_job, job, SETTINGS, [-9 if i == victim else 0 for i in range(3)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", some(["exchange", "hand_over", "hand_over_done"], 3))
 def test_a_leaver_is_killed_while_it_hands_over(new_job: MakeJob, moment: str) -> None:
     job = new_job()
@@ -445,6 +447,7 @@ def test_a_worker_lost_after_the_last_step_makes_the_others_start_again_from_the
     assert not shared_memory_of(job)
 
 
+@pytest.mark.long
 def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, save_at=20)
     job = new_job(settings, lease_ttl_s=8)
@@ -562,6 +565,7 @@ def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -
     assert not shared_memory_of(job)
 
 
+@pytest.mark.long
 def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, num_rows=1920, max_epochs=1)
     job = new_job(settings, script=train_tables_twice)

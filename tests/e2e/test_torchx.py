@@ -25,6 +25,7 @@ def local_job(dlrover: Dlrover, script: Path, *arguments: object, options: Seque
     return dlrover.follow(torchx("run", "-s", "local_cwd", *train, "--", *arguments), "job")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"

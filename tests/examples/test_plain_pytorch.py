@@ -127,6 +127,7 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_nodes_that_join_leave_and_die_change_neither_the_samples_nor_the_result(start_node: StartNode, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed.pt", tmp_path / "disturbed.pt"
     trace, step_s = Trace(tmp_path / "trace"), tmp_path / "step_s"

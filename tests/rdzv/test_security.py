@@ -24,9 +24,6 @@ from lightning_dlrover.rdzv.job.records import Keys
 StartAgent = Callable[..., Agent]
 
 
-pytestmark = pytest.mark.xdist_group("security")
-
-
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureEtcd]:
     with secure_etcd(tmp_path_factory.mktemp("secured")) as etcd:

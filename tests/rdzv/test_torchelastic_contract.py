@@ -38,9 +38,6 @@ SOON_S = 30.0
 """Seconds: far longer than an immediate event takes under load, far shorter than a timeout that must not be awaited."""
 
 
-pytestmark = pytest.mark.xdist_group("torchelastic")
-
-
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     made = Nursery()

@@ -55,6 +55,7 @@ def test_every_script_is_in_the_table() -> None:
     assert sorted(stranger.name for stranger in STRANGERS) == sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stranger",
     [pytest.param(s, id=s.name, marks=() if s.by_default else pytest.mark.on_demand) for s in STRANGERS],

@@ -24,10 +24,7 @@ SIZES = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad"]
 
 
-pytestmark = [
-    pytest.mark.leaks,  # A test may replace workers of the pool, which serve the tests after it.
-    pytest.mark.xdist_group("resharding"),
-]
+pytestmark = pytest.mark.leaks  # A test may replace workers of the pool, which serve the tests after it.
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,7 @@ def assert_equal(got: object, sent: object) -> None:
         assert got == sent
 
 
+@pytest.mark.long
 def test_whatever_a_training_state_holds_arrives_as_it_was_sent(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
