@@ -1184,19 +1184,21 @@ class DLRoverStrategy(EitherStrategy):
 
     def _close_world(self) -> None:
         if self.elastic_tables is not None:
-            self.elastic_tables.close(self._has_finished)
+            self.elastic_tables.close(self._is_over)
             self.elastic_tables = None
         for store in self._snapshot_stores:  # includes models that an earlier Trainer has trained
             store.close()
-            if self._has_finished():
+            if self._is_over():
                 store.clear()
         if self._world is not None:
             with suppress(Exception):
                 self._world.leave()
         self._world = None
 
-    def _has_finished(self) -> bool:
-        return self._world is not None and self._world.ask_whether_finished()
+    def _is_over(self) -> bool:
+        """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
+        world = self._world
+        return world is not None and (world.ask_whether_finished() or world.ask_whether_cancelled())
 
 
 def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -319,6 +319,11 @@ class Membership:
         entry = self._client.get(self.keys.job)
         return decode(JobRecord, entry.value, entry.key) if entry else None
 
+    def was_cancelled(self) -> bool:
+        """Read from etcd whether the whole job was asked to end for good, as by `dlrover cancel`."""
+        entry = self._client.get(self.keys.nodes)
+        return entry is not None and bool(decode(NodesRecord, entry.value, entry.key).stop)
+
     def newest_checkpoint(self) -> CheckpointRecord | None:
         entry = self._client.get(self.keys.checkpoint)
         return decode(CheckpointRecord, entry.value, entry.key) if entry else None
