@@ -211,6 +211,22 @@ def test_buffers_sent_before_a_validation_reach_a_worker_that_a_loss_kept_from_r
     assert torch.equal(live._trainer.lightning_module.mean, torch.arange(3.0))  # type: ignore[arg-type]
 
 
+def test_results_of_earlier_collectives_are_dropped_when_all_have_them() -> None:
+    live = member("w0")
+    live._checked = lambda run: run()  # type: ignore[assignment, method-assign]
+    for _ in range(100):
+        live.collective(lambda: torch.ones(1000))
+    assert list(live._results) == [(5, 100)]
+
+
+@pytest.mark.parametrize("decision", [True, False])
+def test_decision_that_a_survivor_took_with_the_lost_worker_holds_for_all(decision: bool) -> None:
+    live = member("w1")
+    live._missed = {(5, 1): decision}
+    live._strategy._live, live._strategy._is_alone = live, False
+    assert live._strategy.reduce_boolean_decision(not decision) is decision
+
+
 def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
     strategy = member("w0")._strategy
     strategy.configure_ddp()
