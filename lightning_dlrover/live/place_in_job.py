@@ -204,18 +204,20 @@ class PlaceInJob:
 
     def close(self) -> None:
         if self.tables is not None:
-            self.tables.close(self._has_finished)
+            self.tables.close(self._is_over)
         for store in self._stores:  # includes models that an earlier Trainer has trained
             store.close()
-            if self._has_finished():
+            if self._is_over():
                 store.clear()
         if self.world is not None:
             with suppress(Exception):
                 self.world.leave()
         self.world = None
 
-    def _has_finished(self) -> bool:
-        return self.world is not None and self.world.ask_whether_finished()
+    def _is_over(self) -> bool:
+        """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
+        world = self.world
+        return world is not None and (world.ask_whether_finished() or world.ask_whether_cancelled())
 
 
 def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:

@@ -137,6 +137,13 @@ class Deviating(ToyModel):
         if self.is_odd:
             self.trainer.val_check_batch = STEP + 1
 
+    def end_async_sizes(self) -> None:
+        dist.all_reduce(torch.ones(2 if self.is_odd else 1), async_op=True).wait()  # type: ignore[union-attr]
+
+    def end_async_alone(self) -> None:
+        if self.is_odd:
+            dist.all_reduce(torch.ones(1), async_op=True).wait()  # type: ignore[union-attr]
+
     def end_gather_shapes(self) -> None:
         self.all_gather(torch.ones(3 if self.is_odd else 2))
 
@@ -186,6 +193,19 @@ def operations(rank: int, size: int) -> Iterator[tuple[str, Callable[[], object]
         dist.all_to_all_single(received, torch.ones((rank + 1) * size), [i + 1 for i in ranks], [rank + 1] * size)
         assert received.sum() == len(received)
 
+    def reduce_async_on_one() -> None:
+        work = dist.all_reduce(total := ones.clone(), async_op=rank == 1)
+        if work is not None:
+            work.wait()
+        assert total[0] == size
+
+    def begin_several_at_once() -> None:
+        # All are begun before the first one is waited for, as in overlapped communication.
+        works = [dist.all_reduce(ones.clone(), async_op=True) for _ in range(20)]
+        dist.barrier()
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
     def pass_around() -> None:
         for i in ranks[:-1]:
             if rank == i:
@@ -214,6 +234,8 @@ def operations(rank: int, size: int) -> Iterator[tuple[str, Callable[[], object]
     yield "all_gather_into_tensor", lambda: dist.all_gather_into_tensor(torch.zeros(3 * size), ones)
     yield "broadcast", lambda: dist.broadcast(ones.clone(), 2)
     yield "all_reduce_coalesced", lambda: dist.all_reduce_coalesced([ones.clone(), ones.clone()])
+    yield "all_reduce, asynchronous on one worker", reduce_async_on_one
+    yield "all_reduce, several at once", begin_several_at_once
     yield "barrier", dist.barrier
 
 

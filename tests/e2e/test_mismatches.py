@@ -58,6 +58,8 @@ def mismatch(make_job: MakeJob, way: Way, num_workers: int = 2) -> str:
         (Way("raw_sizes"), "all_reduce of 1000 x float32", "all_reduce of 1 x float32"),
         (Way("torchmetrics"), "torch.distributed.", "(batch "),
         (Way("validation", num_val_rows=40), "in validation run 1", "(batch "),
+        (Way("async_sizes"), "all_reduce of 2 x float32", "all_reduce of 1 x float32"),
+        (Way("async_alone"), "torch.distributed.all_reduce of 1 x float32", "(batch "),
         (Way("gather_shapes"), "strategy.all_gather of [3]", "strategy.all_gather of [2]"),
     ],
     ids=lambda value: value.name if isinstance(value, Way) else "",

@@ -12,7 +12,11 @@ from itertools import product
 from typing import Any, TypeVar
 
 import pytest
+from dlrover_process import Dlrover
 from harness import Job, Worker
+
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.live.member import EXIT_ALL_DRAINED
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
@@ -594,7 +598,26 @@ def test_collective_in_save_hook_refuses_joiners_of_tables_in_words(num_first: i
     job.wait_for_step(5)
     joiner = job.start()
     assert joiner.wait() == 1, job.report()
-    assert "on_save_checkpoint: with sharded tables only one worker captures the state for a joiner" in joiner.output
+    assert "in on_save_checkpoint" in joiner.output
+    assert "with sharded tables only one worker captures the state for a joiner" in joiner.output
     job.finish()
     assert [worker.exit_code for worker in first] == [0] * num_first, job.report()
     assert job.step == settings.num_steps
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_snapshots_of_a_stopped_job_stay_unless_it_was_cancelled(
+    is_cancelled: bool, new_job: MakeJob, dlrover: Dlrover, etcd: EmbeddedEtcd
+) -> None:
+    job = new_job(replace(SETTINGS, max_epochs=100, apart=False, on_disk=True))
+    started(job, 2)
+    wait_for_snapshot(job, 2)
+    job.wait_until(lambda: [*(job.folder / "disk").glob("*/*/*")], "a snapshot on disk")
+    if is_cancelled:
+        done = dlrover("cancel", job.run_id, "--endpoint", etcd.endpoint)
+        assert done.returncode == 0, done.stderr
+    else:
+        job.drain()
+    assert {*job.finish()} <= {0, EXIT_ALL_DRAINED}, job.report()  # 0: another one still trained
+    assert bool(shared_memory_of(job)) != is_cancelled
+    assert bool([*(job.folder / "disk").glob("*")]) != is_cancelled

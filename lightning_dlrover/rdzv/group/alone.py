@@ -101,6 +101,9 @@ class LoneWorld:
     def ask_whether_finished(self) -> bool:
         return self.has_finished
 
+    def ask_whether_cancelled(self) -> bool:
+        return False
+
     def has_finished_fit(self, number: int) -> bool:
         return self._fits_finished >= number
 

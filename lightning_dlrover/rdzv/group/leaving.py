@@ -31,7 +31,7 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
 
     def leave() -> None:
         # While etcd is unavailable training goes on, and a change of membership waits.
-        deadline = time.monotonic() + wait_timeout_s
+        deadline, is_explained = time.monotonic() + wait_timeout_s, False
         while not membership.evicted:
             try:
                 membership.drain("the worker received SIGTERM")
@@ -44,6 +44,15 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
+            if not is_explained:
+                is_explained = True
+                log.warning(
+                    "worker %s was asked to leave (SIGTERM), and cannot hand over because etcd does not answer. It trains on "
+                    "until etcd is back, or until its agent kills it, which torchrun does after 30 s. If no other worker goes "
+                    "on, start the job again with the newest checkpoint (trainer.fit(ckpt_path=...)): %s",
+                    membership.worker_id,
+                    problem,
+                )
             time.sleep(0.1)
 
     def drain(signum: int, frame: Any) -> None:

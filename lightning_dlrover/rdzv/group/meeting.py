@@ -4,12 +4,13 @@ gloo and NCCL match collectives only by their order. Workers that run different 
 collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
 
 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, where all messages
-   have one size. Votes travel in the same group, so a vote can also be compared with a collective.
+   have one size. Votes travel in the same group, so a vote can also be compared with a collective. Before an asynchronous
+   collective the comparison is only begun. Its result is read at the next one, in the next vote, or without progress.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
    `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
    order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
    other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
-   The same holds for two workers with equal counts that wait for different collectives in the round's group.
+   The same holds for two workers that have begun equally many collectives in the round's group, and a different one last.
 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
    that one worker has left out. Votes include the number of the step.
 
@@ -100,7 +101,7 @@ class Sighting:
 
     counts: Counts
     text: str
-    waits_for: str = ""  # collective begun last in the round's group, if it is known and the worker waits for it
+    waits_for: str = ""  # collective begun last in the round's group, if it is known
 
 
 def can_go_on(one: Sighting, other: Sighting) -> bool:
@@ -110,8 +111,8 @@ def can_go_on(one: Sighting, other: Sighting) -> bool:
     to one sequence. Two entries of a growing sequence cannot be ahead of each other, and equal entries have one meaning.
     """
     ahead = one.counts.compared - other.counts.compared, one.counts.begun - other.counts.begun
-    if ahead == (0, 0):
-        return not one.waits_for or not other.waits_for or one.waits_for == other.waits_for
+    if ahead[1] == 0 and one.waits_for and other.waits_for and one.waits_for != other.waits_for:
+        return False
     return ahead[0] * ahead[1] >= 0
 
 
@@ -189,6 +190,8 @@ class Meeting:
         self._is_in_step = is_in_step
         self._sever = sever
         self._num_compared = 0
+        self._unread: list[tuple[int, dist.Work, torch.Tensor]] = []  # comparisons begun before asynchronous collectives
+        self._asynchronous = (0, "", "")  # the newest of these in the round's group: its number, text and kind
         self._recent: dict[int, str] = {}  # texts of the newest compared collectives, by number
         self._depth = 0  # above 0, begun collectives are part of one that was compared
         self._alone = ""  # reason why the others take no part in this worker's collectives now
@@ -209,6 +212,7 @@ class Meeting:
         self._closed.set()
         # This thread and the watcher must not hold the last reference to a group, see `waits`.
         self._group = None
+        self._unread = []
         self._all_begun = lambda: 0
 
     def join(self, timeout_s: float) -> None:
@@ -250,9 +254,7 @@ class Meeting:
         self._refuse_if_alone(purpose)
         if self._depth or torch_names.is_in_backward() or threading.get_ident() != self._thread:
             return
-        number, work, numbers = self._reduce(purpose, ())
-        waits.wait_for(work)
-        self._check(number, numbers)
+        self._await(self._reduce(purpose, ()))
 
     def _refuse_if_alone(self, purpose: Purpose) -> None:
         if self._alone and threading.get_ident() == self._thread:
@@ -268,10 +270,8 @@ class Meeting:
         Raises:
             MismatchError: other workers did not vote, or began other collectives before it.
         """
-        number, work, numbers = vote
-        waits.wait_for(work)
-        self._check(number, numbers)
-        result: list[int] = numbers[NUM_HEADER : NUM_HEADER + size].tolist()
+        self._await(vote)
+        result: list[int] = vote[2][NUM_HEADER : NUM_HEADER + size].tolist()
         return result
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
@@ -285,12 +285,17 @@ class Meeting:
             or torch_names.is_in_backward()
         ):
             return
-        options = args[-1] if args else None
-        if getattr(options, "asyncOp", False):
-            return  # an asynchronous one overlaps with computation
+        is_async = getattr(args[-1] if args else None, "asyncOp", False)
+        if is_async and _is_of_a_library(sys._getframe(2)):
+            return  # all workers begin it alike, in the middle of a step or of another comparison
         if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
-        self.compare(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
+        purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
+        if is_async:  # overlaps with computation, so it must not wait for the others
+            self._unread.append(self._reduce(purpose, ()))
+            self._asynchronous = (self._begun() + 1, str(purpose), purpose.kind)
+        else:
+            self.compare(purpose)
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
@@ -382,10 +387,20 @@ class Meeting:
         self._num_compared = number
         return number, group.allreduce([numbers], self._options), numbers
 
+    def _await(self, newest: tuple[int, dist.Work, torch.Tensor]) -> None:
+        unread, self._unread = self._unread, []
+        for number, work, numbers in (*unread, newest):
+            waits.wait_for(work)
+            self._check(number, numbers)
+
     def _check(self, number: int, numbers: torch.Tensor) -> None:
-        least_key, most_key, fewest, most = (int(n) for n in numbers[:NUM_HEADER])
-        if least_key == -most_key and fewest == -most:
-            return
+        if not _agree(numbers):
+            self._report(number, numbers)
+            assert self.mismatch is not None
+            raise self.mismatch
+
+    def _report(self, number: int, numbers: torch.Tensor) -> None:
+        """Ask all workers for their places at a comparison that has failed, and end the round. Called from any thread."""
         mine = json.dumps([self._recent.get(number, ""), self._begun()])
         texts = {self._rank: mine}
         store = self._reach_store()
@@ -399,9 +414,8 @@ class Meeting:
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
         ]
         counts = [Counts(number, begun) for *_, begun in known]
-        self._adopt(difference(pairs, counts if least_key == -most_key and len(counts) == len(pairs) else ()))
-        assert self.mismatch is not None
-        raise self.mismatch
+        is_one_purpose = int(numbers[0]) == -int(numbers[1])
+        self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
 
     def _read_all(self, store: Store, folder: str, ranks: Sequence[int], timeout_s: float = ANSWER_S) -> dict[int, str]:
         """Return the texts of ranks below a folder of the store that arrive in time."""
@@ -458,6 +472,10 @@ class Meeting:
             self._answered = number
             text = self._recent.get(number) or self._whereabouts(now).text
             store.set(f"op/{number}/{self._rank}", json.dumps([text, now.begun]))
+        for number, work, numbers in tuple(self._unread):
+            if work.is_completed() and work.is_success() and not _agree(numbers):
+                self._report(number, numbers)  # the worker waits for an asynchronous collective, and reads no comparison
+                return
         mine = self._whereabouts(now)
         if Counts(self._num_compared, self._begun()) != now:
             return  # the worker makes progress again
@@ -491,6 +509,9 @@ class Meeting:
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
             return Sighting(now, latest)
+        begun, text, kind = self._asynchronous
+        if begun == now.begun and not waits_for:
+            return Sighting(now, f"{text}, {self._activity()}", kind)
         return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._activity()}", waits_for)
 
     def _reach_store(self) -> Store | None:
@@ -502,6 +523,20 @@ class Meeting:
     def _forget_store(self) -> None:
         with self._store_lock:
             self._store = None
+
+
+def _agree(numbers: torch.Tensor) -> bool:
+    """Whether all workers have begun a comparison with one purpose, after equally many collectives."""
+    least_key, most_key, fewest, most = (int(n) for n in numbers[:NUM_HEADER])
+    return least_key == -most_key and fewest == -most
+
+
+def _is_of_a_library(frame: FrameType | None) -> bool:
+    """Whether the code that calls `torch.distributed` belongs to torchrec or to this package."""
+    package = ""
+    while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in ("torch", "contextlib"):
+        frame = frame.f_back
+    return package in ("torchrec", "lightning_dlrover")
 
 
 _COMPARES = "a comparison with the other workers"

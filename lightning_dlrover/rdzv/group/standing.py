@@ -124,6 +124,12 @@ class JobStanding:
             self._has_ended = job is not None and job.phase == "finished" and not job.unfinished_fit
         return self._has_ended
 
+    def ask_whether_cancelled(self) -> bool:
+        """See `World.ask_whether_cancelled`."""
+        with contextlib.suppress(EtcdError, RecordError):
+            return self._membership.was_cancelled()
+        return False
+
     def has_finished_fit(self, number: int) -> bool:
         """See `World.has_finished_fit`."""
         job = self._membership.view.job

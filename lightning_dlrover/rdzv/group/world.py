@@ -283,6 +283,10 @@ class World:
         """
         return self._standing.ask_whether_finished()
 
+    def ask_whether_cancelled(self) -> bool:
+        """Read from etcd whether the whole job was asked to end for good; False while etcd is unavailable."""
+        return self._standing.ask_whether_cancelled()
+
     def has_finished_fit(self, number: int) -> bool:
         """Whether a worker has reached the end of this `fit` of the script, from 1; others may have begun the next one."""
         return self._standing.has_finished_fit(number)

@@ -312,6 +312,11 @@ class Membership:
         """Read the job's record from etcd, bypassing the view."""
         return self._journal.get(JobRecord, self.keys.job).record
 
+    def was_cancelled(self) -> bool:
+        """Read from etcd whether the whole job was asked to end for good, as by `dlrover cancel`."""
+        nodes = self._journal.get(NodesRecord, self.keys.nodes).record
+        return nodes is not None and bool(nodes.stop)
+
     def newest_checkpoint(self) -> CheckpointRecord | None:
         return self._journal.get(CheckpointRecord, self.keys.checkpoint).record
 

@@ -57,6 +57,7 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
     [
         (seen(4, 7), seen(3, 8, "gradients")),  # each worker is ahead of the other
         (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # same place, different purposes
+        (seen(3, 9, "torch.distributed.all_reduce"), seen(2, 9, "buffers")),  # one of them was compared
     ],
 )
 def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:

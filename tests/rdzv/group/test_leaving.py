@@ -1,0 +1,51 @@
+"""SIGTERM drains a worker, also while etcd is away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm
+
+
+class Membership:
+    """A worker's registration in an etcd that is away for some requests."""
+
+    worker_id = "w0"
+    evicted = False
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals = num_refusals
+        self.has_asked = threading.Event()
+
+    def drain(self, reason: str) -> None:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise EtcdUnavailableError("127.0.0.1:2379 does not answer")
+        self.has_asked.set()
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM."""
+    former = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.parametrize("num_refusals, num_lines", [(0, 0), (3, 1)])
+def test_worker_that_cannot_hand_over_names_the_next_move_once(
+    num_refusals: int, num_lines: int, handler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    membership: Any = Membership(num_refusals)
+    drain_on_sigterm(membership, 60.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert membership.has_asked.wait(10)
+    assert caplog.text.count("cannot hand over because etcd does not answer") == num_lines
+    assert caplog.text.count("start the job again with the newest checkpoint") == num_lines
