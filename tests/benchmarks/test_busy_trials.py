@@ -19,7 +19,8 @@ RETURN = replace(TRY, current=TRIAL, chosen=HOME, candidates=(replace(CANDIDATE,
 
 
 def steps_of(*stints: tuple[Settings, Sequence[float]]) -> list[Step]:
-    ended_s, steps = 0.0, []
+    ended_s = 0.0
+    steps: list[Step] = []
     for settings, durations_s in stints:
         for duration_s in durations_s:
             ended_s += duration_s

@@ -24,6 +24,7 @@ from lightning_dlrover.learn.history import (
     JobEntry,
     JobHistory,
 )
+from lightning_dlrover.perf import StepTimeModel
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.warm_start import descriptor_of
@@ -332,7 +333,7 @@ def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeyp
     def fit(*_: object, **__: object) -> None:
         raise AssertionError("a fit takes seconds on a busy machine")
 
-    monkeypatch.setattr(analyst.StepTimeModel, "fit", fit)
+    monkeypatch.setattr(StepTimeModel, "fit", fit)
     num_windows = len(job.events("profile"))
     for _ in range(3):
         job.analyst.give_up(trial, 9.0)  # three slow steps in a row
