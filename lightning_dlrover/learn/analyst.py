@@ -620,6 +620,7 @@ class _Keeper:
 
 def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> StepProfile:
     """Return a window of a few steps whose parts were not measured."""
+    parts: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
     return replace(
         like,
         num_steps=STEPS_OF_PROOF,
@@ -631,7 +632,7 @@ def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> Ste
         step_time_s=step_time_s,
         samples_per_s=like.global_batch / step_time_s,
         at=time.time(),
-        **{f"{part}_s": 0.0 for part in STEP_PARTS},
+        **parts,
     )
 
 
