@@ -88,6 +88,8 @@ IN_SOURCE: dict[str, tuple[str, ...]] = {
 """Names in the source of classes: of loggers that need a library of their own, and an attribute that a step sets."""
 
 OF_OTHERS = {
+    *("_persistent_workers", "_pin_memory_thread_done_event", "_shutdown", "_shutdown_workers", "_worker_result_queue"),
+    "_workers_status",
     *("_C", "_apply", "_check_reducer_finalized", "_execution_engine", "_get_iterator", "_iterator", "_parameters"),
     *("_pytree", "_set_params_and_buffers_to_ignore_for_model", "_sync_buffers", "_current_graph_task_id"),
     *(
