@@ -138,11 +138,11 @@ class Deviating(ToyModel):
             self.trainer.val_check_batch = STEP + 1
 
     def end_async_sizes(self) -> None:
-        dist.all_reduce(torch.ones(2 if self.is_odd else 1), async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(torch.ones(2 if self.is_odd else 1), async_op=True).wait()
 
     def end_async_alone(self) -> None:
         if self.is_odd:
-            dist.all_reduce(torch.ones(1), async_op=True).wait()  # type: ignore[union-attr]
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
 
     def end_gather_shapes(self) -> None:
         self.all_gather(torch.ones(3 if self.is_odd else 2))
@@ -204,7 +204,7 @@ def operations(rank: int, size: int) -> Iterator[tuple[str, Callable[[], object]
         works = [dist.all_reduce(ones.clone(), async_op=True) for _ in range(20)]
         dist.barrier()
         for work in works:
-            work.wait()  # type: ignore[union-attr]
+            work.wait()
 
     def pass_around() -> None:
         for i in ranks[:-1]:
